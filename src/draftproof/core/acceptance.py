@@ -1,0 +1,178 @@
+"""Acceptance: which drafted tokens stand. Knows trees, laws and picks; knows nothing of models or caches.
+
+Three exact rules. `accept_by_matching` lets the target choose at every node and keeps what it would have chosen
+(drafter-invariant, arXiv 2408.07978; optimal for deterministic drafts). `accept_by_rejection` is the token rule of
+Leviathan et al. (2211.17192) and Chen et al. (2302.01318) on chains, and recursive rejection without replacement
+(2402.14160) on trees of drawn tokens. `accept_by_block` is block verification of chains (Sun et al., 2403.10444).
+
+The random outcomes of the last two come from a `Chance`: keyed noise when decoding, every outcome in turn when the
+law is enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.core import noise
+from draftproof.core.messages import Accepted, Frontier
+from draftproof.core.noise import Role
+from draftproof.core.sampling import Paths, winner
+from draftproof.core.tree import TokenTree
+
+
+class Chance(Protocol):
+    """The random outcomes of a rule."""
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        """[B] bool, true with `probability` [B]; `node` names the coin."""
+        ...
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        """[B] a token drawn in proportion to `weights` [B, V], to stand behind a node of `depth` [B]."""
+        ...
+
+
+def accept_by_matching(tree: TokenTree, picks: Tensor) -> Accepted:
+    """A node stands if it is what the target picked at its parent and all its ancestors stand.
+
+    picks: [B, N] the target's choice at every node. Specification B.4 of sample-and-match; no synchronisation.
+    """
+    hit = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))      # [B, N]
+    hit[:, 0] = True                                                     # the root was picked last round
+    alive = (hit[:, None] | ~tree.ancestors).all(-1)                     # [B, N]
+    last = (alive * (tree.depths + 1)).argmax(-1)                        # [B] the deepest standing node
+    return _accepted(tree, last, picks.gather(1, last[:, None])[:, 0])
+
+
+def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
+    """Try each drawn child against its parent's residual law, in the order drawn; on rejection draw the residual.
+
+    probs: [B, N, V] the target's law at every node; `tree.draft_probs` [B, N, V] the law each node was drawn from.
+    """
+    drafts = _laws(tree)
+    rows = torch.arange(tree.tokens.shape[0], device=probs.device)
+    here = torch.zeros_like(rows)                                        # [B] the deepest accepted node
+    target, draft = probs[:, 0], torch.zeros_like(probs[:, 0])           # residuals at `here`
+    untried = torch.ones_like(rows, dtype=torch.bool)                    # no child of `here` was tried yet
+    for node in range(1, tree.tokens.shape[1]):
+        token = tree.tokens[:, node].clamp(min=0)
+        tried = (tree.parents[:, node] == here) & tree.present[:, node]
+        draft = torch.where((tried & untried)[:, None], drafts[:, node], draft)
+        tried = tried & (draft[rows, token] > 0)                         # the law is used up: nothing left to try
+        ratio = target[rows, token] / draft[rows, token].clamp(min=_TINY)
+        stands = tried & chance.flip(torch.where(tried, ratio.clamp(max=1), 0), node)
+        left = _normalised((target - draft).clamp(min=0), target)
+        without = _normalised(draft.scatter(1, token[:, None], 0.0), draft)
+        fails = (tried & ~stands)[:, None]
+        target = torch.where(stands[:, None], probs[:, node], torch.where(fails, left, target))
+        draft = torch.where(fails, without, draft)
+        here = torch.where(stands, node, here)
+        untried = stands | (untried & ~tried)
+    root = chance.draw(target, tree.depths.gather(1, here[:, None])[:, 0])
+    return _accepted(tree, here, root)
+
+
+def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
+    """Weigh the whole drawn chain at once; every coin is looked at, the last success wins. Chains only.
+
+    Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first i tokens stand
+    with probability at least P_i; the token behind them is drawn from max(P_i p_{i+1} - q_{i+1}, 0).
+    """
+    drafts = _laws(tree)
+    rows, nodes = tree.tokens.shape
+    row = torch.arange(rows, device=probs.device)
+    weight = torch.ones(rows, dtype=probs.dtype, device=probs.device)    # P_i
+    here = torch.zeros_like(row)
+    residual = _residual(weight, probs[:, 0], drafts, 0)
+    for node in range(1, nodes):
+        token, there = tree.tokens[:, node].clamp(min=0), tree.present[:, node]
+        ratio = probs[row, node - 1, token] / drafts[row, node, token].clamp(min=_TINY)
+        weight = torch.where(there, (weight * ratio).clamp(max=1), 0)
+        rest = _residual(weight, probs[:, node], drafts, node)
+        mass = rest.sum(-1)
+        last = ~tree.present[:, node + 1] if node + 1 < nodes else torch.ones_like(there)
+        room = mass + 1 - weight
+        odds = torch.where(last, weight, torch.where(room > 0, mass / room.clamp(min=_TINY), 1))     # 0/0 is 1
+        stands = there & chance.flip(torch.where(there, odds, 0), node)
+        here = torch.where(stands, node, here)
+        residual = torch.where(stands[:, None], rest, residual)
+    depth = tree.depths.gather(1, here[:, None])[:, 0]
+    backup = probs.gather(1, here[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
+    return _accepted(tree, here, chance.draw(_normalised(residual, backup), depth))
+
+
+class Rule(NamedTuple):
+    """An acceptance rule as the decoder uses it, and whether it weighs the law the drafts were drawn from."""
+
+    accept: Callable[[TokenTree, Tensor, Frontier], Accepted]
+    drawn: bool
+
+
+def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
+    """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
+    return accept_by_matching(tree, frontier.sampler.pick(logits, Paths(frontier.prefix, tree)))
+
+
+def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
+    """Rejection sampling where the draft's law is known; matching where tokens were chosen (a point mass)."""
+    if tree.draft_probs is None:
+        return match(tree, logits, frontier)
+    probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
+    return accept_by_rejection(tree, probs, KeyedChance(frontier))
+
+
+def block(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
+    """Block verification for drawn chains; `reject` for anything else."""
+    if tree.draft_probs is None or not tree.is_chain:
+        return reject(tree, logits, frontier)
+    probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
+    return accept_by_block(tree, probs, KeyedChance(frontier))
+
+
+RULES = {"match": Rule(match, drawn=False), "rejection": Rule(reject, drawn=True), "block": Rule(block, drawn=True)}
+
+
+class KeyedChance:
+    """Outcomes from keyed noise, fresh each round: a round is named by the position of its root."""
+
+    def __init__(self, frontier: Frontier) -> None:
+        self.keys, self.position = frontier.sampler.keys, frontier.prefix.position[:, None]
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        coin = noise.stream(self.keys, Role.ACCEPT, torch.full_like(self.position, node), self.position)
+        return noise.uniform(coin)[:, 0] < probability                   # strict: probability 0 never happens
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position)
+        return winner(weights.log() + noise.gumbel(place, weights.shape[-1])[:, 0])
+
+
+_TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used
+
+
+def _laws(tree: TokenTree) -> Tensor:
+    if tree.draft_probs is None:
+        raise ValueError("this rule needs the law the drafts were drawn from; use accept_by_matching for chosen tokens")
+    return tree.draft_probs * tree.present[..., None]
+
+
+def _residual(weight: Tensor, target: Tensor, drafts: Tensor, node: int) -> Tensor:
+    """[B, V] max(P p - q, 0) behind `node`; q is zero where nothing was drafted, and P p then has the law p."""
+    if node + 1 == drafts.shape[1]:
+        return target
+    return (weight[:, None] * target - drafts[:, node + 1]).clamp(min=0)
+
+
+def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
+    """`weights` [B, V] as a law; `fallback` where nothing is left (rounding alone can bring a row there)."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total.clamp(min=_TINY), fallback)
+
+
+def _accepted(tree: TokenTree, last: Tensor, root: Tensor) -> Accepted:
+    count = tree.depths.gather(1, last[:, None])[:, 0] + 1
+    return Accepted(tree.path_to(last), count, root)

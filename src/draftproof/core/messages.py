@@ -1,0 +1,71 @@
+"""The messages of a round: what the drafter is asked, what the target read, what became true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from draftproof.core.sampling import Prefix, Sampler
+from draftproof.core.tree import TokenTree
+
+
+class Reading(NamedTuple):
+    """What the target says at each node: logits [B, N, V] and, per tap, hidden states [B, N, T, H] or None."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Which nodes stand: their indices [B, D] root first, how many [B], and the next root [B].
+
+    Places of `nodes` beyond `count` hold their own index, so moving them moves nothing.
+    """
+
+    nodes: Tensor
+    count: Tensor
+    root: Tensor
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Where each row stands, and how much may be drafted.
+
+    prefix: the true text of each row with its root. sampler: the rows' wishes, to draft what the target will want.
+    budget: how many tokens each row may draft this round, zero included.
+    drawn: draw draft tokens from a law and attach it, for rules that weigh it; otherwise choose them.
+    """
+
+    prefix: Prefix
+    sampler: Sampler
+    budget: int
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What became true of `rows`: of each the tokens [b, D] at `nodes` [b, D] of the tree read, `count` [b] of them.
+
+    hidden: [b, D, T, H] the target's hidden states at these tokens, at the layers the drafter taps; or None.
+    The first commit of a new row is its prompt, in one or more pieces.
+    """
+
+    rows: Sequence[int]
+    tokens: Tensor
+    nodes: Tensor
+    count: Tensor
+    hidden: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted) -> Commit:
+        """The commit of the accepted nodes of a tree that was read for `rows`."""
+        tokens = tree.tokens.gather(1, accepted.nodes)
+        hidden = reading.hidden
+        if hidden is not None:
+            index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
+            hidden = hidden.gather(1, index)
+        return cls(rows, tokens, accepted.nodes, accepted.count, hidden)

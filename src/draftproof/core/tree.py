@@ -1,0 +1,204 @@
+"""Token trees: what may come next. The only tree code in the project; knows tokens and parents, nothing of models.
+
+Shape letters: B rows, N nodes, D path length in nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+ABSENT = -1
+"""The token of a node that is not there: rows with fewer nodes than the tree is wide."""
+
+NOTHING = -2
+"""The pick where nothing may be picked: every token forbidden, or NaN logits. No node carries it, so it ends a path."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The static form of a tree: one rank path per drafted node; ``(0, 2)`` is the third child of the first child.
+
+    Nodes are ordered by (depth, path), so parents come before children and a level is a contiguous range.
+    Node 0 is the root, with the empty path.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        known = {()} | set(self.paths)
+        for path in self.paths:
+            if path == () or any(rank < 0 for rank in path):
+                raise ValueError(f"tree path {path} is not a sequence of ranks; the root is implied")
+            if path[:-1] not in known:
+                raise ValueError(f"tree path {path} has no parent; add {path[:-1]}")
+        if len(known) != len(self.paths) + 1:
+            raise ValueError("tree paths are given more than once")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def chain(cls, length: int) -> TreeShape:
+        """A chain of `length` drafted tokens."""
+        return cls(tuple((0,) * depth for depth in range(1, length + 1)))
+
+    @classmethod
+    def branching(cls, children: Sequence[int]) -> TreeShape:
+        """Every node of depth d has ``children[d]`` children: ``(2, 2, 1)`` drafts 2 + 4 + 4 nodes."""
+        paths: list[tuple[int, ...]] = []
+        level: list[tuple[int, ...]] = [()]
+        for width in children:
+            level = [(*path, rank) for path in level for rank in range(width)]
+            paths += level
+        return cls(tuple(paths))
+
+    @classmethod
+    def from_digits(cls, digits: Iterable[str]) -> TreeShape:
+        """Paths written as digit strings, one digit per rank: ``["0", "1", "00"]``."""
+        return cls(tuple(tuple(int(digit) for digit in path) for path in digits))
+
+    @lru_cache(maxsize=256)  # noqa: B019 - shapes are few, small and live as long as the engine
+    def within(self, nodes: int) -> TreeShape:
+        """This shape with at most `nodes` drafted nodes: the first in order, hence closed under parents."""
+        return self if nodes >= len(self.paths) else TreeShape(self.paths[:nodes])
+
+    def __len__(self) -> int:
+        return len(self.paths) + 1
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """[N] index of each node's parent; -1 at the root."""
+        index = {path: node for node, path in enumerate(((), *self.paths))}
+        return (-1, *(index[path[:-1]] for path in self.paths))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """[N] which child of its parent each node is; 0 at the root."""
+        return (0, *(path[-1] for path in self.paths))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """The nodes of each depth, root level first."""
+        depths = [0, *(len(path) for path in self.paths)]
+        return tuple(range(depths.index(d), depths.index(d) + depths.count(d)) for d in range(depths[-1] + 1))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(len(level) == 1 for level in self.levels)
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """What may come next in each row. Node 0 is the root: chosen by the target, not yet read by it.
+
+    tokens: [B, N] int64, ABSENT where a row has fewer nodes (an absent node has only absent descendants).
+    parents: [B, N] int64, a parent comes before its children; -1 at the root.
+    depth_limit: the longest root-to-leaf path of any row, in edges; a Python number, so shapes stay static.
+    draft_probs: [B, N, V] the law each node was drawn from, or None if tokens were chosen, not drawn. Siblings
+        are drawn without replacement in node order and carry the law of the first draw.
+    is_chain: each node's parent is the node before it, in every row.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth_limit: int
+    draft_probs: Tensor | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def root(cls, tokens: Tensor) -> TokenTree:
+        """Only the root: `tokens` [B]. Plain autoregressive decoding."""
+        return cls.chain(tokens[:, None])
+
+    @classmethod
+    def chain(cls, tokens: Tensor, draft_probs: Tensor | None = None) -> TokenTree:
+        """A chain per row: `tokens` [B, N], the root first."""
+        return cls.shaped(tokens, TreeShape.chain(tokens.shape[1] - 1), draft_probs)
+
+    @classmethod
+    def shaped(cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None) -> TokenTree:
+        """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
+        rows = tokens.shape[0]
+        static = _static(shape, tokens.device)
+        tree = cls(tokens, static.parents.expand(rows, -1), len(shape.levels) - 1, draft_probs, shape.is_chain)
+        tree.__dict__["depths"] = static.depths.expand(rows, -1)
+        tree.__dict__["ancestors"] = static.ancestors.expand(rows, -1, -1)
+        return tree
+
+    @classmethod
+    def from_paths(cls, paths: Tensor, nodes: int) -> TokenTree:
+        """Merge paths with shared prefixes into one tree: `paths` [B, W, D] tokens, column 0 the root in all.
+
+        The first `nodes` distinct prefixes in path-major order are kept (at least D); rows with fewer get ABSENT.
+        An ABSENT token ends its path. No host synchronisation. Recurrent Drafter (arXiv 2403.09919), section 3.2.
+        """
+        rows, width, length = paths.shape
+        same = (paths[:, :, None] == paths[:, None]).cumprod(-1).bool()             # [B, W, W, D]
+        owner = same.int().argmax(2)                                                # [B, W, D] first path with it
+        absent = (paths == ABSENT).cumsum(-1) > 0
+        head = (owner == torch.arange(width, device=paths.device)[:, None]) & ~absent
+        rank = head.flatten(1).cumsum(1).sub(1).view(rows, width, length)
+        slot = rank.gather(1, owner)                                                # [B, W, D] node of each prefix
+        slot = torch.where(absent, nodes, slot)
+        target = torch.where(head & (slot < nodes), slot, nodes).flatten(1)         # column `nodes` is a dump
+        parent = torch.cat([torch.full_like(slot[..., :1], -1), slot[..., :-1]], -1)
+        tokens = paths.new_full((rows, nodes + 1), ABSENT).scatter_(1, target, paths.flatten(1))
+        parents = paths.new_zeros((rows, nodes + 1)).scatter_(1, target, parent.flatten(1))
+        parents[:, 0] = -1
+        return cls(tokens[:, :nodes], parents[:, :nodes], length - 1)
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool: node i sees node j, that is j is i or one of its ancestors."""
+        nodes = self.tokens.shape[1]
+        numbers = torch.arange(nodes, device=self.tokens.device)
+        sees = (self.parents[:, :, None] == numbers) | torch.eye(nodes, dtype=torch.bool, device=numbers.device)
+        reach = 1
+        while reach < self.depth_limit:                                             # squaring doubles the reach
+            sees = (sees.float() @ sees.float()) > 0
+            reach *= 2
+        return sees
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[B, N] edges from the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def present(self) -> Tensor:
+        """[B, N] bool: the node is there."""
+        return self.tokens != ABSENT
+
+    def path_to(self, node: Tensor) -> Tensor:
+        """Node indices from the root to `node` [B], as [B, D]; places beyond the path hold their own index."""
+        length = self.depth_limit + 1
+        rows, nodes = self.tokens.shape
+        pick = node[:, None, None].expand(-1, 1, nodes)
+        on_path = self.ancestors.gather(1, pick)[:, 0]                              # [B, N]
+        place = torch.where(on_path, self.depths, length)
+        numbers = torch.arange(nodes, device=node.device).expand(rows, -1)
+        path = torch.arange(length + 1, device=node.device).repeat(rows, 1)
+        return path.scatter_(1, place, numbers)[:, :length]
+
+
+@dataclass(frozen=True)
+class _Static:
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+@lru_cache(maxsize=512)
+def _static(shape: TreeShape, device: torch.device) -> _Static:
+    """The tensors of a static shape, made once per device."""
+    nodes = len(shape)
+    sees = torch.eye(nodes, dtype=torch.bool)
+    for node, parent in enumerate(shape.parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    depths = sees.sum(-1) - 1
+    return _Static(torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device))

@@ -1,0 +1,273 @@
+"""The engine: prompts in, completions out. Owns target, drafter, rule and budget; the batch is the decoder's."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.sampling import LogitsProcessor, Sampling, Wishes
+from draftproof.decoding.budget import Budget, Fixed
+from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.sequence import Running
+from draftproof.decoding.stats import Clock, RoundStats, Timed
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.plain import Plain
+from draftproof.errors import BadInput, ContextOverflow
+from draftproof.target.target import Target
+from draftproof.target.text import Codec, Messages
+
+Prompt = str | Sequence[int] | Messages
+"""Text, token ids, or a chat as ``[{"role": ..., "content": ...}, ...]``."""
+
+BUCKET = 128
+"""Capacities are multiples of this."""
+ROWS = 8
+"""Rows at a time when nobody says."""
+NEW_TOKENS = 128
+"""New tokens per prompt when neither the call, the sampling nor the model says."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of one prompt, or of one sample of it.
+
+    tokens: the new tokens, an end token included. text: without special tokens and without the stop string.
+    finish_reason: "stop" (an end token or a stop string) or "length". logprobs: natural logarithms under the
+    unprocessed model, one per token, or None. prompt, sample: which of the prompts, which of its samples.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+    stats: RoundStats
+    prompt: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New text of a stream: pieces, each with whether its token was drafted. The last carries the completion."""
+
+    pieces: list[tuple[str, bool]]
+    completion: Completion | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+
+class Engine:
+    """Writes text with a target and a drafter; the text is what the target would have written alone.
+
+    acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the same law).
+    budget: draft tokens per row and round, a number or a `Budget`; None takes the drafter's default.
+    codec: the tokenizer; needed for text prompts and stop strings, token ids do without.
+    sampling, stop_tokens: defaults for calls that name none.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        codec: Codec | None = None,
+        acceptance: str = "match",
+        budget: Budget | int | None = None,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (),
+    ) -> None:
+        if acceptance not in RULES:
+            raise BadInput(f"acceptance was {acceptance!r}; choose one of {', '.join(RULES)}")
+        self.target, self.codec, self.acceptance = target, codec, acceptance
+        self.drafter = drafter or Plain()
+        self.budget = Fixed(budget) if isinstance(budget, int) else budget or Fixed(self.drafter.default_budget)
+        self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
+        if self.budget.most >= target.context:
+            raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        n: int = 1,
+        batch_size: int | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt, `n` times each: completions in the order of prompts, samples side by side.
+
+        sampling: one for all or one per prompt; None takes the model's own generation defaults. Sample i of a
+        prompt is the same whatever `n` is. batch_size: rows at a time (default: all, up to 8).
+        Raises BadInput, before anything runs, for a request that cannot be honoured.
+        """
+        done = self.as_completed(prompts, max_new_tokens=max_new_tokens, sampling=sampling, n=n, batch_size=batch_size)
+        return sorted(done, key=lambda completion: (completion.prompt, completion.sample))
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        n: int = 1,
+        batch_size: int | None = None,
+    ) -> Iterator[Completion]:
+        """As `generate`, but each completion comes as soon as it is finished."""
+        if n < 1:
+            raise BadInput(f"n was {n}; ask for at least 1 sample")
+        if batch_size is not None and batch_size < 1:
+            raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
+        requests = self._requests(prompts, max_new_tokens, sampling, n)
+        running = [row for request in requests for row in request]
+        yielded: set[int] = set()
+        for _ in self._rounds(deque(requests), max(n, min(batch_size or ROWS, len(running)))):
+            for row in running:
+                if row.finish_reason is not None and id(row) not in yielded:
+                    yielded.add(id(row))
+                    yield self._completion(row)
+
+    def stream(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> Iterator[Chunk]:
+        """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop string may take back."""
+        requests = self._requests([prompt], max_new_tokens, sampling, 1)
+        (row,) = requests[0]
+        for _ in self._rounds(deque(requests), 1):
+            done = self._completion(row) if row.finish_reason is not None else None
+            yield Chunk(row.pieces(), done)
+
+    def _rounds(self, waiting: deque[list[Running]], rows: int) -> Iterator[None]:
+        """Run everything that waits, at most `rows` rows at a time; yields after every prefill and every round."""
+        if not waiting:
+            return
+        longest = max(len(row.prompt) + row.limit for request in waiting for row in request)
+        capacity = -(-(longest + self.budget.most + 2) // BUCKET) * BUCKET
+        clock = Clock()
+        target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
+        drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
+        decoder = Decoder(target, drafter, RULES[self.acceptance], self.budget, rows, capacity)
+        begun: list[tuple[Running, dict[str, float]]] = []
+        while waiting or decoder.running:
+            if waiting and len(decoder.running) + len(waiting[0]) <= rows:
+                begun += [(row, dict(clock.seconds)) for row in waiting[0]]
+                with clock.part("prefill", whole=True):
+                    decoder.admit(waiting.popleft())
+            else:
+                with clock.part("decide"):
+                    decoder.step()
+            for row, since in begun:
+                row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds}
+            begun = [(row, since) for row, since in begun if row.finish_reason is None]
+            yield
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int | None,
+        sampling: Sampling | Sequence[Sampling] | None,
+        n: int,
+    ) -> list[list[Running]]:
+        """Per prompt its `n` rows to run, checked."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
+            prompts = [cast(Prompt, prompts)]
+        several = cast(Sequence[Prompt], prompts)
+        one = self.sampling if sampling is None else sampling
+        wanted = [one] * len(several) if isinstance(one, Sampling) else list(one)
+        if len(wanted) != len(several):
+            raise BadInput(f"{len(wanted)} samplings were given for {len(several)} prompts; give one, or one per prompt")
+        requests = []
+        for index, (prompt, want) in enumerate(zip(several, wanted, strict=True)):
+            tokens = self._tokens(prompt)
+            limit = self._limit(tokens, max_new_tokens if max_new_tokens is not None else want.max_new_tokens)
+            wishes = self._wishes(want, len(tokens))
+            requests.append([self._running(tokens, replace(wishes, sample=sample), limit, index) for sample in range(n)])
+        return requests
+
+    def _running(self, tokens: list[int], wishes: Wishes, limit: int, prompt: int) -> Running:
+        return Running(tokens, wishes, limit, self.codec.stream(tokens) if self.codec else None, request=prompt)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if len(prompt) == 0:
+            raise BadInput("the prompt is empty; give at least one word or token")
+        if not isinstance(prompt, str) and isinstance(prompt[0], int):
+            tokens = [int(token) for token in cast(Sequence[int], prompt)]
+        elif self.codec is None:
+            raise BadInput("a text prompt was given but the model has no tokenizer; pass tokenizer=... to load, or token ids")
+        elif isinstance(prompt, str):
+            tokens = self.codec.encode(prompt)
+        else:
+            tokens = self.codec.encode_chat(cast(Messages, prompt))
+        if not tokens:
+            raise BadInput("the prompt has no tokens; give at least one word")
+        self._known(tokens, "the prompt")
+        return tokens
+
+    def _limit(self, tokens: list[int], asked: int | None) -> int:
+        """New tokens this row may have; the context bounds them."""
+        if asked is not None and asked < 1:
+            raise BadInput(f"max_new_tokens was {asked}; ask for at least 1")
+        room = self.target.context - len(tokens)
+        if room < 1:
+            raise ContextOverflow(
+                f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most {self.target.context}, "
+                "one of them new; shorten the prompt"
+            )
+        return min(asked if asked is not None else NEW_TOKENS, room)
+
+    def _wishes(self, sampling: Sampling, prompt_length: int) -> Wishes:
+        """Resolve strings to tokens, and refuse what cannot be honoured exactly."""
+        if sampling.stop and self.codec is None:
+            raise BadInput("stop strings were given but the model has no tokenizer; use stop_tokens")
+        ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
+        banned: list[tuple[int, ...]] = []
+        for word in sampling.banned_words:
+            if not isinstance(word, str):
+                banned.append(tuple(word))
+            elif self.codec is None:
+                raise BadInput("banned words were given as text but the model has no tokenizer; give token ids")
+            else:
+                banned += {tuple(self.codec.encode(space + word, special=False)) for space in ("", " ")}
+        for word in banned:
+            self._known(word, "banned_words")
+        self._known(list(sampling.logit_bias), "logit_bias")
+        for processor in sampling.processors:
+            self._must_be_pure(processor)
+        ends = tuple(end for end in ends if end < self.target.vocab_size)
+        return Wishes(sampling, prompt_length, ends, tuple(sorted(banned)))
+
+    def _known(self, tokens: Sequence[int], where: str) -> None:
+        strange = [token for token in tokens if not 0 <= token < self.target.vocab_size]
+        if strange:
+            raise BadInput(f"{where} has token id {strange[0]}; {self.target.name} knows 0 to {self.target.vocab_size - 1}")
+
+    def _must_be_pure(self, processor: LogitsProcessor) -> None:
+        """Ask twice, with another question in between; a function of the prefix gives the same answer."""
+        name = getattr(processor, "__name__", type(processor).__name__)
+        asked = copy.deepcopy(processor)
+        device = self.target.device
+        texts = [torch.arange(size, device=device)[None] % self.target.vocab_size for size in (3, 5)]
+        scores = torch.linspace(-1, 1, self.target.vocab_size, device=device)[None]
+        try:
+            answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
+        except Exception as error:
+            raise BadInput(f"the logits processor {name} fails on a short text: {error}") from error
+        if any(answer.shape != scores.shape for answer in answers):
+            shape, wanted = tuple(answers[0].shape), tuple(scores.shape)
+            raise BadInput(f"the logits processor {name} returns shape {shape}; it must return {wanted}")
+        if not all(torch.equal(answer, answers[turn % 2]) for turn, answer in enumerate(answers)):
+            raise BadInput(
+                f"the logits processor {name} keeps state: asked twice about the same text it answers differently. "
+                "Speculation needs a function of the text alone; rewrite it as one, or leave it out"
+            )
+
+    def _completion(self, row: Running) -> Completion:
+        logprobs = row.logprobs if row.wishes.sampling.logprobs else None
+        reason = row.finish_reason or "length"
+        return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.wishes.sample)

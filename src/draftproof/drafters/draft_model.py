@@ -1,0 +1,160 @@
+"""Speculative sampling with a draft model (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+
+The draft model reads through the same interface as the target and owns a cache of its own. It proposes a chain, or
+a tree of any static shape: level by level, each node's children are the best of its race. When the rule wants drawn
+tokens, children are drawn without replacement (Gumbel top-k) and carry their law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.core.messages import Commit, Frontier, Reading
+from draftproof.core.noise import Role
+from draftproof.core.sampling import Paths, Prefix
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.drafters.base import Drafter
+from draftproof.errors import DrafterMismatch
+
+CHUNK = 256
+"""Tokens per read when the draft catches up with a prompt."""
+
+
+class Cache(Protocol):
+    """What the drafter needs of a KV cache."""
+
+    lengths: Tensor
+
+    def keep(self, nodes: Tensor | None, count: Tensor) -> None: ...
+    def select(self, rows: Sequence[int]) -> None: ...
+    def rows(self, start: int, stop: int) -> Cache: ...
+
+
+class Model(Protocol):
+    """What the drafter needs of a language model; `target.Target` is one."""
+
+    name: str
+    vocab_size: int
+    context: int
+    reads_trees: bool
+
+    def new_cache(self, rows: int, capacity: int) -> Any: ...
+    def read(self, tree: TokenTree, cache: Any, *, first: int = 0, only: int | None = None) -> Reading: ...
+
+
+class DraftModel(Drafter):
+    """Drafts with a smaller language model that shares the target's token ids.
+
+    model: the draft, wrapped as a `Target`. vocab_size: of the target; draft logits are padded or cut to it.
+    shape: the tree to draft; None drafts a chain as long as the budget.
+    """
+
+    name = "draft-model"
+    default_budget = 5
+
+    def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
+        if shape is not None and not shape.is_chain and not model.reads_trees:
+            raise DrafterMismatch(f"draft model {model.name} cannot read trees exactly; draft chains with it")
+        self.model, self.vocab_size, self.shape = model, vocab_size, shape
+        if shape is not None:
+            self.default_budget = len(shape) - 1
+        self.cache: Cache | None = None
+        self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
+        self.scratch = 0                    # nodes of the last proposal that lie in the cache's scratch
+
+    def start(self, rows: int, capacity: int) -> None:
+        self.cache = self.model.new_cache(rows, capacity)
+        self.behind, self.scratch = [], 0
+
+    def observe(self, commit: Commit) -> None:
+        width = commit.tokens.shape[1]
+        for row in commit.rows:
+            if row == len(self.behind):
+                self.behind.append(0)
+        if self.scratch:                    # the commit answers the proposal: keep what was read of it
+            stands = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
+            read = (commit.nodes < self.scratch) & stands
+            chain = self.shape is None or self.shape.is_chain
+            self._cache(len(commit.rows)).keep(None if chain else commit.nodes, read.sum(1))
+            self.behind = [1] * len(self.behind)
+            self.scratch = 0
+            return
+        for row in commit.rows:
+            self.behind[row] += width
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        shape = (self.shape or TreeShape.chain(frontier.budget)).within(frontier.budget)
+        root = frontier.prefix.root[:, None]
+        if len(shape) == 1:
+            return TokenTree.chain(root)
+        tokens, laws = root, []
+        logits = self._read_root(frontier.prefix)
+        for depth, level in enumerate(shape.levels[1:], start=1):
+            above = shape.levels[depth - 1]
+            tree = self._tree(tokens, shape)
+            if depth > 1:
+                logits = self._fit(self.model.read(tree, self._cache(len(root)), first=above.start).logits)
+                self.scratch = above.stop
+            paths = Paths(frontier.prefix, tree, first=above.start)
+            role = Role.DRAFT if frontier.drawn else Role.TARGET
+            race = frontier.sampler.race(logits, paths, role)
+            parents = torch.tensor([shape.parents[node] - above.start for node in level], device=root.device)
+            ranks = torch.tensor([shape.ranks[node] for node in level], device=root.device)
+            best = race.topk(max(shape.ranks[node] for node in level) + 1, -1)
+            children, scores = best.indices[:, parents, ranks], best.values[:, parents, ranks]
+            alive = (scores > -torch.inf) & (tree.tokens[:, above.start :][:, parents] != ABSENT)
+            tokens = torch.cat([tokens, torch.where(alive, children, ABSENT)], 1)
+            if frontier.drawn:
+                laws.append(frontier.sampler.probs(logits, paths)[:, parents])
+        drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
+        return TokenTree.shaped(tokens, shape, drawn)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.select(rows)
+        self.behind = [self.behind[row] for row in rows]
+
+    def _tree(self, tokens: Tensor, shape: TreeShape) -> TokenTree:
+        """The levels drafted so far."""
+        return TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1))
+
+    def _read_root(self, prefix: Prefix) -> Tensor:
+        """[B, 1, V] logits behind the root, after reading whatever is missing before it."""
+        for row, behind in enumerate(self.behind):
+            if behind > 1:
+                self._catch_up(prefix, row, behind - 1)
+        rows = len(self.behind)
+        cache = self._cache(rows)
+        gap = prefix.position - cache.lengths                                # [B] 0 or 1 committed token missing
+        place = cache.lengths[:, None] + torch.arange(2, device=gap.device)
+        tokens = torch.where(place <= prefix.position[:, None], prefix.tokens.gather(1, place), ABSENT)
+        logits = self.model.read(TokenTree.chain(tokens), cache).logits
+        cache.keep(None, gap)
+        self.behind, self.scratch = [0] * rows, 1
+        return self._fit(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])))
+
+    def _catch_up(self, prefix: Prefix, row: int, behind: int) -> None:
+        """Read up to `behind` committed tokens of one row, in chunks, leaving at most one unread."""
+        cache = self._cache(row + 1, row)
+        for start in range(0, behind, CHUNK):
+            place = cache.lengths[:, None] + torch.arange(min(CHUNK, behind - start), device=cache.lengths.device)
+            there = place < prefix.position[row]
+            text = prefix.tokens[row : row + 1].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
+            tokens = torch.where(there, text, ABSENT)
+            self.model.read(TokenTree.chain(tokens), cache, only=0)
+            cache.keep(None, there.sum(1))
+
+    def _cache(self, stop: int, start: int = 0) -> Cache:
+        assert self.cache is not None, "start() comes before the first commit"
+        return self.cache.rows(start, stop)
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Draft logits over the target's vocabulary: what the target lacks is cut, what the draft lacks is -inf."""
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[..., : self.vocab_size]

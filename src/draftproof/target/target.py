@@ -1,0 +1,156 @@
+"""The target: a causal language model that reads token trees. Knows transformers' forward; chooses nothing.
+
+The draft model of speculative sampling is read through the same class: to it, drafting is reading.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from draftproof.core.messages import Reading
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.errors import BrokenModel, UnsupportedModel
+from draftproof.target.cache import LayerShape, RowCache
+from draftproof.target.masks import tree_mask
+
+UNLIMITED = 1 << 30
+"""The context of a model whose configuration names no limit."""
+
+
+class Target:
+    """A causal LM as the decoder sees it.
+
+    model: any `PreTrainedModel` with a language-model head, put in evaluation mode and otherwise left alone.
+    Raises UnsupportedModel, in one sentence, for what cannot be read exactly: the check reads a small tree and
+    compares it with the model's own forward on every path.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        self.name = model.config.name_or_path or type(model).__name__
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.context = getattr(config, "max_position_embeddings", None) or UNLIMITED
+        self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        with torch.inference_mode():
+            self._layout = _layout_of(model)
+            self.vocab_size = self._layout.vocab
+            self.reads_trees = self._self_test()
+
+    def new_cache(self, rows: int, capacity: int) -> RowCache:
+        """An empty cache for `rows` rows of `capacity` positions."""
+        return RowCache.empty(self._layout.shapes, rows, capacity, self._layout.dtype, self.device)
+
+    def read(
+        self, tree: TokenTree, cache: RowCache, *, first: int = 0, only: int | None = None, taps: tuple[int, ...] = ()
+    ) -> Reading:
+        """Read the nodes `first:` of a tree; those before lie in the scratch already. Commits nothing.
+
+        only: return logits of this one node. taps: hidden layers to return, counted as transformers does.
+        Reading: logits [B, N - first, V] ([B, 1, V] with `only`), hidden [B, N - first, T, H] or None.
+        """
+        lengths, depths = cache.lengths, tree.depths[:, first:]
+        cache.write_at(lengths[:, None] + torch.arange(first, tree.tokens.shape[1], device=self.device))
+        out: Any = self.model(
+            input_ids=tree.tokens[:, first:].clamp(0, self.vocab_size - 1),
+            attention_mask=self._masks(tree, cache, first),
+            position_ids=(lengths[:, None] + depths).clamp(max=self.context - 1),   # beyond lies nothing to emit
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(taps),
+            **({"logits_to_keep": torch.tensor([only - first])} if only is not None and self._trims else {}),
+        )
+        logits = out.logits
+        if only is not None and not self._trims:
+            logits = logits[:, only - first, None]
+        hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2) if taps else None
+        return Reading(logits, hidden)
+
+    def _masks(self, tree: TokenTree, cache: RowCache, first: int) -> Tensor | dict[str, Tensor]:
+        def mask(window: int | None) -> Tensor:
+            return tree_mask(tree, cache.lengths, cache.capacity, self.dtype, first, window)
+
+        kinds = {kind: mask(window) for kind, window in self._layout.windows.items()}
+        return kinds if len(kinds) > 1 else next(iter(kinds.values()))
+
+    def _self_test(self) -> bool:
+        """Whether trees are read exactly; raises if not even chains are."""
+        texts = torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        if self._agrees(TreeShape.from_digits(["0", "1", "00", "01", "10", "000"]), texts):
+            return True
+        if self._agrees(TreeShape.chain(4), texts):
+            return False
+        raise UnsupportedModel(
+            f"{type(self.model).__name__} gives other logits when read through a cache with explicit positions and a "
+            "four-dimensional mask than on its own (ALiBi models do, for one); it cannot be run exactly, choose another"
+        )
+
+    def _agrees(self, shape: TreeShape, text: Tensor) -> bool:
+        """Read `shape` behind three committed tokens; compare every node with the model's own forward on its path."""
+        nodes, lead = len(shape), 3
+        tree = TokenTree.shaped(text[None, lead : lead + nodes], shape)
+        cache = self.new_cache(1, 32)
+        try:
+            self.read(TokenTree.chain(text[None, :lead]), cache)
+            cache.keep(None, torch.full_like(cache.lengths, lead))
+            logits = self.read(tree, cache).logits[0].double()
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
+            return False
+        own, shifted = [], []
+        for node in range(nodes):
+            path = tree.tokens[0][tree.ancestors[0, node]]
+            own.append(self._own_logits(torch.cat([text[:lead], path])))
+            shifted.append(self._own_logits(torch.cat([text[1:lead], path])))     # what a small mistake looks like
+        truth = torch.stack(own)
+        error, mistake = (logits - truth).abs().max(), (torch.stack(shifted) - truth).abs().max()
+        scale = truth[truth.isfinite()].abs().max()
+        return bool(error <= torch.maximum(_NOISE[self.dtype] * scale, 0.1 * mistake))
+
+    def _own_logits(self, text: Tensor) -> Tensor:
+        return self.model(input_ids=text[None], use_cache=False).logits[0, -1].double()
+
+
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+
+class _Layout(NamedTuple):
+    shapes: list[LayerShape]
+    windows: dict[str, int | None]          # attention kind → window
+    vocab: int
+    dtype: torch.dtype                      # of keys and values
+
+
+def _layout_of(model: PreTrainedModel) -> _Layout:
+    """What the model stores per layer, learnt from one forward with transformers' own cache."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models")
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
+        raise UnsupportedModel(f"{name} uses {attention} attention; load it with attn_implementation='sdpa' or 'eager'")
+    cache = DynamicCache(config=model.config)
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModel(f"{name} does not run as a causal language model with a KV cache: {reason}") from error
+    if not bool(out.logits.isfinite().any()):
+        raise BrokenModel(f"{name} gives no finite logit for a two-token text; its weights are broken, or its dtype small")
+    strange = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if strange or not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+        what = ", ".join(sorted(strange)) or "no attention cache"
+        raise UnsupportedModel(f"{name} keeps state that cannot be rolled back by tokens ({what}); choose another model")
+    windows: dict[str, int | None] = {}
+    for layer in cache.layers:
+        sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        windows["sliding_attention" if sliding else "full_attention"] = layer.sliding_window if sliding else None
+    shapes = [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
+    return _Layout(shapes, windows, out.logits.shape[-1], cache.layers[0].keys.dtype)
