@@ -62,15 +62,18 @@ class Sampling:
         for name in ("stop", "banned_words"):
             if isinstance(getattr(self, name), str):                # one string is a list of one, not of letters
                 object.__setattr__(self, name, (getattr(self, name),))
-        _within(self, "temperature", 0, None)
-        _within(self, "top_k", 0, None)
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
+            _within(self, name, 0 if name == "temperature" else None)
+        for name in ("top_k", "no_repeat_ngram", "min_new_tokens"):
+            _within(self, name, 0, whole=True)
+        if self.max_new_tokens is not None:
+            _within(self, "max_new_tokens", 1, whole=True)
+        _within(self, "seed", whole=True)
         _within(self, "top_p", 0, 1, open_low=True)
         _within(self, "min_p", 0, 1)
-        _within(self, "repetition_penalty", 0, None, open_low=True)
-        _within(self, "no_repeat_ngram", 0, None)
-        _within(self, "min_new_tokens", 0, None)
-        if self.max_new_tokens is not None:
-            _within(self, "max_new_tokens", 1, None)
+        _within(self, "repetition_penalty", 0, open_low=True)
+        if any(not bias < _INF for bias in self.logit_bias.values()):
+            raise BadInput(f"logit_bias was {dict(self.logit_bias)!r}; each bias must be a number below infinity")
         if any(word == "" for word in self.stop):
             raise BadInput("stop was given an empty string; every text contains it. Leave it out")
         if any(len(word) == 0 for word in self.banned_words):
@@ -94,10 +97,12 @@ class Prefix:
 
     tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, what lies beyond is scratch.
     position: [B] int64, the root's place: the number of committed tokens.
+    ahead: how far a draft may reach beyond the root; the round's noise is made for all of it at once.
     """
 
     tokens: Tensor
     position: Tensor
+    ahead: int = 0
 
     @property
     def root(self) -> Tensor:
@@ -141,6 +146,7 @@ class Sampler:
         wants = [row.sampling for row in rows]
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
+        self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, in this order."""
@@ -156,7 +162,8 @@ class Sampler:
         law = scores.softmax(-1)
         if all(row.sampling.temperature > 0 for row in self.rows):
             return law
-        best = torch.zeros_like(law).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        picks = winner(scores)[..., None]                                   # NOTHING has no law: NaN, as by softmax
+        best = torch.zeros_like(law).scatter_(-1, picks.clamp(min=0), 1.0).masked_fill_(picks == NOTHING, torch.nan)
         return torch.where(self._greedy_rows, best, law)
 
     def race(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
@@ -167,9 +174,23 @@ class Sampler:
         scores = self.filtered(logits, paths)
         if self.greedy:
             return scores
-        origin = None if role is Role.TARGET else paths.prefix.position[:, None].expand_as(paths.lengths)
-        noises = noise.gumbel(noise.stream(self.keys, role, paths.lengths, origin), scores.shape[-1])
-        return scores + noises.masked_fill_(self._greedy_rows, 0.0)         # temperature 0 is noise 0
+        noises = self._noise(paths, role, scores.shape[-1])                 # [B, D, V]
+        if paths.tree.is_chain:
+            return scores + noises[:, paths.first : paths.first + scores.shape[1]]
+        depths = paths.tree.depths[:, paths.first :, None]
+        return scores + noises.gather(1, depths.expand_as(scores))
+
+    def _noise(self, paths: Paths, role: Role, vocab: int) -> Tensor:
+        """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""
+        position, depth = paths.prefix.position, max(paths.prefix.ahead, paths.tree.depth_limit)
+        made_for, noises = self._round.get((role, vocab), (None, None))
+        if noises is None or made_for is not position or noises.shape[1] <= depth:
+            places = position[:, None] + 1 + torch.arange(depth + 1, device=self.device)
+            origin = None if role is Role.TARGET else position[:, None].expand_as(places)
+            noises = noise.gumbel(noise.stream(self.keys, role, places, origin), vocab)
+            noises.masked_fill_(self._greedy_rows, 0.0)                     # temperature 0 is noise 0
+            self._round[role, vocab] = (position, noises)
+        return noises
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] processed logits, -inf where a token may not be chosen."""
@@ -328,13 +349,18 @@ def winner(race: Tensor) -> Tensor:
     return torch.where(best.values > -torch.inf, best.indices, NOTHING)
 
 
+_INF = float("inf")
 _DEFAULTS = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(Sampling)}
 
 
-def _within(owner: object, name: str, low: float, high: float | None, open_low: bool = False) -> None:
+def _within(
+    owner: object, name: str, low: float | None = None, high: float | None = None, open_low: bool = False, whole: bool = False
+) -> None:
     value = getattr(owner, name)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = number and (value > low if open_low else value >= low) and (high is None or value <= high)
-    if not fits or value != value or value in (float("inf"), float("-inf")):
-        wanted = f"{'above' if open_low else 'at least'} {low}" + (f" and at most {high}" if high is not None else "")
-        raise BadInput(f"{name} was {value!r}; it must be a number {wanted}")
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and -_INF < value < _INF
+    if number and (low is None or (value > low if open_low else value >= low)) and (high is None or value <= high):
+        return
+    bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
+    bounds += [] if high is None else [f"at most {high}"]
+    wanted = " ".join(["a whole number" if whole else "a number", " and ".join(bounds)]).strip()
+    raise BadInput(f"{name} was {value!r}; it must be {wanted}")

@@ -90,6 +90,14 @@ class TreeShape:
     def is_chain(self) -> bool:
         return all(len(level) == 1 for level in self.levels)
 
+    @lru_cache(maxsize=256)  # noqa: B019 - as above
+    def births(self, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For the nodes of a level: each parent's place in the level above, and which of its children each is."""
+        above = self.levels[depth - 1].start
+        parents = [self.parents[node] - above for node in self.levels[depth]]
+        ranks = [self.ranks[node] for node in self.levels[depth]]
+        return torch.tensor(parents, device=device), torch.tensor(ranks, device=device)
+
 
 @dataclass(frozen=True)
 class TokenTree:

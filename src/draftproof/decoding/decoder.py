@@ -95,8 +95,9 @@ class Decoder:
 
     def _frontier(self) -> Frontier:
         rows = len(self.running)
-        prefix = Prefix(self.text[:rows], self._cache().lengths.clone())
-        return Frontier(prefix, self.sampler, self.budget.nodes(self.stats, rows), self.rule.drawn)
+        budget = self.budget.nodes(self.stats, rows)
+        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead=budget)
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn)
 
     def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
         """Write accepted tokens and the new root behind `position`; return them [B, D], the root at count - 1."""

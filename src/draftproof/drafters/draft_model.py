@@ -102,8 +102,7 @@ class DraftModel(Drafter):
             paths = Paths(frontier.prefix, tree, first=above.start)
             role = Role.DRAFT if frontier.drawn else Role.TARGET
             race = frontier.sampler.race(logits, paths, role)
-            parents = torch.tensor([shape.parents[node] - above.start for node in level], device=root.device)
-            ranks = torch.tensor([shape.ranks[node] for node in level], device=root.device)
+            parents, ranks = shape.births(depth, root.device)
             best = race.topk(max(shape.ranks[node] for node in level) + 1, -1)
             children, scores = best.indices[:, parents, ranks], best.values[:, parents, ranks]
             alive = (scores > -torch.inf) & (tree.tokens[:, above.start :][:, parents] != ABSENT)
