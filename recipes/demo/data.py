@@ -1,0 +1,139 @@
+"""Knows the training text: how TinyStories files are read, normalised, split and packed into windows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedTokenizerBase
+
+Tokens = npt.NDArray[np.uint16]
+
+EOS = 0
+HELD_OUT = 200
+SPLIT_SEED = 20231
+AGAIN = "\n\nTell it again.\n\n"
+TWICE = 0.1
+
+_STRAIGHT = str.maketrans(
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2026": "...",
+        "\u2013": "-",
+        "\u2014": "-",
+        "\u00a0": " ",
+        "\u200b": None,
+    }
+)
+
+
+def normalise(text: str) -> str:
+    """Straight quotes, no spaces at line ends, no blank lines, nothing around the story."""
+    text = text.translate(_STRAIGHT)
+    text = re.sub(r"[ \t]{2,}", " ", text)
+    return re.sub(r"[ \t]*\n\s*", "\n", text).strip()
+
+
+@dataclass(frozen=True)
+class Stories:
+    """The normalised stories of the given files, split, with what identifies the files."""
+
+    train: list[str]
+    held_out: list[str]
+    files: dict[str, str]
+
+
+def load(paths: Sequence[Path]) -> Stories:
+    """Read the files; the held-out stories come from the file whose name contains ``gpt4_clean``."""
+    seen: set[str] = set()
+    train: list[str] = []
+    held_out: list[str] = []
+    files: dict[str, str] = {}
+    for path in sorted(paths, key=lambda path: path.name):
+        raw = path.read_bytes()
+        files[path.name] = hashlib.sha256(raw).hexdigest()
+        stories: list[str] = []
+        for line in raw.decode("utf-8").splitlines():
+            story = normalise(json.loads(line)["text"]) if line.strip() else ""
+            if story and story not in seen:
+                seen.add(story)
+                stories.append(story)
+        if "gpt4_clean" in path.name:
+            chosen = set(np.random.default_rng(SPLIT_SEED).permutation(len(stories))[:HELD_OUT].tolist())
+            held_out += [story for index, story in enumerate(stories) if index in chosen]
+            stories = [story for index, story in enumerate(stories) if index not in chosen]
+        train += stories
+    if not held_out:
+        raise SystemExit("no file named *gpt4_clean*: nothing to hold out")
+    return Stories(train, held_out, files)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
+    """Each text as token ids, without any special token."""
+    return [np.array(ids, dtype=np.uint16) for ids in tokenizer(list(texts))["input_ids"]]
+
+
+def join(documents: Sequence[Tokens]) -> Tokens:
+    """One stream in which every document begins with the end-of-text token, and the stream ends with it."""
+    mark = np.array([EOS], dtype=np.uint16)
+    return np.concatenate([piece for document in documents for piece in (mark, document)] + [mark])
+
+
+def windows(stream: Tokens, length: int) -> torch.Tensor:
+    """The stream cut into rows of ``length`` tokens; the remainder is dropped."""
+    rows = len(stream) // length
+    return torch.from_numpy(stream[: rows * length].astype(np.int64).reshape(rows, length))
+
+
+class StoryStream:
+    """Endless shuffled batches of packed stories; its state is the epoch and the row within it."""
+
+    def __init__(
+        self, documents: Sequence[Tokens], again: Tokens, length: int, batch: int, seed: int
+    ) -> None:
+        self._documents, self._again = documents, again
+        self._length, self._batch, self._seed = length, batch, seed
+        self.epoch, self.row = 0, 0
+        self._rows = self._pack()
+
+    def _pack(self) -> torch.Tensor:
+        generator = np.random.default_rng([self._seed, self.epoch])
+        chosen: list[Tokens] = []
+        for index in generator.permutation(len(self._documents)):
+            story = self._documents[int(index)]
+            twice = generator.random() < TWICE
+            chosen.append(np.concatenate([story, self._again, story]) if twice else story)
+        rows = windows(join(chosen), self._length)
+        return rows[torch.from_numpy(generator.permutation(len(rows)))]
+
+    @property
+    def passes(self) -> float:
+        """How often the stories have been seen."""
+        return self.epoch + self.row / len(self._rows)
+
+    def next(self) -> torch.Tensor:
+        """The next batch of rows; a new epoch is packed and shuffled anew."""
+        if self.row + self._batch > len(self._rows):
+            self.epoch, self.row = self.epoch + 1, 0
+            self._rows = self._pack()
+        self.row += self._batch
+        return self._rows[self.row - self._batch : self.row]
+
+    def state(self) -> dict[str, int]:
+        """What ``restore`` needs to go on from here."""
+        return {"epoch": self.epoch, "row": self.row}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from a saved state."""
+        self.epoch, self.row = state["epoch"], state["row"]
+        self._rows = self._pack()
