@@ -47,6 +47,7 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fields = {name: value for name, value in fields.items() if name not in ("is_local", "local_files_only")}
     config.write_text(json.dumps(fields, indent=2) + "\n")
 
 

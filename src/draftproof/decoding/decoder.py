@@ -15,7 +15,7 @@ from draftproof.decoding.budget import Budget
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
-from draftproof.errors import BadInput, BrokenModel
+from draftproof.errors import BadInput, BrokenModel, DrafterMismatch
 from draftproof.target.cache import RowCache
 from draftproof.target.target import Target
 
@@ -42,6 +42,8 @@ class Decoder:
         """One round for every running row: draft, verify, commit."""
         frontier = self._frontier()
         tree = self.drafter.propose(frontier)
+        if not (tree.is_chain or self.target.reads_trees):
+            raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self.rule.accept(tree, reading.logits, frontier)
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
@@ -71,26 +73,26 @@ class Decoder:
         for start in range(0, len(tokens), CHUNK):
             tree = TokenTree.chain(tokens[None, start : start + CHUNK])
             width = tree.tokens.shape[1]
-            reading = self.target.read(tree, view, only=width - 1, taps=self.drafter.taps)
+            reading = self.target.read(tree, view, last_only=True, taps=self.drafter.taps)
             everything = Accepted(torch.arange(width, device=tokens.device)[None], view.lengths.new_full((1,), width), tokens)
             view.keep(None, everything.count)
             self.drafter.observe(Commit.of([row], tree, reading, everything))
         return reading.logits
 
-    def _choose_first(self, row: int, logits: Tensor) -> None:
-        """The target's choice behind the prompt becomes the root of the rows from `row` on."""
-        new = self.running[row:]
-        sampler = self.sampler.select(range(row, len(self.running)))
-        last = self._cache().lengths[row:] - 1
-        prefix = Prefix(self.text[row : row + len(new)], last)
+    def _choose_first(self, first: int, logits: Tensor) -> None:
+        """The target's choice behind the prompt becomes the root of the rows from `first` on."""
+        new = self.running[first:]
+        sampler = self.sampler.select(range(first, len(self.running)))
+        last = self._cache().lengths[first:] - 1
+        prefix = Prefix(self.text[first : first + len(new)], last)
         tree = TokenTree.root(prefix.root)
         logits = logits.expand(len(new), -1, -1)
         picks = sampler.pick(logits, Paths(prefix, tree))
         prefix.tokens.scatter_(1, last[:, None] + 1, picks.clamp(min=0))
         scores = _logprobs(logits, torch.zeros_like(picks), picks) if self._wants_logprobs else None
-        for index, row_ in enumerate(new):
-            token = self._checked(int(picks[index]), logits)
-            row_.extend([token], scores[index].tolist() if scores is not None else None, drafted=0)
+        told = scores.tolist() if scores is not None else [None] * len(new)
+        for row, (token,), said in zip(new, picks.tolist(), told, strict=True):
+            row.extend([self._checked(token, logits)], said, drafted=0)
         self._retire()
 
     def _frontier(self) -> Frontier:
@@ -128,7 +130,7 @@ class Decoder:
         rows = [row for row, state in enumerate(self.running) if state.finish_reason is None]
         if len(rows) == len(self.running):
             return
-        low, high = [row for row in rows if row < len(rows)], [row for row in rows if row >= len(rows)]
+        low, high = {row for row in rows if row < len(rows)}, [row for row in rows if row >= len(rows)]
         order = [row if row in low else high.pop() for row in range(len(rows))]
         self.text[: len(order)] = self.text[order]
         self.cache.select(order)

@@ -239,7 +239,7 @@ class Engine:
         self._known(list(sampling.logit_bias), "logit_bias")
         for processor in sampling.processors:
             self._must_be_pure(processor)
-        ends = tuple(end for end in ends if end < self.target.vocab_size)
+        ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
         return Wishes(sampling, prompt_length, ends, tuple(sorted(banned)))
 
     def _known(self, tokens: Sequence[int], where: str) -> None:

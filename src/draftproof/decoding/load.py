@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftproof.core.tree import TreeShape
 from draftproof.decoding.budget import Budget
@@ -16,6 +15,8 @@ from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.errors import BadInput, DrafterMismatch, TokenizerMismatch
 from draftproof.target import loading
+from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
+from draftproof.target.pack import pack_linears
 from draftproof.target.target import Target
 from draftproof.target.text import Codec
 
@@ -43,11 +44,11 @@ def load(
     dtype, device: of models loaded here; a loaded model stays where and as it is.
     Raises a DraftproofError, in one sentence, for anything that does not fit.
     """
+    if assistant_model is not None and drafter is not None:
+        raise BadInput(f"both an assistant model and the drafter {drafter!r} were given; give one of them")
     loaded = _model(model, dtype, device)
     target, codec = Target(loaded), _codec(tokenizer, model, loaded)
     if assistant_model is not None:
-        if drafter is not None:
-            raise BadInput(f"both an assistant model and the drafter {drafter!r} were given; give one of them")
         drafts: Drafter = _draft_model(assistant_model, target, codec, dtype, device, draft_tree)
     elif isinstance(drafter, Drafter):
         drafts = drafter
@@ -89,7 +90,12 @@ def _draft_model(
 
 
 def _model(model: str | Path | PreTrainedModel, dtype: str | torch.dtype | None, device: str | None) -> PreTrainedModel:
-    return loading.load_model(model, dtype, device) if isinstance(model, (str, Path)) else model
+    """A model loaded here is packed for speed; one that was handed in is never changed."""
+    if not isinstance(model, (str, Path)):
+        return model
+    loaded = loading.load_model(model, dtype, device)
+    pack_linears(loaded)
+    return loaded
 
 
 def _codec(

@@ -43,7 +43,7 @@ class Model(Protocol):
     reads_trees: bool
 
     def new_cache(self, rows: int, capacity: int) -> Any: ...
-    def read(self, tree: TokenTree, cache: Any, *, first: int = 0, only: int | None = None) -> Reading: ...
+    def read(self, tree: TokenTree, cache: Any, *, first: int = 0, last_only: bool = False) -> Reading: ...
 
 
 class DraftModel(Drafter):
@@ -59,6 +59,9 @@ class DraftModel(Drafter):
     def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
         if shape is not None and not shape.is_chain and not model.reads_trees:
             raise DrafterMismatch(f"draft model {model.name} cannot read trees exactly; draft chains with it")
+        children = max(shape.ranks, default=0) + 1 if shape is not None else 1
+        if children > vocab_size:
+            raise DrafterMismatch(f"a tree with {children} children of one node was asked of {vocab_size} tokens; draft fewer")
         self.model, self.vocab_size, self.shape = model, vocab_size, shape
         if shape is not None:
             self.default_budget = len(shape) - 1
@@ -144,7 +147,7 @@ class DraftModel(Drafter):
             there = place < prefix.position[row]
             text = prefix.tokens[row : row + 1].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
             tokens = torch.where(there, text, ABSENT)
-            self.model.read(TokenTree.chain(tokens), cache, only=0)
+            self.model.read(TokenTree.chain(tokens), cache, last_only=True)
             cache.keep(None, there.sum(1))
 
     def _cache(self, stop: int, start: int = 0) -> Cache:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
+from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from draftproof.core.sampling import Sampling
-from draftproof.errors import BadInput, ModelNotFound, UnsupportedModel
+from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
 
@@ -48,7 +50,10 @@ def load_model(model: str | Path, dtype: str | torch.dtype | None = None, device
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
     if dtype is None and loaded.dtype == torch.bfloat16 and where.type == "cpu" and not bf16_is_native():
         loaded = loaded.float()
-    return loaded.to(where).eval()
+    try:
+        return loaded.to(where).eval()
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+        raise BadInput(f"{name} cannot be put on device {str(where)!r}: {_first_line(error)}; choose another device") from error
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
@@ -104,7 +109,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
     found = getattr(torch, names.get(dtype, dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise BadInput(f"dtype was {dtype!r}; choose one of bfloat16, float16, float32, float64")
     return found
 
@@ -114,6 +119,8 @@ def _clear_errors(name: str) -> Iterator[None]:
     """One sentence for whatever loading can raise."""
     try:
         yield
+    except DraftproofError:
+        raise
     except OSError as error:
         if Path(name).is_dir():
             raise ModelNotFound(f"the model in {name} cannot be read: {_first_line(error)}") from error

@@ -30,7 +30,10 @@ class Codec:
         """Token ids of a chat in the model's own template, ready for the assistant's answer."""
         if not self.tokenizer.chat_template:
             raise BadInput(f"the tokenizer of {self.name} has no chat template; give plain text, or a chat model")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:                                    # templates are programs: they raise anything
+            raise BadInput(f"the chat template of {self.name} refuses these messages: {error}") from error
         return self.encode(str(text), special=False)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
@@ -50,27 +53,43 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(prompt[-_CONTEXT:])
-        self._sent = len(self._decoded())
+        self._before = self._context(prompt)                 # decides about the first space, and is not said again
+        self._pending: list[int] = []                        # tokens whose text was not said yet
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
-        self._stream = DecodeStream(self._tokens, skip_special_tokens=True) if self._backend is not None else None
+        self._stream = DecodeStream(self._before, skip_special_tokens=True) if self._backend is not None else None
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
-        self._tokens.append(token)
-        if self._stream is not None:
-            piece = self._stream.step(self._backend, token) or ""  # type: ignore[arg-type]
-        else:
-            text = self._decoded()[self._sent :]
-            piece = "" if text.endswith("\ufffd") else text
-        self._sent += len(piece)
+        self._pending.append(token)
+        piece = self._step(token) if self._stream is not None else self._slow_step()
+        if piece:
+            self._before, self._pending = (self._before + self._pending)[-_CONTEXT:], []
         return piece
 
     def finish(self) -> str:
         """What is left when no token follows: an incomplete character shows as the replacement character."""
-        text = self._decoded()[self._sent :]
-        self._sent += len(text)
-        return text
+        pending, self._pending = self._pending, []
+        return self._decoded(pending)
 
-    def _decoded(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _step(self, token: int) -> str:
+        assert self._stream is not None
+        try:
+            return self._stream.step(self._backend, token) or ""  # type: ignore[arg-type]
+        except Exception:                                    # a stray byte unmakes the character before it, which was said
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return "".join(self._stream.step(self._backend, left) or "" for left in self._pending)  # type: ignore[arg-type]
+
+    def _slow_step(self) -> str:
+        text = self._decoded(self._before + self._pending)[len(self._decoded(self._before)) :]
+        return "" if text.endswith("\ufffd") else text
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the start of a character on: bytes that are cut spoil all that follow."""
+        for size in range(_CONTEXT, _CONTEXT + 4):
+            context = list(prompt[-size:])
+            if not self._decoded(context).startswith("\ufffd"):
+                return context
+        return []
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,108 @@
+"""The ``draftproof`` command: its subcommands, and how any failure becomes one sentence and an exit code.
+
+Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from draftproof import __version__
+from draftproof.cli.demo import demo
+from draftproof.cli.doctor import doctor
+from draftproof.cli.run import run
+from draftproof.errors import DraftproofError
+
+
+class Interrupted(Exception):
+    """Ctrl-C, on its way out of the command: typer would end the program in its own way."""
+
+
+class Commands(TyperGroup):
+    """Subcommands in the order they were added; an interrupt leaves them as `Interrupted`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(str(stop) or "interrupted") from None
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="draftproof",
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(run)
+app.command()(demo)
+app.command()(doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"draftproof {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding: a language model writes the text it would write alone, sooner."""
+
+
+def main() -> None:
+    """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")       # errors come as exceptions; its log lines only repeat them
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")        # type: ignore[union-attr]
+    try:
+        app(prog_name="draftproof")
+    except DraftproofError as error:
+        _leave(str(error), 1)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        _leave(str(stop) or "interrupted", 130)
+    except BrokenPipeError:
+        _hang_up(sys.stdout)
+        sys.exit(1)
+    except OSError as error:
+        _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    except (MemoryError, RuntimeError) as error:                        # PyTorch raises a RuntimeError for it
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        _leave("out of memory; use a smaller model, dtype, batch or --max-new-tokens", 1)
+
+
+def _leave(sentence: str, code: int) -> None:
+    """Say why on stderr, on one line, and end."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        print(f"draftproof: {' '.join(sentence.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _hang_up(stream: TextIO) -> None:
+    """Nobody reads any more: let the interpreter flush into nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,309 @@
+"""A file of prompts in, a file of completions out: in order, resumable; a bad row never stops the others.
+
+One output row per input row. Rows that finish early wait for those before them, so an interrupted file is a
+beginning of the whole one. They wait in a file of their own, ``OUT.waiting``: only rows that were running are lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from draftproof.cli import show
+from draftproof.cli.setup import Setup, as_chat, sampling
+from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.core.sampling import Sampling
+    from draftproof.decoding.engine import Completion, Engine, Prompt
+
+WINDOW = 8
+"""Batches of rows the engine gets at a time: enough that few rows run alone at the end of one."""
+ROWS = 8
+"""Rows at a time when nobody says."""
+PROMPTS = ("prompt", "messages", "turns", "text")
+"""Fields a prompt is looked for in; of turns, the first is taken."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the input, not yet understood."""
+
+    index: int
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text).hexdigest()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row of the input, understood."""
+
+    line: Line
+    prompt: Prompt
+    wanted: Sampling
+
+
+@dataclass
+class Tally:
+    """What was written, for the progress bar and the last line."""
+
+    rows: int = 0
+    bad: int = 0
+    tokens: int = 0
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        self.rows += 1
+        self.bad += "error" in row
+        self.tokens += row.get("tokens", 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A run over a file: `prompts` to `out`, with the options `given` for rows that say nothing else."""
+
+    setup: Setup
+    given: Mapping[str, Any]
+    prompts: Path
+    out: Path
+    batch_size: int | None
+    chat: bool
+
+    def run(self) -> None:
+        """Complete all rows that are not in `out` yet. Raises BadInput at the end if rows were bad."""
+        if self.batch_size is not None and self.batch_size < 1:
+            raise BadInput(f"batch_size was {self.batch_size}; it must be at least 1")
+        lines, tally = self._lines(), Tally()
+        if self.out.exists() and self.out.samefile(self.prompts):
+            raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
+        if not self.out.exists():
+            self._beside.unlink(missing_ok=True)                    # of results that somebody removed
+        with self.out.open("ab+") as out:                           # before the model: it may not be writable
+            for row in self._written(out, lines):
+                tally.count(row)
+            if tally.rows == len(lines):
+                show.note(f"{self.out} is complete: {len(lines)} rows")
+            else:
+                if tally.rows:
+                    show.note(f"{self.out} has {tally.rows} of {len(lines)} rows; going on behind them")
+                self._complete(out, lines, tally)
+        if tally.bad:
+            raise BadInput(f"{tally.bad} of {len(lines)} rows could not be completed; see their \"error\" in {self.out}")
+
+    def _lines(self) -> list[Line]:
+        texts = [text.strip() for text in self.prompts.read_bytes().split(b"\n")]
+        lines = [Line(index, text) for index, text in enumerate(text for text in texts if text)]
+        if not lines:
+            raise BadInput(f'{self.prompts} has no rows; give one JSON object per line, such as {{"prompt": "..."}}')
+        return lines
+
+    @property
+    def _settings(self) -> str:
+        """A digest of all options that decide what the texts are."""
+        setup = self.setup if self.setup.acceptance != "match" else Setup(self.setup.model, dtype=self.setup.dtype)
+        return hashlib.sha256(json.dumps([repr(setup), self.chat, dict(self.given)], sort_keys=True).encode()).hexdigest()[:16]
+
+    def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
+        """The rows `out` already holds, checked to be ours; a half-written last line is cut off."""
+        out.seek(0)
+        *whole, half = out.read().split(b"\n")
+        if len(whole) > len(lines):
+            raise BadInput(f"{self.out} has more rows than {self.prompts}; give another --out, or remove it")
+        for line, text in zip(lines, whole, strict=False):
+            yield self._ours(line, text)
+        begins = f'{{"index": {len(whole)}, '.encode()
+        if not (half.startswith(begins) or begins.startswith(half)):
+            raise BadInput(f"{self.out} ends in something else than results; give another --out, or remove it")
+        out.truncate(out.tell() - len(half))
+
+    def _ours(self, line: Line, text: bytes) -> dict[str, Any]:
+        """A row written earlier, if it answers `line` under these settings."""
+        try:
+            row = json.loads(text)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or row.get("index") != line.index or row.get("input_sha256") != line.digest:
+            raise BadInput(f"line {line.index + 1} of {self.out} answers another input; give another --out, or remove it")
+        if row.get("settings") != self._settings:
+            raise BadInput(f"{self.out} was begun with other options; give another --out, or remove it")
+        return row
+
+    def _complete(self, out: BinaryIO, lines: Sequence[Line], tally: Tally) -> None:
+        """Complete what `out` lacks. Rows that overtake others wait beside it."""
+        engine = self.setup.engine()
+        start = time.perf_counter()
+        ready = {index: row for index, row in self._waiting(lines).items() if index >= tally.rows}
+        done: list[Completion] = []
+        try:
+            with _progress() as progress, self._beside.open("ab") as beside:
+                task = progress.add_task("", total=len(lines), speed=0.0)
+                left = [line for line in lines[tally.rows :] if line.index not in ready]
+                for line, outcome in self._outcomes(engine, left):
+                    ready[line.index] = self._row(line, outcome)
+                    done += [outcome] if not isinstance(outcome, str) else []
+                    if line.index != tally.rows:
+                        _append(beside, ready[line.index])
+                    self._drain(out, ready, tally)
+                    speed = sum(len(completion.tokens) for completion in done) / (time.perf_counter() - start)
+                    progress.update(task, completed=tally.rows + len(ready), speed=speed)
+                self._drain(out, ready, tally)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted with {tally.rows + len(ready)} of {len(lines)} rows done; the same command goes on from there"
+            ) from None
+        self._beside.unlink()
+        show.note(_last_line(done, time.perf_counter() - start))
+
+    def _drain(self, out: BinaryIO, ready: dict[int, dict[str, Any]], tally: Tally) -> None:
+        """Write the rows whose turn it is."""
+        while tally.rows in ready:
+            row = ready.pop(tally.rows)
+            _append(out, row)
+            tally.count(row)
+
+    @property
+    def _beside(self) -> Path:
+        return self.out.with_name(self.out.name + ".waiting")
+
+    def _waiting(self, lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
+        """Rows that were finished but not yet written when an earlier run was interrupted."""
+        found = {}
+        for text in self._beside.read_bytes().split(b"\n") if self._beside.exists() else ():
+            with suppress(ValueError, BadInput, TypeError, KeyError, IndexError):
+                row = self._ours(lines[json.loads(text)["index"]], text)
+                found[row["index"]] = row
+        return found
+
+    def _outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
+        """A completion or an error for each line; within a window of lines, in any order."""
+        size = self.batch_size or ROWS
+        base = sampling(engine.sampling, self.given)
+        for start in range(0, len(lines), WINDOW * size):
+            requests = []
+            for line in lines[start : start + WINDOW * size]:
+                try:
+                    requests.append(_understood(line, base, self.chat))
+                except BadInput as error:
+                    yield line, str(error)
+            yield from _completed(engine, requests, size)
+
+    def _row(self, line: Line, outcome: Completion | str) -> dict[str, Any]:
+        head = {"index": line.index, **_identity(line), "input_sha256": line.digest, "settings": self._settings}
+        if isinstance(outcome, str):
+            return {**head, "error": outcome}
+        return {
+            **head,
+            "text": outcome.text,
+            "tokens": len(outcome.tokens),
+            "finish_reason": outcome.finish_reason,
+            **({"logprobs": outcome.logprobs} if outcome.logprobs is not None else {}),
+            "stats": show.figures(outcome.stats),
+        }
+
+
+def _completed(engine: Engine, requests: Sequence[Request], size: int) -> Iterator[tuple[Line, Completion | str]]:
+    """All requests side by side; when one is refused, halves of what is left, down to that one alone."""
+    left = dict(enumerate(requests))
+    try:
+        prompts, wanted = [request.prompt for request in requests], [request.wanted for request in requests]
+        for completion in engine.as_completed(prompts, sampling=wanted, batch_size=size):
+            yield left.pop(completion.prompt).line, completion
+    except BadInput as error:
+        rest = list(left.values())
+        if len(rest) == 1:
+            yield rest[0].line, str(error)
+            return
+        for half in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
+            yield from _completed(engine, half, size)
+
+
+def _identity(line: Line) -> dict[str, Any]:
+    """The row's own id, if it has one."""
+    try:
+        row = json.loads(line.text)
+    except ValueError:
+        return {}
+    return {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
+
+
+def _understood(line: Line, base: Sampling, chat: bool) -> Request:
+    """What a row asks for. Raises BadInput, in one sentence."""
+    try:
+        row = json.loads(line.text)
+    except ValueError as error:
+        raise BadInput(f"the row is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise BadInput(f"the row is a JSON {type(row).__name__}; it must be an object with one of {', '.join(PROMPTS)}")
+    wishes = row.get("sampling") or {}
+    if not isinstance(wishes, dict):
+        raise BadInput('"sampling" must be an object of sampling options')
+    if row.get("max_new_tokens") is not None:
+        wishes = {**wishes, "max_new_tokens": row["max_new_tokens"]}
+    return Request(line, _prompt(row, chat), _wanted(base, wishes))
+
+
+def _prompt(row: Mapping[str, Any], chat: bool) -> Prompt:
+    name = next((name for name in PROMPTS if name in row), None)
+    if name is None:
+        raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")
+    given = row[name]
+    if name == "turns" and isinstance(given, list) and given:
+        given = given[0]
+    if name == "messages":
+        whole = isinstance(given, list) and all(isinstance(part, dict) and {"role", "content"} <= part.keys() for part in given)
+        if not whole:
+            raise BadInput('"messages" must be a list of objects with "role" and "content"')
+        return list(given)
+    if not isinstance(given, str):
+        raise BadInput(f'"{name}" must be text')
+    return as_chat(given) if chat else given
+
+
+def _wanted(base: Sampling, wishes: Mapping[str, Any]) -> Sampling:
+    """`base` with what the row wishes."""
+    known = {field.name: field.type for field in fields(base) if field.name != "processors"}
+    for name, value in wishes.items():
+        if name not in known:
+            raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(known)}")
+        if str(known[name]).startswith("int") and not isinstance(value, int):
+            raise BadInput(f"{name} was {value!r}; it must be a whole number")
+    try:
+        bias = {int(token): float(value) for token, value in dict(wishes.get("logit_bias", base.logit_bias)).items()}
+        return replace(base, **{**wishes, "logit_bias": bias})
+    except BadInput:
+        raise
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"the sampling options cannot be used: {error}") from error
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        BarColumn(), MofNCompleteColumn(), TextColumn("rows · {task.fields[speed]:.0f} tokens/s ·"), TimeRemainingColumn(),
+        TextColumn("left"), console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
+    """One row, there for whoever looks as soon as this returns."""
+    file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
+    file.flush()
+
+
+def _last_line(done: Sequence[Completion], seconds: float) -> str:
+    stats, tokens = show.added(done), sum(len(completion.tokens) for completion in done)
+    figures = [f"{len(done)} rows", f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
+    if stats.drafted:
+        figures += [f"{stats.tokens_per_round:.2f} tokens/round", f"{stats.acceptance:.0%} accepted"]
+    return " · ".join(figures)

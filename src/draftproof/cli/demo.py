@@ -1,0 +1,160 @@
+"""``draftproof demo``: the embedded model tells a story, then races itself with every drafter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from draftproof.cli import show
+from draftproof.cli.setup import Setup
+
+if TYPE_CHECKING:
+    from draftproof.decoding.engine import Completion, Engine
+    from draftproof.decoding.stats import RoundStats
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": "none"},
+    "prompt lookup": {"drafter": "prompt-lookup"},
+    "draft model": {"assistant_model": "demo-draft"},
+}
+"""Who races: a name and what `load` is given for it. Plain decoding comes first, the others are measured against it."""
+
+TOLD_BY = "draft model"
+"""Whose drafts are coloured in the story."""
+
+OPENINGS = (
+    "Once upon a time, there was a little girl named Lily. She",
+    "Tom and his dog were playing in the park when",
+    "One day, a small bird fell from its nest.",
+    "Ben had a big red ball. He loved",
+    "The sun was hot, and Mia wanted to",
+    "There was an old man who lived near the sea. Every morning",
+)
+LAWS = {"greedy": {"temperature": 0.0}, "temperature 0.7": {"temperature": 0.7, "seed": 7}}
+STORY, RACE, WARM_UP = 120, 128, 8
+"""New tokens of the story, of each race, and of the runs before them that nobody times."""
+ENOUGH, PATIENCE = 3, 15.0
+"""On a slow machine: after so many stories, no new one when so many seconds have passed."""
+
+
+@dataclass
+class Lane:
+    """One drafter's race: its completions, prompt by prompt."""
+
+    name: str
+    engine: Engine
+    done: list[Completion] = field(default_factory=list)
+
+    @property
+    def stats(self) -> RoundStats:
+        return show.added(self.done)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each prompt."""
+        return [1 / show.per_token([completion]) for completion in self.done]
+
+
+def demo() -> None:
+    """Watch it at work on the embedded model, and measure it."""
+    console = Console(highlight=False)
+    with show.status("loading ..."):
+        lanes = _lanes(Setup("demo").engine())
+        _choose_threads(lanes[0].engine)
+    _tell(console, next(lane.engine for lane in lanes if lane.name == TOLD_BY))
+    for title, wishes in LAWS.items():
+        for lane in lanes:
+            lane.done.clear()
+        _race(console, lanes, title, wishes)
+        console.print()
+        console.print(_table(title, lanes))
+    console.print()
+    console.print(Text.assemble("Now your own model: ", ("draftproof run MODEL -p 'Your prompt' --compare", "bold")))
+
+
+def _lanes(engine: Engine) -> list[Lane]:
+    """An engine per drafter around one target."""
+    from draftproof.decoding.load import load
+
+    model, codec = engine.target.model, engine.codec
+    tokenizer = codec.tokenizer if codec else None
+    return [Lane(name, load(model, tokenizer=tokenizer, **how)) for name, how in DRAFTERS.items()]
+
+
+def _choose_threads(engine: Engine) -> None:
+    """One thread if that is faster: on busy cores, threads of a small model mostly wait for each other."""
+    import torch
+
+    seconds = {}
+    for threads in dict.fromkeys((1, torch.get_num_threads())):
+        torch.set_num_threads(threads)
+        for _ in range(2):                                          # the first run pays for the first calls
+            seconds[threads] = show.per_token(engine.generate(OPENINGS[0], max_new_tokens=WARM_UP))
+    torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
+
+
+def _tell(console: Console, engine: Engine) -> None:
+    """Stream one story, with a legend."""
+    prompt = OPENINGS[0]
+    console.print(Text.assemble(("the opening", "bold"), " · ", ("drafted by the small model", show.ACCEPTED), " · the rest"))
+    console.print()
+    console.print(prompt, style="bold", end="")
+    ink = show.Ink(console.file, width=console.width, column=len(prompt))
+    done: list[Completion] = []
+    for chunk in engine.stream(prompt, max_new_tokens=STORY):
+        ink.write(chunk)
+        done += [chunk.completion] if chunk.completion else []
+    ink.end()
+    console.print()
+    console.print(show.summary(done), style="dim")
+
+
+def _race(console: Console, lanes: list[Lane], title: str, wishes: dict[str, Any]) -> None:
+    """Every opening with every drafter in turn, so that a change of the machine's speed hits all alike."""
+    from draftproof.core.sampling import Sampling
+
+    wanted = Sampling(**wishes)
+    for lane in lanes:
+        lane.engine.generate(OPENINGS[0], max_new_tokens=WARM_UP, sampling=wanted)
+    columns = TextColumn(f"{title}: {{task.description}}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    start = time.perf_counter()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(OPENINGS) * len(lanes))
+        for opening in OPENINGS:
+            if len(lanes[0].done) >= ENOUGH and time.perf_counter() - start > PATIENCE:
+                break
+            for lane in lanes:
+                progress.update(task, description=lane.name)
+                lane.done += lane.engine.generate(opening, max_new_tokens=RACE, sampling=wanted)
+                progress.advance(task)
+
+
+def _table(title: str, lanes: list[Lane]) -> Table:
+    """One row per drafter; the speed-up is the median over prompts of the ratio to plain."""
+    count = len(lanes[0].done)
+    table = Table(title=f"{title}, {count} stories of {RACE} tokens", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in ("drafter", "tokens/s", "speed-up", "tokens/round", "accepted", "same text"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    plain = lanes[0]
+    for lane in lanes:
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(lane.speeds, plain.speeds, strict=True))
+        same = [mine.tokens for mine in lane.done] == [theirs.tokens for theirs in plain.done]
+        stats = lane.stats
+        table.add_row(
+            lane.name,
+            f"{statistics.median(lane.speeds):.0f}",
+            f"{ratio:.2f}×",
+            f"{stats.tokens_per_round:.2f}",
+            f"{stats.acceptance:.0%}" if stats.drafted else "",
+            "" if lane is plain else "yes" if same else "no",
+            style="bold green" if ratio > 1.05 else "",
+        )
+    return table

@@ -1,0 +1,146 @@
+"""``draftproof doctor``: what this machine is, and what may be promised of a model on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftproof import __version__
+from draftproof.cli import options as opt
+from draftproof.cli import show
+from draftproof.cli.setup import Setup
+
+if TYPE_CHECKING:
+    import torch
+
+    from draftproof.target.exactness import Exactness
+    from draftproof.target.target import Target
+
+SIZE, ROWS, TIMES = 1024, 8, 30
+"""The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
+
+
+def doctor(model: opt.Model = "demo", json_: opt.Json = False, dtype: opt.Dtype = None, device: opt.Device = None) -> None:
+    """Show what this machine is, and what is promised on it."""
+    from draftproof.target.exactness import probe
+
+    with show.status("looking at the machine ..."):
+        target = Setup(model, drafter="none", dtype=dtype, device=device).engine().target
+        facts, found = {"model": model, **_facts(target)}, probe(target)
+    if json_:
+        print(json.dumps({**facts, **found._asdict(), "exact_nodes": found.exact_nodes, "promise": found.promise}))
+        return
+    console = Console(highlight=False)
+    console.print(_page(facts, found))
+    console.print()
+    console.print(_verdict(found), style="bold green" if found.exact_nodes > 1 else "bold yellow")
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    """Versions, device, threads, memory, and the speed of bfloat16."""
+    import torch
+
+    from draftproof.target.loading import bf16_is_native
+
+    fast, slow = _milliseconds(torch.bfloat16, target.device), _milliseconds(torch.float32, target.device)
+    return {
+        "versions": {
+            "draftproof": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        },
+        "device_name": _device_name(target.device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory(target.device),
+        "bf16_native": bf16_is_native() if target.device.type == "cpu" else torch.cuda.is_bf16_supported(),
+        "bf16_ms": fast,
+        "fp32_ms": slow,
+        "context": target.context,
+        "vocab_size": target.vocab_size,
+        "reads_trees": target.reads_trees,
+    }
+
+
+def _milliseconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Best time of one small product, as decoding does them."""
+    import torch
+
+    weight, rows = torch.randn(SIZE, SIZE, device=device).to(dtype), torch.randn(ROWS, SIZE, device=device).to(dtype)
+    times = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        torch.nn.functional.linear(rows, weight).sum().item()           # item() waits for the device
+        times.append(time.perf_counter() - start)
+    return 1000 * min(times)
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GiB free and in all, where the model lives."""
+    import torch
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        free = page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else total
+    return {"free": free / 2**30, "total": total / 2**30}
+
+
+def _page(facts: dict[str, Any], found: Exactness) -> Table:
+    """Everything in two columns."""
+    page = Table.grid(padding=(0, 2))
+    page.add_column(style="bold")
+    page.add_column()
+    page.add_row("versions", " · ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    page.add_row("device", f"{found.device}: {facts['device_name']}, {facts['cores']} cores, {facts['threads']} in use")
+    page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
+    page.add_row("bfloat16", _bf16(facts))
+    trees = "reads chains and trees" if facts["reads_trees"] else "reads chains only"
+    page.add_row("model", f"{facts['model']}, {found.dtype}, {facts['context']} tokens of context, {trees}")
+    page.add_row("same bits", _grouped(found.same))
+    gap = f"; logits differ by up to {max(found.differ.values()):.1g}" if found.differ else ""
+    page.add_row("other bits", _grouped(list(found.differ)) + gap)
+    return page
+
+
+def _bf16(facts: dict[str, Any]) -> str:
+    ratio = facts["fp32_ms"] / facts["bf16_ms"]
+    speed = f"{ratio:.1f}× as fast as" if ratio >= 1.05 else f"{1 / ratio:.1f}× slower than" if ratio < 0.95 else "as fast as"
+    native = "native" if facts["bf16_native"] else "not native, float32 is used unless asked"
+    return f"{native}; {speed} float32 on {ROWS} rows ({facts['bf16_ms']:.3f} and {facts['fp32_ms']:.3f} ms)"
+
+
+def _grouped(cases: list[str]) -> str:
+    """Cases by their kind: "chain of 2, 3, 4 · tree of 9, 17"."""
+    kinds: dict[str, list[str]] = {}
+    for case in cases:
+        kind, _, size = case.rpartition(" ")
+        kinds.setdefault(kind, []).append(size)
+    return " · ".join(f"{kind} {', '.join(sizes)}" for kind, sizes in kinds.items()) or "none"
+
+
+def _verdict(found: Exactness) -> str:
+    """What is promised, in plain words."""
+    return f"Promise for this model on this machine: {found.promise}."

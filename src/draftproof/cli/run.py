@@ -1,0 +1,172 @@
+"""``draftproof run``: one prompt, streamed; or a file of prompts, handed to `batch`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftproof.cli import options as opt
+from draftproof.cli import show
+from draftproof.cli.batch import Batch
+from draftproof.cli.setup import Setup, as_chat, described, plain_beside, sampling
+from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.core.sampling import Sampling
+    from draftproof.decoding.engine import Completion, Engine, Prompt
+
+WARM_UP = 8
+"""Tokens decoded before a comparison, so that neither side pays for the first calls."""
+
+
+def run(
+    model: opt.Model,
+    text: opt.Text = None,
+    prompt: opt.PromptText = None,
+    prompt_file: opt.PromptFile = None,
+    chat: opt.Chat = False,
+    assistant_model: opt.AssistantModel = None,
+    drafter: opt.DrafterName = None,
+    num_assistant_tokens: opt.DraftTokens = None,
+    draft_tree: opt.DraftTree = None,
+    acceptance: opt.Rule = opt.Acceptance.match,
+    max_new_tokens: opt.NewTokens = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    seed: opt.Seed = None,
+    n: opt.Samples = 1,
+    stop: opt.Stop = None,
+    repetition_penalty: opt.Repetition = None,
+    presence_penalty: opt.Presence = None,
+    frequency_penalty: opt.Frequency = None,
+    no_repeat_ngram: opt.NoRepeat = None,
+    banned_word: opt.Banned = None,
+    min_new_tokens: opt.MinNewTokens = None,
+    prompts: opt.Prompts = None,
+    out: opt.Out = None,
+    batch_size: opt.BatchSize = None,
+    compare: opt.Compare = False,
+    json_: opt.Json = False,
+    logprobs: opt.Logprobs = False,
+    color: opt.When = opt.Color.auto,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+) -> None:
+    """Complete a prompt, or a file of prompts."""
+    setup = Setup(
+        model, assistant_model, drafter, num_assistant_tokens, draft_tree, acceptance.value, dtype, device
+    )
+    given = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "no_repeat_ngram": no_repeat_ngram, "banned_words": banned_word,
+        "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens, "logprobs": logprobs or None,
+    }  # fmt: skip
+    if prompts is not None or out is not None or batch_size is not None:
+        if prompts is None or out is None:
+            raise BadInput("a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl")
+        if compare or n != 1 or any(source is not None for source in (text, prompt, prompt_file)):
+            raise BadInput("--prompts completes each row once; leave out --compare, --n and any other prompt")
+        Batch(setup, given, prompts, out, batch_size, chat).run()
+        return
+    what = _prompt(text, prompt, prompt_file)
+    engine = setup.engine()
+    wanted = sampling(engine.sampling, given)
+    _check_effect(wanted, given)
+    asked: Prompt = as_chat(what) if chat else what
+    plain = _plainly(engine, asked, wanted, n) if compare else None
+    ours = _written(engine, asked, wanted, n, None if json_ else show.Ink(sys.stdout, color))
+    if json_:
+        print(json.dumps(_as_json(ours, plain, described(setup, engine, wanted)), ensure_ascii=False))
+        return
+    show.note(show.summary(ours))
+    if plain is not None:
+        show.note("plain: " + show.summary(plain))
+        show.note(_verdict(engine, wanted, ours, plain), style="bold")
+
+
+def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
+    """The one prompt that was given."""
+    if sum(source is not None for source in (text, prompt, file)) != 1:
+        raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - to read it from stdin")
+    try:
+        if file is not None:
+            text = file.read_text(encoding="utf-8").removesuffix("\n")
+        elif text == "-":
+            text = sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{file or 'stdin'} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    return text if text is not None else prompt or ""
+
+
+def _check_effect(wanted: Sampling, given: dict[str, Any]) -> None:
+    """Say so when an option changes nothing."""
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    if wanted.temperature == 0 and idle:
+        show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
+
+
+def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, ink: show.Ink | None) -> list[Completion]:
+    """The completions; shown on `ink` as they come."""
+    if n != 1 or ink is None:
+        done = engine.generate([prompt], sampling=wanted, n=n)
+        for index, completion in enumerate(done if ink else [], 1):
+            print(f"[{index}/{n}] {completion.text}", flush=True)
+        return done
+    try:
+        for chunk in engine.stream(prompt, sampling=wanted):
+            ink.write(chunk)
+            if chunk.completion is not None:
+                return [chunk.completion]
+    finally:
+        ink.end()
+    raise AssertionError("a stream ends with its completion")
+
+
+def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:
+    """What plain decoding writes, with neither side paying for the first calls."""
+    plain = plain_beside(engine)
+    with show.status("decoding plainly first ..."):
+        for warm in (engine, plain):
+            warm.generate([prompt], sampling=wanted, max_new_tokens=WARM_UP)
+        return plain.generate([prompt], sampling=wanted, n=n)
+
+
+def _verdict(engine: Engine, wanted: Sampling, ours: Sequence[Completion], plain: Sequence[Completion]) -> str:
+    """Speed-up and whether the tokens are the same, in one line."""
+    places = [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in zip(ours, plain, strict=True)]
+    place = next((place for place in places if place is not None), None)
+    same = "the text is identical" if place is None else f"the text differs at token {place}"
+    if engine.acceptance != "match" and wanted.temperature > 0:
+        same += f" ({engine.acceptance}: texts may differ, the law is the same)"
+    return f"{show.per_token(plain) / show.per_token(ours):.2f}× as fast as plain decoding; {same}"
+
+
+def _as_json(ours: list[Completion], plain: list[Completion] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    samples = [_completion(completion) for completion in ours]
+    found: dict[str, Any] = samples[0] if len(samples) == 1 else {"samples": samples}
+    if plain is not None:
+        differs = [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in zip(ours, plain, strict=True)]
+        found["compare"] = {
+            "speed_up": show.per_token(plain) / show.per_token(ours),
+            "plain_seconds_per_token": show.per_token(plain),
+            "identical": all(place is None for place in differs),
+            "differs_at": differs[0] if len(differs) == 1 else differs,
+        }
+    return {**found, "settings": settings}
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    scores = {"logprobs": completion.logprobs} if completion.logprobs is not None else {}
+    return {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        **scores,
+        "stats": show.figures(completion.stats),
+    }

@@ -1,0 +1,141 @@
+"""What a person sees: coloured text as it comes, and figures in one line. Knows completions and terminals."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.status import Status
+from rich.style import Style
+
+from draftproof.cli.options import Color
+
+if TYPE_CHECKING:
+    from draftproof.decoding.engine import Chunk, Completion
+    from draftproof.decoding.stats import RoundStats
+
+ACCEPTED = "green"
+"""The colour of draft tokens that stood."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Ink:
+    """Writes a stream of text; accepted draft tokens in colour where colours can be seen.
+
+    On a terminal, control characters show as the replacement character: a model must not steer a terminal.
+    width: break lines between words so that none is longer; None leaves the text as it is.
+    """
+
+    def __init__(self, out: IO[str], when: Color = Color.auto, width: int | None = None, column: int = 0) -> None:
+        seen = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.out, self.coloured = out, when is Color.always or (when is Color.auto and seen)
+        self.width, self.column = width, column
+        self._steers = out.isatty()
+        self._style = Style.parse(ACCEPTED)
+        self._word: list[tuple[str, bool]] = []             # with a width: a word that may still grow
+
+    def write(self, chunk: Chunk) -> None:
+        for piece, drafted in chunk.pieces:
+            piece = _CONTROL.sub("\ufffd", piece) if self._steers else piece
+            for part in re.findall(r"\S+|\s", piece) if self.width else [piece]:
+                if part.isspace() or not self.width:
+                    self._flush_word()
+                self._word.append((part, drafted))
+        if not self.width:
+            self._flush_word()
+        self.out.flush()
+
+    def end(self) -> None:
+        """Finish the last line."""
+        self._flush_word()
+        self.out.write("\n" if self.column else "")
+        self.out.flush()
+        self.column = 0
+
+    def _flush_word(self) -> None:
+        """Write a word with the space before it, or a line break instead of the space."""
+        word, self._word = self._word, []
+        size = sum(len(part) for part, _ in word)
+        if self.width and word and word[0][0] == " " and self.column + size > self.width:
+            self.out.write("\n")
+            word, self.column = word[1:], 0
+        for part, drafted in word:
+            shown = self.coloured and drafted
+            self.out.write(self._style.render(part, color_system=ColorSystem.STANDARD) if shown else part)
+            self.column = len(part) - part.rfind("\n") - 1 if "\n" in part else self.column + len(part)
+
+
+def note(text: str, style: str = "dim") -> None:
+    """One line on stderr; wrapped at words only on a terminal."""
+    console = Console(stderr=True, highlight=False)
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+
+
+def status(text: str) -> Status:
+    """While the block runs: `text` and a spinner on stderr, if it is a terminal."""
+    return Console(stderr=True, highlight=False).status(text)
+
+
+def added(completions: Sequence[Completion]) -> RoundStats:
+    """Statistics of completions that ran one after the other."""
+    from draftproof.decoding.stats import RoundStats
+
+    total = RoundStats()
+    for completion in completions:
+        total.add(completion.stats)
+    return total
+
+
+def together(completions: Sequence[Completion]) -> RoundStats:
+    """Counts of all rows that ran side by side, seconds of the one that ran longest."""
+    total = added(completions)
+    longest = max(completions, key=lambda completion: sum(completion.stats.seconds.values()))
+    total.seconds = dict(longest.stats.seconds)
+    return total
+
+
+def summary(completions: Sequence[Completion]) -> str:
+    """Tokens, speed, tokens per round, acceptance and where the time went, in one line."""
+    stats, tokens = together(completions), sum(len(completion.tokens) for completion in completions)
+    total = sum(stats.seconds.values())
+    parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in stats.seconds.items())
+    figures = [f"{tokens} token{'s' * (tokens != 1)}", f"{tokens / max(total, 1e-9):.1f} tokens/s"]
+    if stats.rounds:
+        figures.append(f"{stats.tokens_per_round:.2f} tokens/round")
+    if stats.drafted:
+        figures.append(f"{stats.acceptance:.0%} accepted")
+    return " · ".join([*figures, parts])
+
+
+def per_token(completions: Sequence[Completion]) -> float:
+    """Seconds per new token."""
+    return sum(together(completions).seconds.values()) / max(1, sum(len(completion.tokens) for completion in completions))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first token, counted from 1, at which two texts differ; None if they are identical."""
+    if list(ours) == list(theirs):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False), 1) if a != b), min(len(ours), len(theirs)) + 1)
+
+
+
+
+def figures(stats: RoundStats) -> dict[str, object]:
+    """Statistics for JSON."""
+    return {
+        "rounds": stats.rounds,
+        "emitted": stats.emitted,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance": stats.acceptance,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "seconds": stats.seconds,
+    }

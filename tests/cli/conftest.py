@@ -1,0 +1,64 @@
+"""Tiny random models on disk, and the command line called in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from random_models import save_model
+
+from draftproof.cli.app import main
+
+
+class Said(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "target"))
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "draft", layers=1))
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft model whose tokenizer gives most words other ids."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "stranger", layers=1)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocab, first = words["model"]["vocab"], 300
+    turned = {word: first + (token - first + 1) % (len(vocab) - first) for word, token in vocab.items() if token >= first}
+    words["model"]["vocab"] = {**vocab, **turned}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return str(folder)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+    """``draftproof ARGS``, in this process."""
+
+    def run(*args: str, stdin: str = "") -> Said:
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "argv", ["draftproof", *args])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+        return Said(code, out.getvalue(), err.getvalue())
+
+    return run

@@ -1,0 +1,155 @@
+"""``draftproof run --prompts --out``: order, resumption, and rows that cannot be honoured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof.decoding.engine import Completion, Engine
+
+Call = Callable[..., Any]
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "id": "long", "max_new_tokens": 30},
+    {"text": "One day"},
+    {"turns": ["The sun", "and then"], "max_new_tokens": 4},
+    {"prompt": "Tom", "sampling": {"temperature": 1.0, "seed": 5, "top_k": 50}},
+    {"prompt": "Mia", "sampling": {"logit_bias": {"17": -2.5}}},
+    *({"prompt": f"Ben had {count} balls", "max_new_tokens": count} for count in range(9, 1, -1)),
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    return file
+
+
+def args(model: str, rows: Path, out: Path) -> list[str]:
+    return ["run", model, "--prompts", str(rows), "--out", str(out), "--batch-size", "3", "--max-new-tokens", "8"]
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def texts(out: Path) -> list[Any]:
+    return [(row["index"], row.get("id"), row.get("text"), row.get("tokens"), row.get("finish_reason")) for row in read(out)]
+
+
+def test_batch_rows_come_in_order_and_resume_after_interruption(
+    call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert call(*args(target, rows, whole)).code == 0
+    assert [row["index"] for row in read(whole)] == list(range(len(ROWS)))
+    assert read(whole)[0]["id"] == "long" and read(whole)[0]["tokens"] == 30
+
+    as_completed = Engine.as_completed
+
+    def interrupted(self: Engine, *given: Any, **options: Any) -> Iterator[Completion]:
+        for count, completion in enumerate(as_completed(self, *given, **options)):
+            if count == 8:
+                raise KeyboardInterrupt
+            yield completion
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "as_completed", interrupted)
+        said = call(*args(target, rows, broken))
+    written = texts(broken)
+    assert said.code == 130 and f"with 8 of {len(ROWS)} rows done" in said.err.splitlines()[-1]
+    assert len(written) < len(ROWS) and written == texts(whole)[: len(written)]
+
+    asked: list[int] = []
+
+    def counted(self: Engine, prompts: list[Any], **options: Any) -> Iterator[Completion]:
+        asked.append(len(prompts))
+        return as_completed(self, prompts, **options)
+
+    with broken.open("a") as file:
+        file.write(f'{{"index": {len(written)}, "input_sha')           # a line that was being written
+    monkeypatch.setattr(Engine, "as_completed", counted)
+    assert call(*args(target, rows, broken)).code == 0
+    assert sum(asked) == len(ROWS) - 8                                  # what was finished is not done again
+    assert list(tmp_path.glob("*.waiting")) == []
+    assert texts(broken) == texts(whole)
+
+
+def test_each_row_is_written_as_soon_as_those_before_it_are(
+    call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "out.jsonl", []
+    as_completed = Engine.as_completed
+
+    def watched(self: Engine, *given: Any, **options: Any) -> Iterator[Completion]:
+        for completion in as_completed(self, *given, **options):
+            yield completion
+            seen.append((completion.prompt, len(read(out))))
+
+    monkeypatch.setattr(Engine, "as_completed", watched)
+    assert call(*args(target, rows, out)).code == 0
+    assert [prompt for prompt, _ in seen] != sorted(prompt for prompt, _ in seen)      # rows do overtake each other
+    done: set[int] = set()
+    for prompt, written in seen:
+        done.add(prompt)
+        assert written == next(index for index in range(len(ROWS) + 1) if index not in done)
+
+
+def test_a_finished_file_is_left_alone(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    call(*args(target, rows, out))
+    before = out.read_bytes()
+    said = call(*args(target, rows, out))
+    assert said.code == 0 and "complete" in said.err
+    assert out.read_bytes() == before
+
+
+def test_results_of_another_run_are_never_overwritten(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    call(*args(target, rows, out))
+    before = out.read_bytes()
+    other = tmp_path / "other.jsonl"
+    other.write_text(rows.read_text().replace("Once", "Twice"))
+    assert "another input" in call(*args(target, other, out)).err
+    assert "other options" in call(*args(target, rows, out), "--temperature", "1").err
+    assert out.read_bytes() == before
+    notes = tmp_path / "notes.txt"
+    for text in ("dear diary", "dear diary\n"):
+        notes.write_text(text)
+        assert call(*args(target, rows, notes)).code == 1
+        assert notes.read_text() == text
+    assert "itself" in call(*args(target, rows, rows)).err
+
+
+def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: Path) -> None:
+    bad = {
+        "not json": "not JSON", '{"prompt": ""}': "empty", '{"nothing": 1}': "no prompt", "[1]": "object",
+        '{"prompt": 5}': "must be text", '{"messages": [{"role": "user"}]}': "content",
+        '{"messages": [{"role": "user", "content": "a"}]}': "chat template", json.dumps({"prompt": "one two " * 300}): "256",
+        '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens", '{"prompt": "a", "sampling": {"top": 1}}': "'top'",
+        '{"prompt": "a", "sampling": {"top_k": 2.5}}': "whole",
+        '{"prompt": "a", "sampling": {"temperature": "hot"}}': "temperature",
+        '{"prompt": "a", "sampling": {"stop": 5}}': "cannot be used", "\udcff": "JSON",
+    }  # fmt: skip
+    lines = [line for text in bad for line in (text, '{"prompt": "fine"}')]
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    said = call(*args(target, rows, out))
+    assert said.code == 1
+    assert said.err.splitlines()[-1].startswith(f"draftproof: {len(bad)} of {2 * len(bad)} rows could not be completed")
+    found = read(out)
+    assert [row["index"] for row in found] == list(range(2 * len(bad)))
+    for row, reason in zip(found[::2], bad.values(), strict=True):
+        assert reason in row["error"], row
+    assert {row["text"] for row in found[1::2]} == {found[1]["text"]}
+
+
+def test_a_file_without_rows_is_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    said = call(*args(target, tmp_path / "in.jsonl", tmp_path / "out.jsonl"))
+    assert said.code == 1 and "no rows" in said.err

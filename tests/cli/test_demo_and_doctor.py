@@ -1,0 +1,33 @@
+"""``draftproof demo`` and ``draftproof doctor`` say what they promise to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from draftproof.cli import demo
+
+Call = Callable[..., Any]
+
+
+def test_demo_tells_a_story_and_races_every_drafter(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STORY": 6, "RACE": 6, "WARM_UP": 1, "OPENINGS": demo.OPENINGS[:2]}.items():
+        monkeypatch.setattr(demo, name, value)
+    said = call("demo")
+    assert said.code == 0
+    assert demo.OPENINGS[0] in said.out
+    for drafter in demo.DRAFTERS:
+        assert said.out.count(f"  {drafter} ") == len(demo.LAWS)
+    assert max(len(line) for line in said.out.splitlines()) <= 80
+    assert "draftproof run MODEL" in said.out.splitlines()[-1]
+
+
+def test_doctor_promises_in_words_and_in_json(call: Call, target: str) -> None:
+    said = call("doctor", target)
+    assert said.code == 0 and "Promise for this model on this machine" in said.out
+    found = json.loads(call("doctor", target, "--json").out)
+    assert {"versions", "device", "dtype", "threads", "memory_gib", "bf16_native", "promise", "same", "differ"} <= found.keys()
+    assert found["dtype"] == "float32"

@@ -1,0 +1,92 @@
+"""Every user mistake is one sentence on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_models import save_model
+
+Call = Callable[..., Any]
+
+
+def sentence(said: Any, *words: str) -> None:
+    """Exit 1, nothing on stdout, one line on stderr that has all `words`."""
+    assert said.code == 1, said
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("draftproof: "), said.err
+    assert all(word in lines[0] for word in words), lines[0]
+    assert "Errno" not in lines[0] and "Error:" not in lines[0]
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "empty prompt": (["-p", ""], ["empty"]),
+    "no prompt": ([], ["one prompt"]),
+    "two prompts": (["-p", "a", "b"], ["one prompt"]),
+    "prompt longer than context": (["-p", "one two three " * 200], ["256", "shorten"]),
+    "K of 0": (["-p", "a", "--num-assistant-tokens", "0"], ["at least 1"]),
+    "K of more than the context": (["-p", "a", "--num-assistant-tokens", "256"], ["context of 256"]),
+    "no new tokens": (["-p", "a", "--max-new-tokens", "0"], ["max_new_tokens", "at least 1"]),
+    "temperature below 0": (["-p", "a", "--temperature", "-1"], ["temperature"]),
+    "no samples": (["-p", "a", "--n", "0"], ["at least 1"]),
+    "tree that is none": (["-p", "a", "--assistant-model", "x", "--draft-tree", "2,,1"], ["2,,1"]),
+    "tree without a model": (["-p", "a", "--draft-tree", "2,1"], ["--assistant-model"]),
+    "tree too large": (["-p", "a", "--assistant-model", "x", "--draft-tree", "99,99,99"], ["1024"]),
+    "two drafters": (["-p", "a", "--assistant-model", "x", "--drafter", "none"], ["both"]),
+    "unknown drafter": (["-p", "a", "--drafter", "oracle"], ["oracle"]),
+    "unknown dtype": (["-p", "a", "--dtype", "float7"], ["float7"]),
+    "device that is not there": (["-p", "a", "--device", "mps:7"], ["mps"]),
+    "device that is none": (["-p", "a", "--device", "abacus"], ["abacus"]),
+    "chat without a template": (["-p", "a", "--chat"], ["chat template"]),
+    "prompts without out": (["--prompts", "rows.jsonl"], ["--out"]),
+    "missing prompt file": (["--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_user_mistake_is_one_sentence(call: Call, target: str, mistake: str) -> None:
+    options, words = MISTAKES[mistake]
+    sentence(call("run", target, *options), *words)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "org/no-such-model", "nowhere"])
+def test_unknown_models_are_one_sentence(call: Call, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sentence(call("run", name, "-p", "a"), name)
+
+
+def test_a_foreign_tokenizer_is_one_sentence(call: Call, target: str, stranger: str) -> None:
+    sentence(call("run", target, "-p", "a", "--assistant-model", stranger), "tokenizer")
+
+
+def test_nan_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
+    sentence(call("run", str(save_model(tmp_path / "broken", broken=True)), "-p", "a"), "weights are broken")
+
+
+def test_corrupt_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "corrupt")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    sentence(call("run", str(folder), "-p", "a"), str(folder))
+
+
+def test_prompts_that_are_not_text_are_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
+    sentence(call("run", target, "--prompt-file", str(tmp_path / "prompt.bin")), "UTF-8")
+
+
+def test_unwritable_output_fails_before_the_model_is_loaded(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    rows = ("--prompts", str(tmp_path / "in.jsonl"))
+    sentence(call("run", "/no/model", *rows, "--out", "/no/folder/out.jsonl"), "/no/folder/out.jsonl")
+    sentence(call("run", "/no/model", *rows, "--out", str(tmp_path)), "directory")
+
+
+def test_wrong_usage_exits_with_2(call: Call, target: str) -> None:
+    for options in (["run"], ["run", target, "--no-such-option"], ["run", target, "--n", "many"], ["nonsense"]):
+        said = call(*options)
+        assert said.code == 2 and "Traceback" not in said.err

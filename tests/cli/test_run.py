@@ -1,0 +1,161 @@
+"""``draftproof run`` on one prompt: options, output, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_models import save_model
+
+import draftproof
+from draftproof.cli.options import Color
+from draftproof.cli.setup import branching
+from draftproof.cli.show import Ink, first_difference
+from draftproof.decoding.engine import Chunk
+
+Call = Callable[..., Any]
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    script = "import sys, draftproof.cli.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert {name for names in draftproof._HOME.values() for name in names} == set(draftproof.__all__)
+    assert all(getattr(draftproof, name) is not None for name in draftproof.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        draftproof.nonsense  # noqa: B018
+
+
+def test_version_is_said(call: Call) -> None:
+    assert call("--version").out == f"draftproof {draftproof.__version__}\n"
+
+
+def test_underscored_options_are_accepted(call: Call, target: str, draft: str) -> None:
+    dashes = call("run", target, "-p", "a_b", "--assistant-model", draft, "--max-new-tokens", "8", "--stop", "--a_b")
+    underscores = call("run", target, "-p", "a_b", "--assistant_model", draft, "--max_new_tokens=8", "--stop", "--a_b")
+    assert dashes.code == underscores.code == 0
+    assert dashes.out == underscores.out != ""
+
+
+def test_the_prompt_may_come_from_anywhere(call: Call, target: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Once upon\n")
+    rest = ("--max-new-tokens", "6")
+    said = [
+        call("run", target, "Once upon", *rest),
+        call("run", target, "-p", "Once upon", *rest),
+        call("run", target, "--prompt-file", str(tmp_path / "prompt.txt"), *rest),
+        call("run", target, "-", *rest, stdin="Once upon\n"),
+    ]
+    assert {one.code for one in said} == {0}
+    assert len({one.out for one in said}) == 1
+
+
+def test_the_summary_is_one_line_on_stderr(call: Call, target: str) -> None:
+    said = call("run", target, "-p", "Once", "--max-new-tokens", "12")
+    assert said.err.count("\n") == 1
+    assert re.match(r"12 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide", said.err)
+
+
+def test_compare_says_identical_and_how_fast(call: Call, target: str, draft: str) -> None:
+    tree = ("--assistant-model", draft, "--draft-tree", "2,1")
+    said = call("run", target, "-p", "Once", *tree, "--max-new-tokens", "12", "--compare")
+    assert re.search(r"[\d.]+× as fast as plain decoding; the text is identical\n", said.err)
+
+
+def test_compare_does_not_promise_the_same_text_where_only_the_law_is(call: Call, target: str, draft: str) -> None:
+    wishes = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection", "--compare")
+    assert "the law is the same" in call("run", target, "-p", "Once", "--assistant-model", draft, *wishes).err
+
+
+def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:
+    said = call(
+        "run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "9", "--top-k", "5", "--temperature", "1",
+        "--seed", "3", "--json", "--logprobs", "--compare",
+    )  # fmt: skip
+    found = json.loads(said.out)
+    assert len(found["tokens"]) == len(found["logprobs"]) == 9
+    assert found["finish_reason"] == "length"
+    assert {"acceptance_by_position", "seconds", "tokens_per_round"} <= found["stats"].keys()
+    assert found["compare"]["identical"] is True
+    assert found["settings"]["sampling"]["top_k"] == 5
+    assert (found["settings"]["drafter"], found["settings"]["draft_tokens"]) == ("draft-model", 5)
+
+
+def test_samples_are_numbered(call: Call, target: str) -> None:
+    said = call("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5", "--json")
+    first, second = json.loads(said.out)["samples"]
+    assert first["tokens"] != second["tokens"]
+    shown = call("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5")
+    assert shown.out == f"[1/2] {first['text']}\n[2/2] {second['text']}\n"
+
+
+def test_colour_only_marks_drafted_text(call: Call, target: str) -> None:
+    rest = ("run", target, "-p", "One", "--assistant-model", target, "--max-new-tokens", "12")
+    plain, coloured = call(*rest).out, call(*rest, "--color", "always").out
+    assert "\x1b[" not in plain
+    assert "\x1b[32m" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    Ink(screen, Color.never).write(Chunk([("a\x1b[2J\rb\n\tc", True)]))
+    assert screen.getvalue() == "a\ufffd[2J\ufffdb\n\tc"
+
+
+def test_wrapping_changes_only_spaces_between_words(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [("Once", False), (" up", True), ("on a", False), ("  time", True), (".\n", False), ("The", True), (" end", False)]
+    ink = Ink(sys.stdout, Color.never, width=10)
+    for piece in pieces:
+        ink.write(Chunk([piece]))
+    ink.end()
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= 10
+    assert out.split() == "".join(piece for piece, _ in pieces).split()
+
+
+def test_the_first_difference_is_counted_from_one() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 2
+    assert first_difference([1, 2], [1, 2, 3]) == 3
+
+
+def test_branching_factors_are_read() -> None:
+    assert branching("3,2,1") == (3, 2, 1)
+
+
+def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "long", context=30_000)
+    command = [sys.executable, "-m", "draftproof", "run", str(folder), "-p", "Once", "--max-new-tokens", "29000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.stdout.read(), process.stderr.read().decode()
+    assert process.returncode == 130
+    assert len(first) == 20 and (first + rest).endswith(b"\n")
+    assert said.splitlines()[-1] == "draftproof: interrupted"
+    assert "Traceback" not in said
+
+
+def test_a_reader_that_leaves_early_is_no_error(target: str) -> None:
+    script = f"{sys.executable} -m draftproof run {target} -p Once --max-new-tokens 60 --n 3 | head -c 3"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, shell=True, capture_output=True, env=environment, check=False)
+    assert b"Traceback" not in done.stderr and b"Errno" not in done.stderr

@@ -1,0 +1,204 @@
+"""The decoder's economy: no host read inside a round, storage that never moves, no token read twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drafting import DRAFTERS, Fading
+from tiny import prompts, target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.sampling import Sampling, Wishes
+from draftproof.core.tree import TokenTree
+from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.sequence import Running
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.target.cache import RowCache
+from draftproof.target.target import Target
+
+SYNCING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "unique2", "_unique2", "item")
+
+
+HIDDEN = ("tolist", "numpy", "cpu")  # these never reach the dispatcher for a tensor on the CPU
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever must wait for the device."""
+
+    def __enter__(self) -> Any:
+        self.patch = pytest.MonkeyPatch()
+        for name in HIDDEN:
+            self.patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} reads from the device"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in SYNCING, f"{name} reads from the device"
+        if name in ("index", "index_put", "index_put_"):
+            indices = args[1]
+            assert all(index is None or index.dtype != torch.bool for index in indices), (
+                "a mask as an index has a size only the host knows"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **wishes: Any) -> Running:
+    return Running(prompt, Wishes(Sampling(**wishes), len(prompt), sample=sample), limit)
+
+
+def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: int = 5, own: Any = None) -> Decoder:
+    class Same:
+        most = budget
+
+        def nodes(self, stats: object, rows: int) -> int:
+            return budget
+
+    return Decoder(own or target(), drafter, RULES[rule], Same(), rows, 128)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("drafter", ["plain", "prompt-lookup", "draft chain", "draft tree", "smaller vocabulary"])
+def test_a_round_reads_nothing_back_before_it_delivers(drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft, read, accept, keep and observe wait for nothing; the one copy to the host is in `_deliver`."""
+    one = decoder(DRAFTERS[drafter](target()), rule)
+    wants = [{"temperature": 1.0}, {"top_k": 4, "temperature": 0.7, "top_p": 0.9, "min_p": 0.01}, {}]
+    for prompt, want in zip(prompts(3, seed=1), wants, strict=True):
+        one.admit([running(prompt, **want)])
+    one.step()
+    delivered: list[Any] = []
+    deliver = one._deliver
+
+    monkeypatch.setattr(one, "_deliver", lambda *args: delivered.append(args))
+    for _ in range(3):
+        with NoHostReads():
+            one.step()
+        with torch.inference_mode():
+            deliver(*delivered.pop())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t[0].item(),
+        lambda t: t.nonzero(),
+        lambda t: bool(t[0] > 0),
+        lambda t: t[t > 0],
+        lambda t: t.unique(),
+        lambda t: t.tolist(),
+        lambda t: int(t[0]),
+        lambda t: torch.equal(t, t),
+        lambda t: t.numpy(),
+    ],
+)
+def test_the_watchman_is_awake(wrong: Any) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)), NoHostReads():
+        wrong(torch.ones(2))
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft chain", "draft tree"])
+def test_storage_never_moves(drafter: str) -> None:
+    one = decoder(DRAFTERS[drafter](target()))
+    caches = [one.cache] + ([one.drafter.cache] if isinstance(one.drafter, DraftModel) else [])
+    places = _places(caches)
+    for round_ in range(14):
+        if len(one.running) < 4 and round_ % 3 == 0:
+            one.admit([running(prompts(5, seed=2)[round_ % 5], limit=9)])
+        one.step() if one.running else None
+        assert _places(caches) == places
+
+
+def _places(caches: list[RowCache]) -> list[int]:
+    return [store.data_ptr() for cache in caches for layer in cache.layers for store in (layer.keys, layer.values)]
+
+
+class Counted:
+    """A target that writes down which committed place of which row it reads."""
+
+    def __init__(self, inner: Target) -> None:
+        self.inner, self.reads = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self, tree: TokenTree, cache: RowCache, **options: Any) -> Any:
+        self.reads.append((tree.tokens.clone(), cache.lengths.clone()))
+        return self.inner.read(tree, cache, **options)
+
+
+def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_stands() -> None:
+    """Every read starts where the committed text ends: nothing committed is read again, also with several samples."""
+    own = Counted(target())
+    one = decoder(PromptLookup(), own=own)
+    prompt = list(range(2, 14))
+    one.admit([running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
+    assert [tokens.tolist() for tokens, _ in own.reads] == [[prompt]]
+    while one.running:
+        before = one._cache().lengths.clone()
+        own.reads.clear()
+        one.step()
+        ((_, starts),) = own.reads
+        assert starts.equal(before)
+
+
+def test_a_draft_reads_each_prompt_token_once() -> None:
+    """Tokens that the draft cache has are not read again; after rounds without a draft it catches up once."""
+    own = Counted(target(seed=1))
+    drafter = DraftModel(own, 40)
+    fade = Fading(5)
+    one = Decoder(target(), drafter, RULES["match"], fade, 2, 128)
+    one.admit([running(list(range(2, 30)), limit=40)])
+    covered = 0
+    while one.running:
+        own.reads.clear()
+        one.step()
+        for _tokens, lengths in own.reads:
+            assert int(lengths[0]) >= covered - 1, "read again"
+            covered = max(covered, int(lengths[0]))
+        if drafter.cache is not None and one.running:
+            assert int(drafter.cache.lengths[0]) <= int(one.cache.lengths[0])
+
+
+def test_rows_leave_and_join_in_any_order() -> None:
+    """Rows of every length of life, admitted whenever there is room: each writes what it writes alone."""
+    asked = prompts(12, seed=3)
+    limits = [1 + 3 * (index % 5) for index in range(12)]
+    alone = []
+    for index, prompt in enumerate(asked):
+        one = decoder(PromptLookup(), rows=1)
+        alone.append(running(prompt, limit=limits[index], temperature=0.8, seed=index))
+        one.admit([alone[-1]])
+        while one.running:
+            one.step()
+    for name in ("draft chain", "draft tree", "guess", "target itself, tree"):
+        one = decoder(DRAFTERS[name](target()), rows=3, budget=10)
+        rows = [running(prompt, limit=limits[index], temperature=0.8, seed=index) for index, prompt in enumerate(asked)]
+        waiting = list(rows)
+        while waiting or one.running:
+            while waiting and len(one.running) < 3:
+                one.admit([waiting.pop(0)])
+            if one.running:
+                one.step()
+        assert [row.tokens for row in rows] == [row.tokens for row in alone]
+        assert not one.cache.lengths.any(), "an empty batch has an empty cache"
+
+
+def test_a_round_commits_the_root_and_what_stood() -> None:
+    """The cache holds exactly the text before the root, in every row, after every round."""
+    one = decoder(DRAFTERS["target itself, tree"](target()), budget=10)
+    for prompt in prompts(4, seed=4):
+        one.admit([running(prompt, limit=25)])
+    while one.running:
+        one.step()
+        for index, row in enumerate(one.running):
+            text = [*row.prompt, *row.tokens]
+            assert int(one.cache.lengths[index]) == len(text) - 1
+            assert one.text[index, : len(text)].tolist() == text

@@ -1,0 +1,181 @@
+"""Drafters for tests: one that knows the answer, one that guesses, one that errs; and the list of all to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tiny import VOCAB, target
+
+from draftproof.core.messages import Commit, Frontier
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.decoding.engine import Completion, Engine
+from draftproof.decoding.stats import RoundStats
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.plain import Plain
+from draftproof.drafters.prompt_lookup import PromptLookup
+
+
+class Oracle(Drafter):
+    """Knows what every row will write: `answers` maps a prompt to its continuation."""
+
+    name = "oracle"
+
+    def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], wrong: bool = False) -> None:
+        self.answers, self.wrong = answers, wrong
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        rows = [self._row(frontier, row) for row in range(len(frontier.prefix.position))]
+        return TokenTree.chain(torch.tensor(rows))
+
+    def _row(self, frontier: Frontier, row: int) -> list[int]:
+        place = int(frontier.prefix.position[row])
+        text = frontier.prefix.tokens[row, : place + 1].tolist()
+        for prompt, answer in self.answers.items():
+            whole = [*prompt, *answer]
+            if tuple(text[: len(prompt)]) == prompt and whole[: len(text)] == text:
+                ahead = whole[place + 1 : place + 1 + frontier.budget]
+                ahead = [(token + 1) % VOCAB for token in ahead] if self.wrong else ahead
+                return [text[-1], *ahead, *[ABSENT] * (frontier.budget - len(ahead))]
+        return [text[-1], *[ABSENT] * frontier.budget]
+
+
+class Guess(Drafter):
+    """Random trees of another shape in every round and row: tokens repeat, nodes are absent, rows are ragged."""
+
+    name = "guess"
+    default_budget = 6
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self.vocab, self.dice = vocab, torch.Generator().manual_seed(5)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        rows = len(frontier.prefix.position)
+        width = int(torch.randint(2, 4, (), generator=self.dice))
+        paths = torch.randint(self.vocab, (rows, width, 4), generator=self.dice)
+        paths[torch.rand(paths.shape, generator=self.dice) < 0.2] = ABSENT
+        paths[:, :, 0] = frontier.prefix.root[:, None]
+        if frontier.budget + 1 < 4:
+            return TokenTree.root(frontier.prefix.root)
+        return TokenTree.from_paths(paths, frontier.budget + 1)
+
+
+class Hinted(Drafter):
+    """Trees that hold the truth on one branch and noise on the others; `inner` is an `Oracle`."""
+
+    name = "hinted"
+    default_budget = 8
+
+    def __init__(self, inner: Oracle) -> None:
+        self.inner, self.dice = inner, torch.Generator().manual_seed(7)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        known = self.inner.propose(frontier).tokens  # [B, K+1]
+        if frontier.budget < 8:
+            return TokenTree.chain(known)
+        right = known[:, :4]
+        noise = torch.randint(VOCAB, (len(known), 2, 4), generator=self.dice)
+        noise[:, :, 0], noise[:, 0, 1] = right[:, :1], right[:, 1]
+        right = torch.where(torch.rand(right.shape, generator=self.dice) < 0.15, (right + 1).clamp(max=VOCAB - 1), right)
+        right[:, 0] = known[:, 0]
+        return TokenTree.from_paths(torch.cat([noise, right[:, None]], 1), 9)
+
+
+class Fading:
+    """A budget that goes to 0 for a while and comes back: K → 0 → K."""
+
+    def __init__(self, most: int = 5) -> None:
+        self.most, self.round = most, 0
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        self.round += 1
+        return (self.most, self.most, 0, 0, 0, 1, self.most, 0, 2)[self.round % 9]
+
+
+class Watch(Drafter):
+    """Passes everything on to `inner` and checks what must hold of any drafter: roots, budget, order, raggedness."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.taps, self.default_budget = inner, inner.name, inner.taps, inner.default_budget
+        self.observed: list[list[int]] = []
+
+    def start(self, rows: int, capacity: int) -> None:
+        self.observed = []
+        self.inner.start(rows, capacity)
+
+    def observe(self, commit: Commit) -> None:
+        for index, row in enumerate(commit.rows):
+            if row == len(self.observed):
+                self.observed.append([])
+            self.observed[row] += commit.tokens[index, : int(commit.count[index])].tolist()
+        self.inner.observe(commit)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.observed = [list(self.observed[row]) for row in rows]
+        self.inner.select(rows)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        position = frontier.prefix.position.tolist()
+        for row, text in enumerate(self.observed):  # what was observed is the text before the root
+            assert text == frontier.prefix.tokens[row, : position[row]].tolist()
+        before = frontier.prefix.tokens.clone()
+        tree = self.inner.propose(frontier)
+        assert torch.equal(before, frontier.prefix.tokens), "a drafter may not write into the text"
+        assert_well_formed(tree, frontier)
+        return tree
+
+
+def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
+    """The root at node 0, parents first, no more than the budget, and nothing below an absent node."""
+    assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
+    assert ((tree.tokens != ABSENT).sum(1) - 1 <= frontier.budget).all()
+    numbers = torch.arange(tree.tokens.shape[1])
+    assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (tree.parents[:, 0] == -1).all()
+    orphan = (tree.tokens.gather(1, tree.parents.clamp(min=0)) == ABSENT) & (tree.tokens != ABSENT)
+    assert not orphan[:, 1:].any()
+    assert (tree.tokens >= ABSENT).all() and (tree.tokens < VOCAB + 100).all()
+    if tree.is_chain:
+        assert (tree.parents == numbers - 1).all()
+    assert (tree.depths.amax() if tree.tokens.shape[1] else 0) <= tree.depth_limit
+
+
+def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
+    """A small draft model that agrees with the target now and then."""
+    return target(name, seed, **overrides)
+
+
+DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "plain": lambda target: Plain(),
+    "prompt-lookup": lambda target: PromptLookup(),
+    "draft chain": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size),
+    "draft tree": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size, TreeShape.branching((2, 2, 1))),
+    "smaller vocabulary": lambda target: DraftModel(draft_of(vocab_size=VOCAB - 9), target.vocab_size),
+    "larger vocabulary": lambda target: DraftModel(
+        draft_of(vocab_size=VOCAB + 7), target.vocab_size, TreeShape.branching((3, 1))
+    ),
+    "target itself": lambda target: DraftModel(target, target.vocab_size),
+    "target itself, tree": lambda target: DraftModel(target, target.vocab_size, TreeShape.branching((2, 2, 1))),
+    "guess": lambda target: Guess(target.vocab_size),
+}
+
+
+def texts(engine: Engine, prompts: Sequence[Sequence[int]], **wishes: Any) -> list[tuple[list[int], str]]:
+    """Tokens and finish reason of each completion."""
+    return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **wishes)]
+
+
+def accepted_share(done: Sequence[Completion]) -> float:
+    """Accepted over drafted tokens: a test of equality that accepts nothing tests nothing."""
+    drafted = sum(one.stats.drafted for one in done)
+    return sum(one.stats.accepted for one in done) / drafted if drafted else 0.0
+
+
+def assert_counts(done: Completion) -> None:
+    """Emitted tokens and rounds agree, and nothing that was cut off is counted."""
+    stats = done.stats
+    assert stats.emitted + 1 == len(done.tokens)
+    assert stats.rounds <= stats.emitted or len(done.tokens) == 1
+    assert stats.accepted <= min(stats.drafted, stats.emitted)
+    assert all(0 <= rate <= 1 for rate in stats.acceptance_by_position) and 0 <= stats.acceptance <= 1

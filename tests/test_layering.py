@@ -1,0 +1,73 @@
+"""The house: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import draftproof
+
+ROOT = Path(draftproof.__file__).parent
+FLOORS = ("errors", "core", "target", "drafters", "decoding", "training", "proof", "bench", "server", "cli")
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
+
+
+EXAMINERS = {"target", "proof", "bench", "cli"}
+"""`target` runs models through transformers; `proof` and `bench` examine transformers itself; `cli` names its version."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module a file names in an import, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative imports hide the floor they reach for"
+            yield str(node.module)
+            yield from (f"{node.module}.{name.name}" for name in node.names if node.module in ("draftproof", None))
+
+
+def floor(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_imports_only_the_folders_above_it(path: Path) -> None:
+    here = FLOORS.index(floor(path))
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "draftproof" and len(parts) > 1 and parts[1] in FLOORS:
+            assert FLOORS.index(parts[1]) <= here, f"{floor(path)} reaches down to {name}"
+        elif parts[0] == "draftproof" and len(parts) == 1:
+            assert here >= FLOORS.index("training"), f"{path.name} imports the whole package"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_decoding_knows_no_transformers(path: Path) -> None:
+    if floor(path) not in EXAMINERS:
+        assert not {"transformers", "tokenizers", "safetensors", "accelerate"} & {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if floor(path) in ("errors", "core")], ids=lambda path: path.name)
+def test_core_needs_torch_and_nothing_else(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}
+
+
+def test_drafters_never_import_each_other() -> None:
+    shared = {"base", "losses", "checkpoint"}
+    for path in (ROOT / "drafters").glob("*.py"):
+        for name in imports(path):
+            if name.startswith("draftproof.drafters"):
+                assert name.split(".")[2:3] and name.split(".")[2] in shared, f"{path.name} imports {name}"
+
+
+def test_the_front_door_opens() -> None:
+    for name in draftproof.__all__:
+        assert getattr(draftproof, name) is not None
+    with pytest.raises(AttributeError):
+        _ = draftproof.no_such_name  # type: ignore[attr-defined]
