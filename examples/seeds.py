@@ -12,7 +12,8 @@ engines = {
 }
 texts = {name: engine.generate(prompt, max_new_tokens=50, sampling=sampling)[0].text for name, engine in engines.items()}
 alone = texts["plain"]
-texts["in a batch"] = engines["draft model"].generate([prompt, "Once", "A cat sat"], max_new_tokens=50, sampling=sampling)[0].text
+batch = [prompt, "Once", "A cat sat"]
+texts["in a batch"] = engines["draft model"].generate(batch, max_new_tokens=50, sampling=sampling)[0].text
 
 print(prompt + alone)
 for name, text in texts.items():
