@@ -93,14 +93,14 @@ def _cut(codec: Codec, prompt: list[int], tokens: list[int], stops: list[str]) -
     return min(text.find(stop) for stop in stops if stop in text)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], seed: int) -> None:
     """The first to be complete ends it, whether it lies in one token, in many, or across a round's border."""
     own, codec = spoken
     want, prompt = Sampling(temperature=0.8, seed=seed), codec.encode("Once upon a time")
     (whole,) = Engine(own, codec=codec).generate([prompt], max_new_tokens=24, sampling=want)
     oracle = Oracle({tuple(prompt): whole.tokens})
-    for start in range(0, len(whole.text) - 4, 3):
+    for start in range(0, len(whole.text) - 4, 5):
         for stop in (
             [whole.text[start : start + 4]],
             [whole.text[start], "@@"],

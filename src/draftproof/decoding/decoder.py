@@ -119,8 +119,11 @@ class Decoder:
         host = torch.cat([column.double() for column in columns], 1).tolist()
         width = chosen.shape[1]
         for row, (count, drafted, reached, *rest) in zip(self.running, host, strict=True):
-            tokens = [self._checked(int(token), reading.logits) for token in rest[: int(count)]]
-            emitted = row.extend(tokens, rest[width:] or None, drafted=int(count) - 1)
+            tokens = [int(token) for token in rest[: int(count)]]
+            some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
+            emitted = row.extend(some, rest[width:] or None, drafted=int(count) - 1)
+            if row.finish_reason is None:                                      # behind its end a text needs no token
+                self._checked(tokens[-1], reading.logits)
             for stats in (row.stats, self.stats):
                 stats.record(drafted=int(drafted), reach=int(reached), accepted=int(count) - 1, emitted=emitted)
         self._retire()

@@ -125,20 +125,23 @@ class Engine:
         if batch_size is not None and batch_size < 1:
             raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
         requests = self._requests(prompts, max_new_tokens, sampling, n)
+        rows = max(n, min(batch_size or ROWS, n * len(requests)))
+        return self._completed(requests, rows)
+
+    def _completed(self, requests: list[list[Running]], rows: int) -> Iterator[Completion]:
         running = [row for request in requests for row in request]
-        yielded: set[int] = set()
-        for _ in self._rounds(deque(requests), max(n, min(batch_size or ROWS, len(running)))):
-            for row in running:
-                if row.finish_reason is not None and id(row) not in yielded:
-                    yielded.add(id(row))
-                    yield self._completion(row)
+        for _ in self._rounds(deque(requests), rows):
+            yield from (self._completion(row) for row in running if row.finish_reason is not None)
+            running = [row for row in running if row.finish_reason is None]
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop string may take back."""
-        requests = self._requests([prompt], max_new_tokens, sampling, 1)
-        (row,) = requests[0]
+        return self._chunks(self._requests([prompt], max_new_tokens, sampling, 1))
+
+    def _chunks(self, requests: list[list[Running]]) -> Iterator[Chunk]:
+        ((row,),) = requests
         for _ in self._rounds(deque(requests), 1):
             done = self._completion(row) if row.finish_reason is not None else None
             yield Chunk(row.pieces(), done)

@@ -66,7 +66,7 @@ class RowCache(transformers.Cache):
     def __init__(self, layers: Sequence[RowLayer], lengths: Tensor) -> None:
         super().__init__(layers=list(layers))
         self.lengths = lengths                           # [B] int64
-        self._views: dict[tuple[int, int], RowCache] = {(0, len(lengths)): self}
+        self._views: dict[tuple[int, int], RowCache] = {}
 
     @classmethod
     def empty(
@@ -119,6 +119,8 @@ class RowCache(transformers.Cache):
 
     def rows(self, start: int, stop: int) -> RowCache:
         """A view of rows `start` to `stop`: reading and keeping there leaves the others alone."""
+        if (start, stop) == (0, len(self.lengths)):
+            return self
         if (start, stop) not in self._views:
             layers = [RowLayer(layer.keys[start:stop], layer.values[start:stop]) for layer in self.layers]
             self._views[start, stop] = RowCache(layers, self.lengths[start:stop])

@@ -17,6 +17,7 @@ from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel
 from draftproof.target.cache import LayerShape, RowCache
+from draftproof.target.lean import Lean
 from draftproof.target.masks import tree_mask
 
 UNLIMITED = 1 << 30
@@ -39,10 +40,16 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.context = _context_of(config)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._lean: Lean | None = None
         with torch.inference_mode():
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
             self.reads_trees = self._self_test()
+            if Lean.fits(model):
+                blur = self._error(_TESTED, self._test_text())
+                self._lean = Lean(model)
+                lean = self._error(_TESTED, self._test_text())
+                self._lean = self._lean if lean <= max(_NOISE[self.dtype], 3 * blur) else None
 
     def new_cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache for `rows` rows of `capacity` positions."""
@@ -58,10 +65,15 @@ class Target:
         """
         lengths, depths = cache.lengths, tree.depths[:, first:]
         cache.write_at(lengths[:, None] + torch.arange(first, tree.tokens.shape[1], device=self.device))
+        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
+        positions = (lengths[:, None] + depths).clamp(max=self.context - 1)     # beyond lies nothing to emit
+        masks = self._masks(tree, cache, first)
+        if self._lean is not None and isinstance(masks, Tensor):
+            return Reading(*self._lean(tokens, positions, masks, cache, last_only, taps))
         out: Any = self.model(
-            input_ids=tree.tokens[:, first:].clamp(0, self.vocab_size - 1),
-            attention_mask=self._masks(tree, cache, first),
-            position_ids=(lengths[:, None] + depths).clamp(max=self.context - 1),   # beyond lies nothing to emit
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=bool(taps),
@@ -80,7 +92,7 @@ class Target:
 
     def _self_test(self) -> bool:
         """Whether trees are read exactly; raises if not even chains are."""
-        text = torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        text = self._test_text()
         noise = self._error(TreeShape.chain(4), text)
         if not noise <= 6 * _NOISE[self.dtype]:
             raise UnsupportedModel(
@@ -88,8 +100,10 @@ class Target:
                 "four-dimensional mask than on its own (ALiBi models do, for one); it cannot be run exactly, choose another"
             )
         # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half precision blurs
-        error = self._error(TreeShape.from_digits(["0", "1", "00", "01", "10", "000"]), text)
-        return error <= max(_NOISE[self.dtype], 3 * noise)
+        return self._error(_TESTED, text) <= max(_NOISE[self.dtype], 3 * noise)
+
+    def _test_text(self) -> Tensor:
+        return torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
 
     def _error(self, shape: TreeShape, text: Tensor) -> float:
         """How far a read of `shape` behind three committed tokens is from the model's own forward, relative to its logits."""
@@ -104,11 +118,14 @@ class Target:
             return float("inf")
         paths = [tree.tokens[0][tree.ancestors[0, node]] for node in range(nodes)]
         truth = torch.stack([self._own_logits(torch.cat([text[:lead], path])) for path in paths])
-        return float((logits - truth).abs().max() / truth.abs().max())
+        return float(((logits - truth).abs().max() / truth.abs().max()).detach())
 
     def _own_logits(self, text: Tensor) -> Tensor:
         return self.model(input_ids=text[None], use_cache=False).logits[0, -1].double()
 
+
+_TESTED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
+"""The tree read at load."""
 
 _NOISE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}     # float64 has float32 inside
 
