@@ -14,8 +14,10 @@ import typer
 from typer.core import TyperGroup
 
 from draftproof import __version__
+from draftproof.cli.audit import audit
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
+from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.errors import DraftproofError
 
@@ -53,6 +55,8 @@ app = typer.Typer(
 app.command()(run)
 app.command()(demo)
 app.command()(doctor)
+app.command()(prove)
+app.command()(audit)
 
 
 def _version(wanted: bool) -> None:

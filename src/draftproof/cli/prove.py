@@ -1,0 +1,123 @@
+"""``draftproof prove``: is it lossless here? Sections with a verdict each, and a certificate. Knows the terminal only."""
+
+from __future__ import annotations
+
+from datetime import date
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draftproof.cli import options as opt
+from draftproof.cli.setup import Setup
+from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.decoding.engine import Engine
+    from draftproof.proof.report import Report, Section, Tick
+
+
+class Part(StrEnum):
+    """What is proved."""
+
+    law = "law"
+    sampling = "sampling"
+    bits = "bits"
+    mutants = "mutants"
+
+
+Model = Annotated[str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)]
+Quick = Annotated[bool, typer.Option("--quick", help="Everything scaled down, in less than a minute.")]
+Parts = Annotated[
+    list[Part] | None,
+    typer.Option("--section", metavar="NAME", help="Only law, sampling, bits or mutants; repeatable.", show_default=False),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The report, for machines.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The certificate, one page.")]
+MarkdownFile = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="The certificate, for a release.")]
+SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the random numbers start.")]
+
+
+def prove(
+    model: Model = None,
+    drafter: opt.DrafterName = None,
+    assistant_model: opt.AssistantModel = None,
+    num_assistant_tokens: opt.DraftTokens = None,
+    draft_tree: opt.DraftTree = None,
+    quick: Quick = False,
+    section: Parts = None,
+    seed: SeedOf = 0,
+    json_: JsonFile = None,
+    html: HtmlFile = None,
+    markdown: MarkdownFile = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+) -> None:
+    """Prove that decoding is lossless: by law, by sampling, bit for bit, and by planted bugs that must be caught."""
+    for file in (json_, html, markdown):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
+    if model is None and drafter is None and assistant_model is None:
+        assistant_model = "demo-draft"
+    setup = Setup(model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype, device=device)
+    found = _run(setup, quick, [part.value for part in section or Part], seed)
+    for file, page in ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown)):
+        if file is not None:
+            file.write_text(page(), encoding="utf-8")
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
+    """Run the sections with a progress bar on stderr; print each verdict as it is reached, and one over all."""
+    from draftproof.proof.prove import prove as prove_sections
+    from draftproof.proof.prove import report
+
+    out, loaded = Console(highlight=False, soft_wrap=True), list[Any]()
+
+    def engine() -> Engine:
+        loaded.append(setup.engine())
+        return loaded[0]                                                    # type: ignore[no-any-return]
+
+    done: list[Section] = []
+    columns = (TextColumn("{task.fields[section]:9}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True, highlight=False), transient=True) as bars:
+        for section in prove_sections(engine, names, quick=quick, seed=seed, progress=lambda name: _bar(bars, name)):
+            done.append(section)
+            for task in bars.task_ids:
+                bars.remove_task(task)
+            _print(out, section)
+    about: dict[str, Any] = {"extent": "quick" if quick else "full", "seed": seed, "sections": ", ".join(names)}
+    if loaded:
+        about |= _described(setup, loaded[0])
+    found = report(done, about, date.today())
+    out.print(found.verdict, style="bold green" if found.passed else "bold red", markup=False)
+    return found
+
+
+def _bar(bars: Progress, name: str) -> Tick:
+    """A bar for one section."""
+    task = bars.add_task("", total=1.0, section=name)
+    return lambda share, doing: bars.update(task, completed=share, description=doing)
+
+
+def _print(out: Console, section: Section) -> None:
+    """The verdict first, then what failed."""
+    out.print("PASS" if section.passed else "FAIL", style="bold green" if section.passed else "bold red", end=" ")
+    out.print(f"{section.name} ({section.seconds:.0f} s): {section.verdict}", markup=False)
+    for failure in section.failures:
+        out.print(f"     {failure}", style="red", markup=False)
+
+
+def _described(setup: Setup, engine: Engine) -> dict[str, Any]:
+    """The model at hand."""
+    return {
+        "model": setup.model,
+        "drafter": engine.drafter.name + (f" ({setup.assistant_model})" if setup.assistant_model else ""),
+        "draft_tokens": engine.budget.most,
+        "device": str(engine.target.device),
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,1 @@
+"""Is it lossless? For us, and for other people's engines."""

@@ -1,0 +1,48 @@
+"""The proof as a whole: its sections, one after the other, and the report they make. Knows every section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from draftproof.decoding.engine import Engine
+from draftproof.errors import BadInput
+from draftproof.proof.bits import prove_bits
+from draftproof.proof.exact import prove_law
+from draftproof.proof.mutants import prove_mutants
+from draftproof.proof.report import Report, Section, Tick, versions
+from draftproof.proof.sampling import prove_sampling
+
+SECTIONS = ("law", "sampling", "bits", "mutants")
+
+
+def prove(
+    engine: Callable[[], Engine],
+    sections: Sequence[str] = SECTIONS,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], Tick],
+) -> Iterator[Section]:
+    """Run `sections` in turn and yield each as it is done.
+
+    engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each section, by name.
+    Raises BadInput for a section that does not exist.
+    """
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        raise BadInput(f"there is no section {unknown[0]!r}; choose from {', '.join(SECTIONS)}")
+    runs: dict[str, Callable[[Tick], Section]] = {
+        "law": lambda tick: prove_law(quick, tick),
+        "sampling": lambda tick: prove_sampling(quick, tick, seed=seed),
+        "bits": lambda tick: prove_bits(engine(), quick, tick, seed=seed),
+        "mutants": lambda tick: prove_mutants(quick, tick),
+    }
+    for name in dict.fromkeys(sections):
+        yield runs[name](progress(name))
+
+
+def report(sections: Sequence[Section], about: Mapping[str, Any], today: date) -> Report:
+    """The certificate: what was examined, with which versions, on which day."""
+    return Report(sections, {"date": today.isoformat(), **about, **versions()})
