@@ -7,7 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from enumeration import (
+from mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
+from torch import Tensor
+
+from draftproof.core.acceptance import accept_by_block, accept_by_rejection
+from draftproof.core.tree import TreeShape
+from draftproof.proof.law import (
     DrawnRule,
     Law,
     Round,
@@ -24,11 +29,6 @@ from enumeration import (
     random_law,
     text_law,
 )
-from mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
-from torch import Tensor
-
-from draftproof.core.acceptance import accept_by_block, accept_by_rejection
-from draftproof.core.tree import TreeShape
 
 EXACT = 1e-12
 CHAINS = [TreeShape.chain(length) for length in (1, 2, 3)]
