@@ -12,12 +12,16 @@ from tiny import prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
+from draftproof.core.messages import Frontier
 from draftproof.core.sampling import Sampling, Wishes
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.engine import Engine
 from draftproof.decoding.sequence import Running
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.errors import DrafterMismatch
 from draftproof.target.cache import RowCache
 from draftproof.target.target import Target
 
@@ -202,3 +206,15 @@ def test_a_round_commits_the_root_and_what_stood() -> None:
             text = [*row.prompt, *row.tokens]
             assert int(one.cache.lengths[index]) == len(text) - 1
             assert one.text[index, : len(text)].tolist() == text
+
+
+def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
+    class Greedy(Drafter):
+        name = "greedy"
+
+        def propose(self, frontier: Frontier) -> TokenTree:
+            return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, frontier.budget + 3))
+
+    engine = Engine(target(), Greedy(), budget=2)
+    with pytest.raises(DrafterMismatch, match="greedy proposed 4 nodes, 2 were allowed"):
+        engine.generate([[1, 2, 3]], max_new_tokens=8)

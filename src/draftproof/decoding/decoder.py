@@ -41,9 +41,7 @@ class Decoder:
     def step(self) -> None:
         """One round for every running row: draft, verify, commit."""
         frontier = self._frontier()
-        tree = self.drafter.propose(frontier)
-        if not (tree.is_chain or self.target.reads_trees):
-            raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
+        tree = self._draft(frontier)
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self.rule.accept(tree, reading.logits, frontier)
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
@@ -100,6 +98,16 @@ class Decoder:
         budget = self.budget.nodes(self.stats, rows)
         prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead=budget)
         return Frontier(prefix, self.sampler, budget, self.rule.drawn)
+
+    def _draft(self, frontier: Frontier) -> TokenTree:
+        """The drafter's proposal, if the target can read it and it keeps within the budget."""
+        tree = self.drafter.propose(frontier)
+        if not (tree.is_chain or self.target.reads_trees):
+            raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
+        drafted = tree.tokens.shape[1] - 1
+        if drafted > frontier.budget:
+            raise DrafterMismatch(f"the drafter {self.drafter.name} proposed {drafted} nodes, {frontier.budget} were allowed")
+        return tree
 
     def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
         """Write accepted tokens and the new root behind `position`; return them [B, D], the root at count - 1."""
