@@ -277,6 +277,9 @@ def _special(rules: Mapping[str, Rule], few: bool) -> Iterator[Case]:
             yield Case(f"{rule}: drafts for itself{when}", accept, TARGET, how.draft, amount, [own], how.fan, True)
         fading = Request(Wanted(temperature=2.2, top_p=0.6), (1, 0), 4 if accept.drawn else 3)
         yield Case(f"{rule}: budget comes and goes", accept, TARGET, WAYS["chain"].draft, partial(Alternating, 2), [fading])
+        how = WAYS["larger draft"]
+        warm = [Request(Wanted(temperature=1.2), (1,), 3)]
+        yield Case(f"{rule}: a draft that knows more", accept, TARGET, how.draft, partial(Fixed, how.budget), warm, how.fan)
         how = WAYS["tree of 4"]
         penalised = Wanted(temperature=1.0, top_k=2, repetition_penalty=2.0, frequency_penalty=0.7)
         careful = [Request(penalised, (1, 0), 4)]
