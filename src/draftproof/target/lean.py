@@ -18,6 +18,9 @@ from draftproof.target.cache import RowCache
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+QUERIES = 4
+"""Attention is never asked for fewer: with AMX one query rounds differently from several, with AVX-512 alone up to three do."""
+
 Linear = Callable[[Tensor], Tensor]
 
 
@@ -96,8 +99,9 @@ class Lean:
         if shared and keys.device.type != "cpu":         # elsewhere a mask and shared heads together are slow
             keys, values = (store.repeat_interleave(query.shape[1] // keys.shape[1], 1) for store in (keys, values))
             shared = False
-        if width == 1:                                   # a kernel of its own serves one query, and rounds in its own way
-            query, mask = query.repeat(1, 1, 2, 1), mask.repeat(1, 1, 2, 1)
+        if width < QUERIES:                              # few queries take other kernels, which round in their own way
+            copies = -(-QUERIES // width)
+            query, mask = query.repeat(1, 1, copies, 1), mask.repeat(1, 1, copies, 1)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=shared)
         return layer.output(out[:, :, :width].transpose(1, 2).reshape(rows, width, -1))
 
