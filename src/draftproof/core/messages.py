@@ -20,6 +20,20 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Features:
+    """What the target computed over whole texts, for a draft head to learn from.
+
+    tokens: [B, S] the texts. hidden: [B, S, T, H] at the layers asked for. weights: [B, S] how much each token counts
+    as something to foretell; 0 for prompts and padding. logits: [B, S, V] of the target behind each token, or None.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    weights: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Accepted:
     """Which nodes stand: their indices [B, D] root first, how many [B], and the next root [B].
 

@@ -159,6 +159,30 @@ class TokenTree:
         parents[:, 0] = -1
         return cls(tokens[:, :nodes], parents[:, :nodes], length - 1)
 
+    def pruned(self, values: Tensor, nodes: int) -> TokenTree:
+        """The `nodes` most valuable drafted nodes of each row: `values` [B, N], -inf where a node is to go.
+
+        A child must not be worth more than its parent, as with probabilities of paths; then what is kept is closed
+        under parents and, for values that are the target's own path probabilities, the best tree of that size
+        (specification B.4). The order stays; rows with fewer nodes get ABSENT. No host synchronisation.
+        """
+        nodes = min(nodes, self.tokens.shape[1] - 1)
+        values = torch.where(self.present, values, -torch.inf)[:, 1:]
+        best = values.sort(dim=1, descending=True, stable=True)                     # of equals the parent comes first
+        there = best.values[:, :nodes] > -torch.inf                                 # [B, n]
+        order = torch.where(there, best.indices[:, :nodes] + 1, self.tokens.shape[1]).sort(1).values
+        there = order < self.tokens.shape[1]
+        kept = torch.cat([torch.zeros_like(order[:, :1]), order.clamp(max=self.tokens.shape[1] - 1)], 1)    # [B, n + 1]
+        there = torch.cat([torch.ones_like(there[:, :1]), there], 1)
+        numbers = torch.arange(nodes + 1, device=kept.device).expand_as(kept)
+        place = torch.zeros(len(kept), self.tokens.shape[1] + 1, dtype=torch.int64, device=kept.device)
+        place.scatter_(1, torch.where(there, kept, self.tokens.shape[1]), numbers)  # old node → new node
+        parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents = torch.where(there & (numbers > 0), parents, 0)
+        parents[:, 0] = -1
+        tokens = torch.where(there, self.tokens.gather(1, kept), ABSENT)
+        return TokenTree(tokens, parents, min(self.depth_limit, nodes))
+
     @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: node i sees node j, that is j is i or one of its ancestors."""

@@ -96,7 +96,9 @@ class Decoder:
     def _frontier(self) -> Frontier:
         rows = len(self.running)
         budget = self.budget.nodes(self.stats, rows)
-        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead=budget)
+        deepest = self.drafter.deepest
+        ahead = budget if deepest is None else min(budget, deepest)
+        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead=ahead)
         return Frontier(prefix, self.sampler, budget, self.rule.drawn)
 
     def _draft(self, frontier: Frontier) -> TokenTree:

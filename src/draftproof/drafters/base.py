@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Protocol
 
-from draftproof.core.messages import Commit, Frontier
+import torch
+from torch import Tensor, nn
+
+from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.tree import TokenTree
 
 
@@ -22,6 +26,8 @@ class Drafter(ABC):
     """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
     default_budget: int = 5
     """Tokens per row and round when nobody says."""
+    deepest: int | None = None
+    """The longest path it drafts, in tokens, if that is less than the budget; noise is made for so many positions."""
 
     def start(self, rows: int, capacity: int) -> None:
         """Begin with empty memory for at most `rows` rows of at most `capacity` tokens. Default: nothing."""
@@ -35,3 +41,48 @@ class Drafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing."""
+
+
+class Vocabulary(Protocol):
+    """What a draft head shares with its target: the tables between tokens and hidden states. A `Target` is one."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    context: int
+    reads_trees: bool
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def embed(self, tokens: Tensor) -> Tensor: ...
+    def unembed(self, hidden: Tensor) -> Tensor: ...
+
+
+class DraftHead(nn.Module, ABC):
+    """Weights that read the target's hidden states and foretell several tokens: what training trains, no decoding state.
+
+    Step i = 0, 1, ... of a head foretells, from the hidden state of token t, token t + 2 + i; the token t + 1 is the
+    target's own.
+    """
+
+    kind: ClassVar[str]
+    """Its name in checkpoints and on the command line."""
+    taps: tuple[int, ...] = (-1,)
+    """Hidden layers it reads, counted as transformers does; -1 is the state behind the final norm."""
+    decay: float = 1.0
+    """Step i counts decay^(i + 1) in the loss."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How many tokens it foretells."""
+
+    @abstractmethod
+    def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
+        """Logits [B, S - 2 - i, V] of step i = 0, 1, ..., teacher-forced: row t is for token t + 2 + i."""
+
+    @abstractmethod
+    def drafter(self, vocabulary: Vocabulary) -> Drafter:
+        """The drafter that decodes with these weights, in the dtype and on the device of the target."""

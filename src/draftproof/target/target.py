@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from draftproof.core.messages import Reading
+from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel
 from draftproof.target.cache import LayerShape, RowCache
@@ -39,6 +39,7 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.context = _context_of(config)
+        self.hidden_size: int = config.hidden_size
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._lean: Lean | None = None
         with torch.inference_mode():
@@ -82,6 +83,30 @@ class Target:
         logits = out.logits[:, -1:] if last_only else out.logits
         hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2) if taps else None
         return Reading(logits, hidden)
+
+    def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
+        """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
+
+        weights: [B, S] passed through. taps: as in `read`. logits: return those behind every token as well.
+        """
+        out: Any = self.model(
+            input_ids=tokens.clamp(0, self.vocab_size - 1),
+            use_cache=False,
+            output_hidden_states=True,
+            **({"logits_to_keep": 1} if not logits and self._trims else {}),
+        )
+        hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2)
+        return Features(tokens, hidden, weights, out.logits if logits else None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., H] the model's own token embeddings, without what some families do to them afterwards."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens.clamp(0, self.vocab_size - 1))
+        return embedded
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """[..., V] logits of hidden states behind the final norm, without what some families do to them afterwards."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
 
     def _masks(self, tree: TokenTree, cache: RowCache, first: int) -> Tensor | dict[str, Tensor]:
         def mask(window: int | None) -> Tensor:
