@@ -276,3 +276,21 @@ def test_chunked_attention_is_not_taken_for_a_window() -> None:
     }
     with pytest.raises(UnsupportedModel):
         Target(build("Llama4TextConfig", **values))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_features_of_whole_texts_are_what_a_read_says(name: str) -> None:
+    subject = target(name)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, ABSENT, ABSENT, ABSENT]])
+    weights = (tokens != ABSENT).float()
+    taps = (1, -1)
+    with torch.inference_mode():
+        features = subject.features(tokens, weights, taps=taps, logits=True)
+        for row, size in ((0, 6), (1, 3)):
+            reading = subject.read(TokenTree.chain(tokens[row : row + 1, :size]), subject.new_cache(1, 32), taps=taps)
+            assert reading.hidden is not None and features.logits is not None
+            torch.testing.assert_close(features.hidden[row, :size], reading.hidden[0])
+            torch.testing.assert_close(features.logits[row, :size], reading.logits[0])
+        torch.testing.assert_close(subject.unembed(features.hidden[:, :, 1]), features.logits)
+        assert subject.features(tokens, weights).logits is None
+        assert subject.embed(tokens).shape[-1] == subject.hidden_size == features.hidden.shape[-1]
