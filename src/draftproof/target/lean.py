@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.target.cache import RowCache
+from draftproof.target.pack import PackedLinear, PackedPart
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -26,28 +27,26 @@ Linear = Callable[[Tensor], Tensor]
 
 class _Layer(NamedTuple):
     before: Linear
-    query: Linear
-    key: Linear
-    value: Linear
+    inner: Linear                   # queries, keys and values, one behind the other
+    turned_norm: Linear | None      # over each head of queries and keys
     output: Linear
-    query_norm: Linear | None
-    key_norm: Linear | None
     after: Linear
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
+    heads: int
+    key_heads: int
     scale: float
 
 
 class Lean:
-    """The decode forward of one model. Shares the model's modules; holds no weights of its own."""
+    """The decode forward of one model, with the model's own weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         body: Any = model.model
         self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, _bare(model.lm_head)
         self.norm = _norm(body.norm)
         self.head_dim = int(body.layers[0].self_attn.head_dim)
-        self.layers = [_layer(layer) for layer in body.layers]
+        self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -71,13 +70,15 @@ class Lean:
         """Logits [B, W, V] (or [B, 1, V]) and tapped hidden states [B, W, T, H], as transformers counts them."""
         hidden = F.embedding(tokens, self.embed.weight)
         cos, sin = self.rotary(hidden, positions)                                       # [B, W, D] each
-        half = self.head_dim // 2
+        half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
         cos, sin = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+        if tokens.shape[1] < QUERIES:                    # few queries take other kernels, which round in their own way
+            mask = mask.repeat(1, 1, -(-QUERIES // tokens.shape[1]), 1)
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
             hidden = hidden + self._attend(layer, store, layer.before(hidden), cos, sin, mask)
-            inner = layer.after(hidden)
-            hidden = hidden + layer.down(F.silu(layer.gate(inner)) * layer.up(inner))
+            gate, up = layer.gate_up(layer.after(hidden)).chunk(2, -1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
             states.append(hidden)
         states[-1] = hidden = self.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
@@ -85,43 +86,51 @@ class Lean:
 
     def _attend(self, layer: _Layer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         rows, width, _ = inputs.shape
-        query, key, value = (
-            project(inputs).view(rows, width, -1, self.head_dim) for project in (layer.query, layer.key, layer.value)
-        )
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = layer.query_norm(query), layer.key_norm(key)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
-        query = torch.addcmul(query * cos, query.roll(half, -1), sin)
-        key = torch.addcmul(key * cos, key.roll(half, -1), sin)
+        inner = layer.inner(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)    # [B, heads, W, D]
+        turned, value = torch.split(inner, [layer.heads + layer.key_heads, layer.key_heads], 1)
+        turned = turned if layer.turned_norm is None else layer.turned_norm(turned)
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
+        query, key = torch.split(turned, [layer.heads, layer.key_heads], 1)
         keys, values = store.update(key, value)
         shared = keys.shape[1] < query.shape[1]
         if shared and keys.device.type != "cpu":         # elsewhere a mask and shared heads together are slow
             keys, values = (store.repeat_interleave(query.shape[1] // keys.shape[1], 1) for store in (keys, values))
             shared = False
-        if width < QUERIES:                              # few queries take other kernels, which round in their own way
-            copies = -(-QUERIES // width)
-            query, mask = query.repeat(1, 1, copies, 1), mask.repeat(1, 1, copies, 1)
+        if width < QUERIES:
+            query = query.repeat(1, 1, mask.shape[2] // width, 1)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=shared)
         return layer.output(out[:, :, :width].transpose(1, 2).reshape(rows, width, -1))
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, head_dim: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    heads, key_heads = (_width(linear) // head_dim for linear in (attention.q_proj, attention.k_proj))
     return _Layer(
         before=_norm(layer.input_layernorm),
-        query=_bare(attention.q_proj),
-        key=_bare(attention.k_proj),
-        value=_bare(attention.v_proj),
+        inner=_together(attention.q_proj, attention.k_proj, attention.v_proj),
+        turned_norm=_head_norm(attention, heads, key_heads) if hasattr(attention, "q_norm") else None,
         output=_bare(attention.o_proj),
-        query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         after=_norm(layer.post_attention_layernorm),
-        gate=_bare(mlp.gate_proj),
-        up=_bare(mlp.up_proj),
+        gate_up=_together(mlp.gate_proj, mlp.up_proj),
         down=_bare(mlp.down_proj),
+        heads=heads,
+        key_heads=key_heads,
         scale=attention.scaling,
     )
+
+
+def _width(linear: Any) -> int:
+    """Output features of a layer, packed or not."""
+    return linear.stop - linear.start if isinstance(linear, PackedPart) else int(linear.out_features)
+
+
+def _together(*linears: nn.Module) -> Linear:
+    """The outputs of several layers one behind the other; one multiplication where they were packed as one."""
+    first = linears[0]
+    if isinstance(first, PackedPart):
+        return _bare(first.whole)
+    several = [_bare(linear) for linear in linears]
+    return lambda inputs: torch.cat([linear(inputs) for linear in several], -1)
 
 
 def _bare(module: nn.Module) -> Linear:
@@ -129,11 +138,34 @@ def _bare(module: nn.Module) -> Linear:
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
         return lambda inputs: F.linear(inputs, weight, bias)
+    if type(module) is PackedLinear:
+        packed, added, multiply = module.weight, module.bias, torch.ops.mkldnn._linear_pointwise.default
+        return lambda inputs: multiply(inputs, packed, added, "none", [], "")
     forward: Linear = module.forward
     return forward
 
 
 def _norm(norm: Any) -> Linear:
-    """Root-mean-square norm as one operator."""
-    weight, epsilon, shape = norm.weight, norm.variance_epsilon, tuple(norm.weight.shape)
-    return lambda inputs: F.rms_norm(inputs, shape, weight, epsilon)
+    """Root-mean-square norm over the last dimension."""
+    return _scaled(norm.weight, norm.weight.shape[-1], norm.variance_epsilon)
+
+
+def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
+    """The norms of queries and keys, each head with the weight of its kind, as one."""
+    query, key = attention.q_norm, attention.k_norm
+    weight = torch.cat([query.weight.expand(heads, -1), key.weight.expand(key_heads, -1)])[:, None]      # [heads, 1, D]
+    return _scaled(weight, weight.shape[-1], query.variance_epsilon)
+
+
+def _scaled(weight: Tensor, size: int, epsilon: float) -> Linear:
+    """x / sqrt(mean x² + epsilon) * weight in few operators: sqrt(|x|² + n epsilon) is a hypotenuse."""
+    if weight.device.type != "cpu" and weight.dim() == 1:
+        return lambda inputs: F.rms_norm(inputs, (size,), weight, epsilon)      # one kernel there
+    least = torch.tensor([(epsilon * size) ** 0.5], dtype=torch.float32, device=weight.device)
+    factor, dtype = weight.float() * size**0.5, weight.dtype
+
+    def normed(inputs: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32)
+        return (inputs / length.hypot_(least) * factor).to(dtype)
+
+    return normed
