@@ -98,11 +98,13 @@ class Prefix:
     tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, what lies beyond is scratch.
     position: [B] int64, the root's place: the number of committed tokens.
     ahead: how far a draft may reach beyond the root; the round's noise is made for all of it at once.
+    longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
     """
 
     tokens: Tensor
     position: Tensor
     ahead: int = 0
+    longest: int | None = None
 
     @property
     def root(self) -> Tensor:

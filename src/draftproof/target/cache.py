@@ -7,12 +7,15 @@ committing. The layer class is the seam to transformers: a model writes through 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+SPAN = 64
+"""A read sees the slots of its cache up to a multiple of this."""
 
 
 class LayerShape(NamedTuple):
@@ -35,23 +38,31 @@ class RowLayer(CacheLayerMixin):
         self.values: Tensor = values
         self.is_initialized = True
         self.slots: Tensor | None = None                 # [B, W] where the running read writes
+        self.span: int = keys.shape[2]                   # and how many slots it may see
+
+    @classmethod
+    def empty(cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Storage for `rows` rows of `capacity` positions. Zeroed: scratch is masked, but NaN would pass a mask."""
+        sizes = (shape.key_dim, shape.value_dim)
+        return cls(*(torch.zeros(rows, shape.heads, capacity, size, dtype=dtype, device=device) for size in sizes))
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """All that is stored, [B, heads, capacity, ...] each; what makes a layer anew."""
+        return self.keys, self.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, W, dim] at `slots`; return the whole layer."""
+        """Write [B, heads, W, dim] at `slots`; return the first `span` slots of the layer."""
         assert self.slots is not None
         for store, states in ((self.keys, key_states), (self.values, value_states)):
-            if len(store) == 1:
-                store.index_copy_(2, self.slots[0], states)
-            else:
-                index = self.slots[:, None, :, None].expand_as(states)
-                store.scatter_(2, index, states)
-        return self.keys, self.values
+            write(store, self.slots, states)
+        return self.keys[:, :, : self.span], self.values[:, :, : self.span]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: storage exists from the start."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
+        return self.span, 0
 
     def get_seq_length(self) -> int:
         return 0                                         # rows differ; positions are always given explicitly
@@ -61,22 +72,31 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(transformers.Cache):
-    """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with its parent."""
+    """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with its parent.
 
-    def __init__(self, layers: Sequence[RowLayer], lengths: Tensor) -> None:
+    A read sees no more slots than the rows may reach. What they reach is bounded on the host, without asking the
+    device: every commit may have been a whole tree, until `bound` is told better.
+    """
+
+    def __init__(self, layers: Sequence[RowLayer], lengths: Tensor, longest: list[int] | None = None) -> None:
         super().__init__(layers=list(layers))
         self.lengths = lengths                           # [B] int64
+        self._longest = longest or [0]                   # no row is longer; one number for a cache and its views
+        self._read = 0                                   # nodes of the last tree read
         self._views: dict[tuple[int, int], RowCache] = {}
 
     @classmethod
     def empty(
-        cls, shapes: Sequence[LayerShape], rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+        cls,
+        shapes: Sequence[LayerShape],
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layer: type[RowLayer] = RowLayer,
     ) -> RowCache:
-        """Storage for `rows` rows of `capacity` positions. Zeroed: scratch is masked, but NaN would pass a mask."""
-        def store(heads: int, dim: int) -> Tensor:
-            return torch.zeros(rows, heads, capacity, dim, dtype=dtype, device=device)
-
-        layers = [RowLayer(store(s.heads, s.key_dim), store(s.heads, s.value_dim)) for s in shapes]
+        """Storage for `rows` rows of `capacity` positions, in layers of this class."""
+        layers = [layer.empty(shape, rows, capacity, dtype, device) for shape in shapes]
         return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device))
 
     @property
@@ -87,12 +107,16 @@ class RowCache(transformers.Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(store.nbytes for layer in self.layers for store in layer.stores)
 
-    def write_at(self, slots: Tensor) -> None:
-        """Let the next forward write its W positions at `slots` [B, W]."""
+    def write_at(self, first: int, nodes: int) -> int:
+        """Let the next forward write nodes `first` to `nodes` of a tree; return how many slots it may see."""
+        self._read = nodes
+        span = min(-(-(self._longest[0] + nodes) // SPAN) * SPAN, self.capacity)
+        slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
         for layer in self.layers:
-            layer.slots = slots
+            layer.slots, layer.span = slots, span
+        return span
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B] to the lengths.
@@ -104,6 +128,11 @@ class RowCache(transformers.Cache):
             places = torch.arange(nodes.shape[1], device=nodes.device)
             self._move(self.lengths[:, None] + nodes, self.lengths[:, None] + places)
         self.lengths.add_(count)
+        self._longest[0] += self._read if nodes is None else nodes.shape[1]
+
+    def bound(self, longest: int) -> None:
+        """No row of this cache or its parent holds more than `longest` tokens."""
+        self._longest[0] = longest
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front; a row may be repeated. The rows behind become empty."""
@@ -112,7 +141,7 @@ class RowCache(transformers.Cache):
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
             for layer in self.layers:
-                for store in (layer.keys, layer.values):
+                for store in layer.stores:
                     store.index_copy_(0, new, store.index_select(0, old))
             self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
         self.lengths[len(rows) :] = 0
@@ -122,13 +151,28 @@ class RowCache(transformers.Cache):
         if (start, stop) == (0, len(self.lengths)):
             return self
         if (start, stop) not in self._views:
-            layers = [RowLayer(layer.keys[start:stop], layer.values[start:stop]) for layer in self.layers]
-            self._views[start, stop] = RowCache(layers, self.lengths[start:stop])
+            layers = [type(layer)(*(store[start:stop] for store in layer.stores)) for layer in self.layers]
+            self._views[start, stop] = RowCache(layers, self.lengths[start:stop], self._longest)
         return self._views[start, stop]
 
     def _move(self, source: Tensor, target: Tensor) -> None:
         for layer in self.layers:
-            for store in (layer.keys, layer.values):
-                shape = (-1, store.shape[1], -1, store.shape[3])
-                moved = store.gather(2, source[:, None, :, None].expand(shape))
-                store.scatter_(2, target[:, None, :, None].expand(shape), moved)
+            for store in layer.stores:
+                write(store, target, _read(store, source))
+
+
+def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
+    """store[b, :, slots[b, w]] = states[b, :, w]."""
+    if len(store) == 1:
+        store.index_copy_(2, slots[0], states)
+    else:                                                # far quicker than scattering along the slots
+        rows = torch.arange(len(store), device=slots.device)[:, None]
+        store.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+
+
+def _read(store: Tensor, slots: Tensor) -> Tensor:
+    """[B, heads, D, dim] of the slots [B, D] of each row."""
+    if len(store) == 1:
+        return store.index_select(2, slots[0])
+    rows = torch.arange(len(store), device=slots.device)[:, None]
+    return store.transpose(1, 2)[rows, slots].transpose(1, 2)

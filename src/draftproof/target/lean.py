@@ -47,6 +47,7 @@ class Lean:
         self.norm = _norm(body.norm)
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
+        self.sharing = self.layers[0].heads // self.layers[0].key_heads
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -72,8 +73,9 @@ class Lean:
         cos, sin = self.rotary(hidden, positions)                                       # [B, W, D] each
         half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
         cos, sin = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
-        if tokens.shape[1] < QUERIES:                    # few queries take other kernels, which round in their own way
-            mask = mask.repeat(1, 1, -(-QUERIES // tokens.shape[1]), 1)
+        folded = tokens.shape[1] * self.sharing          # queries of the heads that share keys are read as one head's
+        copies = -(-QUERIES // folded)                   # few queries take other kernels, which round in their own way
+        mask = mask.repeat(1, 1, self.sharing * copies, 1) if self.sharing * copies > 1 else mask
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
             hidden = hidden + self._attend(layer, store, layer.before(hidden), cos, sin, mask)
@@ -92,14 +94,13 @@ class Lean:
         turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
         query, key = torch.split(turned, [layer.heads, layer.key_heads], 1)
         keys, values = store.update(key, value)
-        shared = keys.shape[1] < query.shape[1]
-        if shared and keys.device.type != "cpu":         # elsewhere a mask and shared heads together are slow
-            keys, values = (store.repeat_interleave(query.shape[1] // keys.shape[1], 1) for store in (keys, values))
-            shared = False
-        if width < QUERIES:
-            query = query.repeat(1, 1, mask.shape[2] // width, 1)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=shared)
-        return layer.output(out[:, :, :width].transpose(1, 2).reshape(rows, width, -1))
+        folded = width * self.sharing
+        query = query.reshape(rows, layer.key_heads, folded, self.head_dim)
+        if mask.shape[2] > folded:
+            query = query.repeat(1, 1, mask.shape[2] // folded, 1)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scale)[:, :, :folded]
+        out = out.reshape(rows, layer.heads, width, self.head_dim)
+        return layer.output(out.transpose(1, 2).reshape(rows, width, -1))
 
 
 def _layer(layer: Any, head_dim: int) -> _Layer:
@@ -135,7 +136,7 @@ def _together(*linears: nn.Module) -> Linear:
 
 def _bare(module: nn.Module) -> Linear:
     """A module's forward without the call protocol around it."""
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear and "forward" not in module.__dict__:     # some quantisers wrap it
         weight, bias = module.weight, module.bias
         return lambda inputs: F.linear(inputs, weight, bias)
     if type(module) is PackedLinear:

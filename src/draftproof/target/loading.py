@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,30 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from draftproof.core.sampling import Sampling
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
+
+PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "torchao": ("torchao",),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "mxfp4": ("accelerate",),
+    "bitnet": ("accelerate",),
+    "hqq": ("hqq",),
+    "quanto": ("optimum-quanto", "accelerate"),
+    "auto-round": ("auto-round",),
+    "aqlm": ("aqlm", "accelerate"),
+    "eetq": ("kernels", "accelerate"),
+}
+"""What transformers needs beside itself to load a checkpoint that was quantised so."""
 
 
 def embedded(name: str = "demo") -> Path:
@@ -47,7 +66,13 @@ def load_model(model: str | Path, dtype: str | torch.dtype | None = None, device
             raise UnsupportedModel(f"{name} is a {config.model_type} model; transformers has no causal language model for it")
         wanted = _dtype(dtype) or "auto"
         where = torch.device(device or best_device())
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+        method = _quantised_with(config)
+        if method is not None:
+            _check_quantiser(name, method)
+        placed = {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate") else {}
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **placed)
+    if getattr(loaded, "hf_quantizer", None) is not None:          # quantised weights are neither to move nor to cast
+        return loaded.eval()
     if dtype is None and loaded.dtype == torch.bfloat16 and where.type == "cpu" and not bf16_is_native():
         loaded = loaded.float()
     try:
@@ -104,6 +129,34 @@ def best_device() -> str:
     return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
 
 
+def _quantised_with(config: Any) -> str | None:
+    """What a checkpoint says it was quantised with."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method) or "bitsandbytes")                 # older ones of theirs do not say
+
+
+def _check_quantiser(name: str, method: str) -> None:
+    """Refuse what transformers would load as if it were not quantised, or fail to load for want of a package."""
+    if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):
+        raise UnsupportedModel(f"{name} is quantised with {method}, which transformers does not know; choose another")
+    missing = [package for package in PACKAGES.get(method, ()) if not _is_installed(package)]
+    if missing:
+        raise UnsupportedModel(
+            f"{name} is quantised with {method}, which needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
@@ -130,7 +183,7 @@ def _clear_errors(name: str) -> Iterator[None]:
             f"{name} is not a local folder and cannot be fetched from the hub ({_first_line(error)}); "
             "check the name and the network, or give a folder"
         ) from error
-    except (ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+    except (ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
         raise ModelNotFound(f"the model {name} cannot be loaded: {_first_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx")):

@@ -12,14 +12,14 @@ from draftproof.core.tree import TokenTree
 
 
 def tree_mask(
-    tree: TokenTree, lengths: Tensor, capacity: int, dtype: torch.dtype, first: int = 0, window: int | None = None
+    tree: TokenTree, lengths: Tensor, span: int, dtype: torch.dtype, first: int = 0, window: int | None = None
 ) -> Tensor:
-    """[B, 1, N - first, capacity]: 0 where a node sees a cache slot, the dtype's minimum elsewhere.
+    """[B, 1, N - first, span]: 0 where a node sees a cache slot, the dtype's minimum elsewhere.
 
     Node i of row b lies in slot ``lengths[b] + i`` and sees the slots below ``lengths[b]`` and its own ancestors.
     `window`: see only that many positions back, itself included (sliding attention).
     """
-    slots = torch.arange(capacity, device=lengths.device)
+    slots = torch.arange(span, device=lengths.device)
     nodes = tree.tokens.shape[1]
     node = slots - lengths[:, None]                                           # [B, S] which node a slot holds
     inside = (node >= 0) & (node < nodes)

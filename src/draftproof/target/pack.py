@@ -6,9 +6,13 @@ import ctypes
 import mmap
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 ROWS = 8
 """Rows per forward the packing is laid out for; others work as well."""
@@ -18,21 +22,13 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers beside each other that read the same inputs."""
 
 
-class PackedLinear(nn.Module):
-    """A bfloat16 linear layer on the CPU whose weight lies as oneDNN reads it; several layers in one if they share inputs."""
+class Whole(nn.Module):
+    """Linear layers that read the same inputs, multiplied as one; a layer alone is a whole of one."""
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, outputs: int) -> None:
         super().__init__()
-        weights, biases = [one.weight.detach() for one in linears], [one.bias for one in linears]
-        self.out_features = sum(len(weight) for weight in weights)
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
+        self.out_features = outputs
         self._last: tuple[Tensor, Tensor] | None = None                 # inputs and outputs that parts still wait for
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
-        return packed
 
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
         """Outputs `start` to `stop`; the whole is computed for the first part and forgotten with the last."""
@@ -44,10 +40,25 @@ class PackedLinear(nn.Module):
         return outputs
 
 
+class PackedLinear(Whole):
+    """A bfloat16 linear layer on the CPU whose weight lies as oneDNN reads it; several layers in one if they share inputs."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        weights, biases = [one.weight.detach() for one in linears], [one.bias for one in linears]
+        super().__init__(sum(len(weight) for weight in weights))
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
+        return packed
+
+
 class PackedPart(nn.Module):
     """Stands where a layer was that is computed together with its neighbours."""
 
-    def __init__(self, whole: PackedLinear, start: int, stop: int) -> None:
+    def __init__(self, whole: Whole, start: int, stop: int) -> None:
         super().__init__()
         self.whole, self.start, self.stop = whole, start, stop
 
@@ -81,32 +92,36 @@ def _groups(module: nn.Module, owners: Counter[int]) -> list[dict[str, nn.Linear
         for name, child in module._modules.items()
         if type(child) is nn.Linear and _packable(child) and owners[id(child.weight)] == 1
     }
-    together = [{name: single[name] for name in names} for names in FUSED if _alike([single.get(name) for name in names])]
-    grouped = {name for group in together for name in group}
-    return together + [{name: child} for name, child in single.items() if name not in grouped]
+    return together(single, lambda linear: (linear.in_features, linear.bias is None))
 
 
-def _alike(linears: list[nn.Linear | None]) -> bool:
-    """Whether these are layers that one matrix can stand for."""
-    forms = {(one.in_features, one.bias is None) if one is not None else None for one in linears}
-    return len(forms) == 1 and None not in forms
+def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
+    """Layers of one module by their names, those of `FUSED` as one group if they are there and of one form."""
+    fused = [{name: single[name] for name in names} for names in FUSED if all(name in single for name in names)]
+    alike = [group for group in fused if len({form(layer) for layer in group.values()}) == 1]
+    grouped = {name for group in alike for name in group}
+    return alike + [{name: layer} for name, layer in single.items() if name not in grouped]
 
 
 def _pack(module: nn.Module, linears: dict[str, nn.Linear]) -> None:
     """Put packed layers in the place of `linears` of a module."""
-    whole = PackedLinear(*linears.values())
+    put(module, {name: linear.out_features for name, linear in linears.items()}, PackedLinear(*linears.values()))
+    for linear in linears.values():
+        release(linear.weight)
+
+
+def put(module: nn.Module, outputs: Mapping[str, int], whole: Whole) -> None:
+    """Put `whole` in the place of the layers of a module that have these names and so many outputs."""
     start = 0
-    for name, linear in linears.items():
-        stop = start + linear.out_features
-        module._modules[name] = PackedPart(whole, start, stop) if len(linears) > 1 else whole
-        start = stop
-        _release(linear.weight)
+    for name, width in outputs.items():
+        module._modules[name] = PackedPart(whole, start, start + width) if len(outputs) > 1 else whole
+        start += width
 
 
 def _packable(linear: nn.Linear) -> bool:
     weight = linear.weight
     plain = type(weight.data) is Tensor and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
     return plain and not hooks and torch.backends.mkldnn.is_available() and _supported()  # type: ignore[no-untyped-call]
 
 
@@ -115,7 +130,7 @@ def _supported() -> bool:
     return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
-def _release(weight: Tensor) -> None:
+def release(weight: Tensor) -> None:
     """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint would keep them resident."""
     if sys.platform == "linux":
         start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

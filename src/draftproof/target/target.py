@@ -5,6 +5,7 @@ The draft model of speculative sampling is read through the same class: to it, d
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any, NamedTuple
 
@@ -15,10 +16,13 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.errors import BrokenModel, UnsupportedModel
-from draftproof.target.cache import LayerShape, RowCache
+from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
+from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.lean import Lean
 from draftproof.target.masks import tree_mask
+from draftproof.target.quantize import Loss, is_quantized, quantized_and_compared
+from draftproof.target.quantized_cache import LAYERS
+from draftproof.target.twin import first_layers
 
 UNLIMITED = 1 << 30
 """The context of a model whose configuration names no limit."""
@@ -28,11 +32,14 @@ class Target:
     """A causal LM as the decoder sees it.
 
     model: any `PreTrainedModel` with a language-model head, put in evaluation mode and otherwise left alone.
+    kv_cache: "int8" or "fp8" to store keys and values in so many bits; None, as the model computes them.
     Raises UnsupportedModel, in one sentence, for what cannot be read exactly: the check reads a small tree and
     compares it with the model's own forward on every path.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, kv_cache: str | None = None) -> None:
+        if kv_cache is not None and kv_cache not in LAYERS:
+            raise BadInput(f"the KV cache was to be {kv_cache!r}; choose one of {', '.join(LAYERS)}, or leave it out")
         self.model = model.eval()
         config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
@@ -40,6 +47,9 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.context = _context_of(config)
         self.hidden_size: int = config.hidden_size
+        self.kv_cache = kv_cache
+        self.loss: Loss | None = None                    # what quantising it cost
+        self._noise = _NOISE[torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._lean: Lean | None = None
         with torch.inference_mode():
@@ -50,11 +60,34 @@ class Target:
                 blur = self._error(_TESTED, self._test_text())
                 self._lean = Lean(model)
                 lean = self._error(_TESTED, self._test_text())
-                self._lean = self._lean if lean <= max(_NOISE[self.dtype], 3 * blur) else None
+                self._lean = self._lean if lean <= max(self._noise, 3 * blur) else None
 
     def new_cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache for `rows` rows of `capacity` positions."""
-        return RowCache.empty(self._layout.shapes, rows, capacity, self._layout.dtype, self.device)
+        return self._new_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else RowLayer)
+
+    def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
+        """This target with quantised layers, compared with the original on `text`, token ids [S]; see `quantize.quantized`.
+
+        What was found out about the original holds: quantising changes weights, not what a layer may see.
+        """
+        other = copy.copy(self)
+        other.model, other.loss = quantized_and_compared(self.model, kind, text, give_up=give_up)
+        other._lean = Lean(other.model) if self._lean is not None else None
+        return other
+
+    def first_layers(self, count: int) -> Target:
+        """The first `count` layers of this target as a target of its own, behind the same final norm and head."""
+        other = copy.copy(self)
+        other.model = first_layers(self.model, count)
+        other._layout = self._layout._replace(shapes=self._layout.shapes[:count])
+        other._lean = Lean(other.model) if self._lean is not None else None
+        return other
+
+    @property
+    def position_bytes(self) -> tuple[int, int]:
+        """Bytes the cache holds per position, and those it would hold as the model computes them."""
+        return self.new_cache(1, 1).nbytes, self._new_cache(1, 1, RowLayer).nbytes
 
     def read(
         self, tree: TokenTree, cache: RowCache, *, first: int = 0, last_only: bool = False, taps: tuple[int, ...] = ()
@@ -65,10 +98,10 @@ class Target:
         Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H] or None.
         """
         lengths, depths = cache.lengths, tree.depths[:, first:]
-        cache.write_at(lengths[:, None] + torch.arange(first, tree.tokens.shape[1], device=self.device))
+        span = cache.write_at(first, tree.tokens.shape[1])
         tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
         positions = (lengths[:, None] + depths).clamp(max=self.context - 1)     # beyond lies nothing to emit
-        masks = self._masks(tree, cache, first)
+        masks = self._masks(tree, lengths, span, first)
         if self._lean is not None and isinstance(masks, Tensor):
             return Reading(*self._lean(tokens, positions, masks, cache, last_only, taps))
         out: Any = self.model(
@@ -108,24 +141,27 @@ class Target:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
-    def _masks(self, tree: TokenTree, cache: RowCache, first: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
         def mask(window: int | None) -> Tensor:
-            return tree_mask(tree, cache.lengths, cache.capacity, self.dtype, first, window)
+            return tree_mask(tree, lengths, span, self.dtype, first, window)
 
         kinds = {kind: mask(window) for kind, window in self._layout.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(kinds.values()))
+
+    def _new_cache(self, rows: int, capacity: int, layer: type[RowLayer]) -> RowCache:
+        return RowCache.empty(self._layout.shapes, rows, capacity, self._layout.dtype, self.device, layer)
 
     def _self_test(self) -> bool:
         """Whether trees are read exactly; raises if not even chains are."""
         text = self._test_text()
         noise = self._error(TreeShape.chain(4), text)
-        if not noise <= 6 * _NOISE[self.dtype]:
+        if not noise <= 6 * self._noise:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} gives other logits when read through a cache with explicit positions and a "
                 "four-dimensional mask than on its own (ALiBi models do, for one); it cannot be run exactly, choose another"
             )
         # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half precision blurs
-        return self._error(_TESTED, text) <= max(_NOISE[self.dtype], 3 * noise)
+        return self._error(_TESTED, text) <= max(self._noise, 3 * noise)
 
     def _test_text(self) -> Tensor:
         return torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
@@ -134,7 +170,7 @@ class Target:
         """How far a read of `shape` behind three committed tokens is from the model's own forward, relative to its logits."""
         nodes, lead = len(shape), 3
         tree = TokenTree.shaped(text[None, lead : lead + nodes], shape)
-        cache = self.new_cache(1, 32)
+        cache = self._new_cache(1, 32, RowLayer)
         try:
             self.read(TokenTree.chain(text[None, :lead]), cache)
             cache.keep(None, torch.full_like(cache.lengths, lead))
