@@ -153,30 +153,3 @@ def test_trees_are_made_without_reading_the_device() -> None:
         tree = TokenTree.from_paths(torch.zeros(2, 3, 4, dtype=torch.int64), 8)
         accepted = accept_by_matching(tree, torch.zeros(2, 8, dtype=torch.int64))
         assert tree.ancestors.shape == (2, 8, 8) and accepted.nodes.shape == (2, 4)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_pruning_keeps_the_best_nodes_and_their_ancestors(seed: int) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    shape = TreeShape.branching((3, 2, 2))
-    nodes = len(shape)
-    steps = -(torch.randint(0, 4, (3, nodes), generator=dice).float() / 4)  # equal values are common
-    values = torch.zeros(3, nodes)
-    for node in range(1, nodes):
-        values[:, node] = values[:, shape.parents[node]] + steps[:, node]
-    tree = TokenTree.shaped(torch.randint(50, (3, nodes), generator=dice), shape)
-    size = int(torch.randint(1, 30, (), generator=dice))
-    pruned = tree.pruned(values, size)
-    for row in range(3):
-        best = sorted(range(1, nodes), key=lambda node: (-float(values[row, node]), node))
-        kept = [0, *sorted(best[:size])]
-        assert pruned.tokens[row].tolist() == tree.tokens[row, kept].tolist()
-        assert pruned.parents[row, 1:].tolist() == [kept.index(shape.parents[node]) for node in kept[1:]]
-
-
-def test_pruning_drops_what_is_worthless_and_what_is_absent() -> None:
-    tree = TokenTree.chain(torch.tensor([[7, 1, 2, 3], [7, 1, ABSENT, ABSENT]]))
-    values = torch.tensor([[0.0, -1.0, -2.0, -torch.inf], [0.0, -1.0, -2.0, -3.0]])
-    pruned = tree.pruned(values, 3)
-    assert pruned.tokens.tolist() == [[7, 1, 2, ABSENT], [7, 1, ABSENT, ABSENT]]
-    assert pruned.depths[0, :3].tolist() == [0, 1, 2]

@@ -38,11 +38,14 @@ class Accepted:
     """Which nodes stand: their indices [B, D] root first, how many [B], and the next root [B].
 
     Places of `nodes` beyond `count` hold their own index, so moving them moves nothing.
+    distance: [B, D] total variation between the target's law and the one each new token came from: the accepted nodes
+    behind the root, then the next root; None under an exact rule, where there is none.
     """
 
     nodes: Tensor
     count: Tensor
     root: Tensor
+    distance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,22 @@ class Frontier:
     prefix: the true text of each row with its root. sampler: the rows' wishes, to draft what the target will want.
     budget: how many tokens each row may draft this round, zero included.
     drawn: draw draft tokens from a law and attach it, for rules that weigh it; otherwise choose them.
+    trees: the target reads trees; otherwise only a chain will do.
     """
 
     prefix: Prefix
     sampler: Sampler
     budget: int
     drawn: bool = False
+    trees: bool = True
+
+
+class Successors(NamedTuple):
+    """What the target found likeliest behind each node of the tree it read: the best tokens [b, N, k], and their logits."""
+
+    tree: TokenTree
+    tokens: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class Commit:
     """What became true of `rows`: of each the tokens [b, D] at `nodes` [b, D] of the tree read, `count` [b] of them.
 
     hidden: [b, D, T, H] the target's hidden states at these tokens, at the layers the drafter taps; or None.
+    successors: what came out behind every node read, rejected ones too, if the drafter asks; never of a prompt, or None.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 
@@ -73,13 +87,18 @@ class Commit:
     nodes: Tensor
     count: Tensor
     hidden: Tensor | None = None
+    successors: Successors | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted) -> Commit:
-        """The commit of the accepted nodes of a tree that was read for `rows`."""
+    def of(cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0) -> Commit:
+        """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
         tokens = tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
         if hidden is not None:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
-        return cls(rows, tokens, accepted.nodes, accepted.count, hidden)
+        successors = None
+        if top > 0:
+            best = reading.logits.topk(min(top, reading.logits.shape[-1]), -1)
+            successors = Successors(tree, best.indices, best.values)
+        return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)

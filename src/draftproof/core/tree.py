@@ -109,6 +109,8 @@ class TokenTree:
     draft_probs: [B, N, V] the law each node was drawn from, or None if tokens were chosen, not drawn. Siblings
         are drawn without replacement in node order and carry the law of the first draw.
     is_chain: each node's parent is the node before it, in every row.
+    odds: [B, N] what the drafter takes for the chance that a node will stand: 1 at the root, 0 where absent, never more
+        than the parent's; None if it does not say. What is exact does not depend on it.
     """
 
     tokens: Tensor
@@ -116,6 +118,7 @@ class TokenTree:
     depth_limit: int
     draft_probs: Tensor | None = None
     is_chain: bool = False
+    odds: Tensor | None = None
 
     @classmethod
     def root(cls, tokens: Tensor) -> TokenTree:
@@ -128,27 +131,36 @@ class TokenTree:
         return cls.shaped(tokens, TreeShape.chain(tokens.shape[1] - 1), draft_probs)
 
     @classmethod
-    def shaped(cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None) -> TokenTree:
+    def shaped(
+        cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, odds: Tensor | None = None
+    ) -> TokenTree:
         """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
         rows = tokens.shape[0]
         static = _static(shape, tokens.device)
-        tree = cls(tokens, static.parents.expand(rows, -1), len(shape.levels) - 1, draft_probs, shape.is_chain)
+        tree = cls(tokens, static.parents.expand(rows, -1), len(shape.levels) - 1, draft_probs, shape.is_chain, odds)
         tree.__dict__["depths"] = static.depths.expand(rows, -1)
         tree.__dict__["ancestors"] = static.ancestors.expand(rows, -1, -1)
         return tree
 
     @classmethod
-    def from_paths(cls, paths: Tensor, nodes: int) -> TokenTree:
+    def from_paths(cls, paths: Tensor, nodes: int, votes: Tensor | None = None) -> TokenTree:
         """Merge paths with shared prefixes into one tree: `paths` [B, W, D] tokens, column 0 the root in all.
 
         The first `nodes` distinct prefixes in path-major order are kept (at least D); rows with fewer get ABSENT.
         An ABSENT token ends its path. No host synchronisation. Recurrent Drafter (arXiv 2403.09919), section 3.2.
+        votes: [B, W, D] what each path adds to the odds of each of its prefixes, falling along the path; of the
+        prefixes, whose odds are sums over the paths that share them, the likeliest `nodes` are kept instead.
         """
         rows, width, length = paths.shape
         same = (paths[:, :, None] == paths[:, None]).cumprod(-1).bool()             # [B, W, W, D]
         owner = same.int().argmax(2)                                                # [B, W, D] first path with it
         absent = (paths == ABSENT).cumsum(-1) > 0
         head = (owner == torch.arange(width, device=paths.device)[:, None]) & ~absent
+        if votes is not None:
+            odds = (same * votes[:, None]).sum(2).gather(1, owner).cummin(-1).values.clamp(max=1)
+            place = owner * length + torch.arange(length, device=paths.device)      # [B, W, D] of each prefix in the pool
+            parents = torch.cat([place[..., :1], place[..., :-1]], -1)
+            return cls.likeliest(paths.flatten(1), parents.flatten(1), (odds * head).flatten(1), nodes, length - 1)
         rank = head.flatten(1).cumsum(1).sub(1).view(rows, width, length)
         slot = rank.gather(1, owner)                                                # [B, W, D] node of each prefix
         slot = torch.where(absent, nodes, slot)
@@ -159,29 +171,49 @@ class TokenTree:
         parents[:, 0] = -1
         return cls(tokens[:, :nodes], parents[:, :nodes], length - 1)
 
-    def pruned(self, values: Tensor, nodes: int) -> TokenTree:
-        """The `nodes` most valuable drafted nodes of each row: `values` [B, N], -inf where a node is to go.
+    @classmethod
+    def likeliest(cls, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, depth_limit: int) -> TokenTree:
+        """The tree of the `nodes` likeliest nodes of a pool, in falling order of their `odds`, all [B, M].
 
-        A child must not be worth more than its parent, as with probabilities of paths; then what is kept is closed
-        under parents and, for values that are the target's own path probabilities, the best tree of that size
-        (specification B.4). The order stays; rows with fewer nodes get ABSENT. No host synchronisation.
+        The root is the pool's node 0; what has odds of 0 is not there. A parent comes before its children and is
+        no less likely. No host synchronisation.
         """
-        nodes = min(nodes, self.tokens.shape[1] - 1)
-        values = torch.where(self.present, values, -torch.inf)[:, 1:]
-        best = values.sort(dim=1, descending=True, stable=True)                     # of equals the parent comes first
-        there = best.values[:, :nodes] > -torch.inf                                 # [B, n]
-        order = torch.where(there, best.indices[:, :nodes] + 1, self.tokens.shape[1]).sort(1).values
-        there = order < self.tokens.shape[1]
-        kept = torch.cat([torch.zeros_like(order[:, :1]), order.clamp(max=self.tokens.shape[1] - 1)], 1)    # [B, n + 1]
-        there = torch.cat([torch.ones_like(there[:, :1]), there], 1)
-        numbers = torch.arange(nodes + 1, device=kept.device).expand_as(kept)
-        place = torch.zeros(len(kept), self.tokens.shape[1] + 1, dtype=torch.int64, device=kept.device)
-        place.scatter_(1, torch.where(there, kept, self.tokens.shape[1]), numbers)  # old node → new node
-        parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
-        parents = torch.where(there & (numbers > 0), parents, 0)
-        parents[:, 0] = -1
-        tokens = torch.where(there, self.tokens.gather(1, kept), ABSENT)
-        return TokenTree(tokens, parents, min(self.depth_limit, nodes))
+        nodes = min(nodes, tokens.shape[1])
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        best = torch.where(first, 1.0, odds).sort(dim=1, descending=True, stable=True)      # of equals the parent comes first
+        order, odds = best.indices[:, :nodes], best.values[:, :nodes]
+        there = odds > 0
+        numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(best.indices)
+        place = torch.empty_like(numbers).scatter_(1, best.indices, numbers)                # place in the pool → new node
+        above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
+        above[:, 0] = -1
+        drafted = torch.where(there, tokens.gather(1, order), ABSENT)
+        return cls(drafted, above, min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0))
+
+    @classmethod
+    def beside(cls, trees: Sequence[TokenTree]) -> TokenTree:
+        """Trees of the same roots side by side, each with a root of its own: a pool of nodes, no tree until `merged`."""
+        sizes = [tree.tokens.shape[1] for tree in trees]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        shifted = [torch.where(tree.parents < 0, -1, tree.parents + start) for tree, start in zip(trees, starts, strict=True)]
+        tokens = torch.cat([tree.tokens for tree in trees], 1)
+        return cls(tokens, torch.cat(shifted, 1), max(tree.depth_limit for tree in trees))
+
+    def merged(self, odds: Tensor, nodes: int) -> TokenTree:
+        """The tree of the likeliest `nodes` by `odds` [B, M]: what stands more than once, once, with the best of its odds."""
+        best = torch.where(self.twins, odds[:, None], 0).amax(2)
+        first = self.firsts == torch.arange(best.shape[1], device=best.device)
+        parents = self.firsts.gather(1, self.parents.clamp(min=0))
+        return self.likeliest(self.tokens, parents, torch.where(first, best, 0), nodes, self.depth_limit)
+
+    def trunk(self) -> TokenTree:
+        """The chain with the most expected tokens by `odds`, for targets that cannot read trees."""
+        assert self.odds is not None, "without odds there is no telling which path is best"
+        worth = (self.ancestors * self.odds[:, None]).sum(-1)                       # [B, N]
+        node = torch.where(self.present, worth, -1).argmax(1)
+        tokens = self.tokens.gather(1, self.path_to(node))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return TokenTree.chain(torch.where(places <= self.depths.gather(1, node[:, None]), tokens, ABSENT))
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -199,6 +231,24 @@ class TokenTree:
     def depths(self) -> Tensor:
         """[B, N] edges from the root."""
         return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def texts(self) -> Tensor:
+        """[B, N, D] the tokens from the root to each node; NOTHING behind them."""
+        rows, nodes = self.tokens.shape
+        place = torch.where(self.ancestors, self.depths[:, None], self.depth_limit + 1)
+        text = self.tokens.new_full((rows, nodes, self.depth_limit + 2), NOTHING)
+        return text.scatter_(2, place, self.tokens[:, None].expand_as(place))[..., :-1]
+
+    @cached_property
+    def twins(self) -> Tensor:
+        """[B, N, N] bool: nodes i and j have the same text, as they may in trees side by side."""
+        return (self.texts[:, :, None] == self.texts[:, None]).all(-1)
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """[B, N] the first node with the same text as each node."""
+        return self.twins.to(torch.uint8).argmax(2)
 
     @cached_property
     def present(self) -> Tensor:
