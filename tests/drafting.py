@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-from tiny import VOCAB, target
+from tiny import VOCAB, prompts, target
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.sampling import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.stats import RoundStats
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.losses import head_loss
+from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.recycling import TokenRecycling
+from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
+from draftproof.drafters.suffix import SuffixDrafter
 
 
 class Oracle(Drafter):
@@ -99,6 +107,7 @@ class Watch(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.name, self.taps, self.default_budget = inner, inner.name, inner.taps, inner.default_budget
+        self.wants_top = inner.wants_top
         self.observed: list[list[int]] = []
 
     def start(self, rows: int, capacity: int) -> None:
@@ -146,9 +155,47 @@ def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
     return target(name, seed, **overrides)
 
 
+def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
+    """The head, after it has learnt by heart what `target()` writes behind `prompts(8)`, greedily and at temperature 1."""
+    asked, wishes = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
+    done = Engine(target()).generate(asked, max_new_tokens=40, sampling=wishes, batch_size=16)
+    texts = [torch.tensor([*prompt, *one.tokens]) for prompt, one in zip(asked, done, strict=True)]
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=ABSENT)
+    with torch.no_grad():
+        features = target().features(tokens, (tokens != ABSENT).double(), taps=head.taps)
+    descent = torch.optim.Adam(head.parameters(), lr=rate)
+    for _ in range(rounds):
+        descent.zero_grad()
+        head_loss(head, features, target()).backward()
+        descent.step()
+    return head
+
+
+@lru_cache(maxsize=4)
+def medusa_head(share_lm_head: bool = False) -> MedusaHead:
+    """Three heads that know what `target()` writes; one for all tests."""
+    head = fitted(MedusaHead.fresh(target(), 3, 1, share_lm_head))
+    assert isinstance(head, MedusaHead)
+    return head
+
+
+@lru_cache(maxsize=4)
+def redrafter_head(share_lm_head: bool = False) -> ReDrafterHead:
+    """A recurrence over four tokens that knows what `target()` writes; one for all tests."""
+    head = fitted(ReDrafterHead.fresh(target(), steps=4, share_lm_head=share_lm_head))
+    assert isinstance(head, ReDrafterHead)
+    return head
+
+
+MEDUSA_TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,))
+
 DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "plain": lambda target: Plain(),
     "prompt-lookup": lambda target: PromptLookup(),
+    "suffix": lambda target: SuffixDrafter(memory=300),
+    "recycling": lambda target: TokenRecycling(memory=50),
+    "portfolio": lambda target: Portfolio([PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]),
+    "portfolio, medusa": lambda target: Portfolio([SuffixDrafter(memory=300), Medusa(medusa_head(), target)]),
     "draft chain": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size),
     "draft tree": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size, TreeShape.branching((2, 2, 1))),
     "smaller vocabulary": lambda target: DraftModel(draft_of(vocab_size=VOCAB - 9), target.vocab_size),
@@ -157,8 +204,16 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     ),
     "target itself": lambda target: DraftModel(target, target.vocab_size),
     "target itself, tree": lambda target: DraftModel(target, target.vocab_size, TreeShape.branching((2, 2, 1))),
+    "medusa": lambda target: Medusa(medusa_head(), target),
+    "medusa, fixed tree": lambda target: Medusa(medusa_head(share_lm_head=True), target, MEDUSA_TREE),
+    "redrafter": lambda target: ReDrafter(redrafter_head(), target),
+    "redrafter, beams": lambda target: ReDrafter(redrafter_head(share_lm_head=True), target, width=3, tree="beams"),
     "guess": lambda target: Guess(target.vocab_size),
 }
+
+
+LEARNERS = ("suffix", "recycling", "portfolio", "portfolio, medusa")
+"""What other rows and earlier texts taught them may change what they propose: never the text."""
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]], **wishes: Any) -> list[tuple[list[int], str]]:

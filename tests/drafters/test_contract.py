@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import DRAFTERS, Fading, Guess, Hinted, Oracle, Watch, assert_well_formed, texts
+from drafting import DRAFTERS, LEARNERS, Fading, Guess, Hinted, Oracle, Watch, assert_well_formed, texts
 from tiny import VOCAB, prompts, sampler_of, target
+from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
 from draftproof.core.sampling import Prefix, Sampler, Sampling
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
@@ -34,9 +35,7 @@ class Stage:
         drafter.start(8, CAPACITY)
         for row, text in enumerate(texts):
             self.tokens[row, : len(text)] = torch.tensor(text)
-            tree = TokenTree.chain(torch.tensor([text[:-1]]))
-            whole = Accepted(torch.arange(len(text) - 1)[None], torch.tensor([len(text) - 1]), torch.tensor([0]))
-            drafter.observe(Commit.of([row], tree, Reading(torch.zeros(1)), whole))
+            drafter.observe(_prompt(drafter, row, text[:-1]))
 
     def propose(self, budget: int) -> TokenTree:
         with torch.inference_mode():
@@ -52,7 +51,11 @@ class Stage:
         last = score.argmax(1)
         count = tree.depths.gather(1, last[:, None])[:, 0] + 1
         accepted = Accepted(tree.path_to(last), count, torch.randint(VOCAB - 12, (len(last),), generator=dice))
-        commit = Commit.of(range(len(last)), tree, Reading(torch.zeros(1)), accepted)
+        committed = torch.arange(CAPACITY) < self.position[:, None]
+        before = torch.where(committed, _weights(self.tokens, torch.arange(CAPACITY)), 0).sum(1, keepdim=True)
+        there = _weights(tree.tokens, self.position[:, None] + tree.depths)                     # [B, N]
+        hidden = _states(self.drafter, before + (tree.ancestors * there[:, None]).sum(-1))
+        commit = Commit.of(range(len(last)), tree, Reading(torch.zeros(1), hidden), accepted)
         with torch.inference_mode():
             self.drafter.observe(commit)
         for row in range(len(last)):
@@ -78,7 +81,7 @@ def long_enough(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
     """After any history of commits and selections a drafter proposes what a fresh one does: memory is never stale."""
-    if name == "guess":
+    if name == "guess" or name in LEARNERS:
         return
     stage = Stage(DRAFTERS[name](target()), long_enough(4, 1), drawn)
     for round_, budget in enumerate((4, 10, 0, 0, 3, 10, 1, 0, 10, 10)):
@@ -93,15 +96,29 @@ def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
         if round_ in (3, 6):
             stage.select([2, 0, 1, 1] if round_ == 3 else [3, 1])
         if round_ == 7:
-            stage.drafter.observe(_prompt(2, [1, 2, 3, 4]))
+            stage.drafter.observe(_prompt(stage.drafter, 2, [1, 2, 3, 4]))
             stage.tokens = torch.cat([stage.tokens, torch.tensor([[1, 2, 3, 4, 5, *[0] * (CAPACITY - 5)]])])
             stage.position = torch.cat([stage.position, torch.tensor([4])])
             stage.sampler = Sampler([*stage.sampler.rows, stage.sampler.rows[0]])
 
 
-def _prompt(row: int, text: list[int]) -> Commit:
-    whole = torch.arange(len(text))[None]
-    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]))
+def _prompt(drafter: Drafter, row: int, text: list[int]) -> Commit:
+    whole, tokens = torch.arange(len(text))[None], torch.tensor([text])
+    hidden = _states(drafter, _weights(tokens, whole).cumsum(1))
+    return Commit([row], tokens, whole, torch.tensor([len(text)]), hidden)
+
+
+def _weights(tokens: Tensor, places: Tensor) -> Tensor:
+    """What each token adds to the sum that stands for its text."""
+    return (tokens + 1) * (places * places + 3 * places + 5)
+
+
+def _states(drafter: Drafter, sums: Tensor) -> Tensor | None:
+    """[B, N, T, H] hidden states that depend on the text [B, N] stands for, at the layers the drafter taps."""
+    if not drafter.taps:
+        return None
+    waves = torch.arange(1, target().hidden_size + 1) * torch.arange(1, len(drafter.taps) + 1)[:, None]      # [T, H]
+    return torch.sin(sums[:, :, None, None].double() * waves * 0.7)
 
 
 @any_drafter
@@ -126,7 +143,11 @@ def test_the_budget_is_respected(name: str, budget: int) -> None:
         stage.commit(stage.propose(budget), seed=round_)  # propose() checks the tree
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("plain", "prompt-lookup", "guess")])
+CHOOSERS = ("plain", "prompt-lookup", *LEARNERS, "medusa", "medusa, fixed tree", "redrafter", "redrafter, beams", "guess")
+"""They never draw."""
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in CHOOSERS])
 def test_drawn_tokens_carry_the_law_they_were_drawn_from(name: str) -> None:
     """Each law is a law, and every drawn token is possible under it; chosen tokens carry none."""
     assert Stage(DRAFTERS[name](target()), long_enough(3, 5)).propose(10).draft_probs is None
@@ -180,52 +201,6 @@ def test_absent_nodes_are_harmless() -> None:
             )
             == wanted
         )
-
-
-# Prompt lookup ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "budget", "wanted"),
-    [
-        ([1, 2, 3, 4, 1, 2], 3, [3, 4, 1]),
-        ([1, 2, 9, 1, 2, 8, 1, 2], 2, [8, 1]),
-        ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 2, [7, 6]),
-        ([1, 2, 3], 4, [ABSENT] * 4),
-        ([4], 3, [ABSENT] * 3),
-        ([4, 4], 3, [4, ABSENT, ABSENT]),
-        ([4, 4, 4], 3, [4, ABSENT, ABSENT]),
-    ],
-)
-def test_lookup_continues_the_longest_latest_match(text: list[int], budget: int, wanted: list[int]) -> None:
-    for noise in (0, 4):
-        tokens = torch.full((2, 20), noise)
-        tokens[:, : len(text)] = torch.tensor(text)
-        prefix = Prefix(tokens, torch.tensor([len(text) - 1] * 2))
-        tree = PromptLookup().propose(Frontier(prefix, sampler_of(Sampling(), Sampling()), budget))
-        assert tree.tokens[:, 1:].tolist() == [wanted] * 2
-
-
-def _lookup(text: list[int], budget: int, longest: int, shortest: int) -> list[int]:
-    for size in range(longest, shortest - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
-            if size < len(text) and text[end - size : end] == text[-size:]:
-                found = text[end : end + budget]
-                return [*found, *[ABSENT] * (budget - len(found))]
-    return [ABSENT] * budget
-
-
-def test_lookup_is_the_plain_search() -> None:
-    dice = torch.Generator().manual_seed(0)
-    for case in range(300):
-        text = torch.randint(3, (1 + case % 17,), generator=dice).tolist()
-        longest = 1 + case % 4
-        shortest = 1 + case % longest
-        tokens = torch.randint(3, (1, 24), generator=dice)
-        tokens[0, : len(text)] = torch.tensor(text)
-        frontier = Frontier(Prefix(tokens, torch.tensor([len(text) - 1])), sampler_of(Sampling()), 5)
-        found = PromptLookup(longest, shortest).propose(frontier).tokens[0, 1:].tolist()
-        assert found == _lookup(text, 5, longest, shortest), (text, longest, shortest)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -24,10 +24,21 @@ class Drafter(ABC):
     name: str = "drafter"
     taps: tuple[int, ...] = ()
     """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
+    wants_top: int = 0
+    """How many of the likeliest tokens behind each node it wants in `Commit.successors`; none costs nothing."""
+    rereads: bool = False
+    """It keeps what it read of its own tree, so `Commit.nodes` must number the nodes of that tree and of no other."""
     default_budget: int = 5
-    """Tokens per row and round when nobody says."""
+    """The most tokens per row and round when nobody says; how many of them pay is measured."""
     deepest: int | None = None
     """The longest path it drafts, in tokens, if that is less than the budget; noise is made for so many positions."""
+    free: bool = False
+    """Proposing costs next to nothing and leaves no trace: it may be asked while nothing it proposes is read."""
+
+    @property
+    def unread(self) -> int:
+        """Committed tokens, over all rows, that it must read before it can propose. Default: none."""
+        return 0
 
     def start(self, rows: int, capacity: int) -> None:
         """Begin with empty memory for at most `rows` rows of at most `capacity` tokens. Default: nothing."""

@@ -8,6 +8,7 @@ tokens, children are drawn without replacement (Gumbel top-k) and carry their la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from draftproof.errors import DrafterMismatch
 
 CHUNK = 256
 """Tokens per read when the draft catches up with a prompt."""
+WIDTHS = (2, 4, 8)
+"""How many tokens the first read of a round takes: the root, and what was committed without the draft."""
 
 
 class Cache(Protocol):
@@ -32,6 +35,7 @@ class Cache(Protocol):
     def keep(self, nodes: Tensor | None, count: Tensor) -> None: ...
     def select(self, rows: Sequence[int]) -> None: ...
     def rows(self, start: int, stop: int) -> Cache: ...
+    def bound(self, longest: int) -> None: ...
 
 
 class Model(Protocol):
@@ -54,7 +58,8 @@ class DraftModel(Drafter):
     """
 
     name = "draft-model"
-    default_budget = 5
+    default_budget = 10
+    rereads = True
 
     def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
         if shape is not None and not shape.is_chain and not model.reads_trees:
@@ -68,6 +73,10 @@ class DraftModel(Drafter):
         self.cache: Cache | None = None
         self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
         self.scratch = 0                    # nodes of the last proposal that lie in the cache's scratch
+
+    @property
+    def unread(self) -> int:
+        return sum(behind - 1 for behind in self.behind if behind > 1)
 
     def start(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity)
@@ -95,7 +104,7 @@ class DraftModel(Drafter):
         if len(shape) == 1:
             return TokenTree.chain(root)
         tokens, laws = root, []
-        logits = self._read_root(frontier.prefix)
+        logits = self._read_root(frontier.prefix, frontier.budget)
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
             tree = self._tree(tokens, shape)
@@ -124,31 +133,35 @@ class DraftModel(Drafter):
         """The levels drafted so far."""
         return TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1))
 
-    def _read_root(self, prefix: Prefix) -> Tensor:
+    def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
         """[B, 1, V] logits behind the root, after reading whatever is missing before it."""
-        for row, behind in enumerate(self.behind):
-            if behind > 1:
-                self._catch_up(prefix, row, behind - 1)
-        rows = len(self.behind)
+        rows, missing = len(self.behind), max(self.behind)
+        width = next((width for width in WIDTHS if missing < width <= budget + 3), 2)   # the scratch has room for so many
+        if missing >= width:
+            self._catch_up(prefix)
         cache = self._cache(rows)
-        gap = prefix.position - cache.lengths                                # [B] 0 or 1 committed token missing
-        place = cache.lengths[:, None] + torch.arange(2, device=gap.device)
+        if prefix.longest is not None:
+            cache.bound(prefix.longest)
+        gap = prefix.position - cache.lengths                                # [B] committed tokens still missing
+        place = cache.lengths[:, None] + torch.arange(width, device=gap.device)
         tokens = torch.where(place <= prefix.position[:, None], prefix.tokens.gather(1, place), ABSENT)
         logits = self.model.read(TokenTree.chain(tokens), cache).logits
         cache.keep(None, gap)
         self.behind, self.scratch = [0] * rows, 1
         return self._fit(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])))
 
-    def _catch_up(self, prefix: Prefix, row: int, behind: int) -> None:
-        """Read up to `behind` committed tokens of one row, in chunks, leaving at most one unread."""
-        cache = self._cache(row + 1, row)
-        for start in range(0, behind, CHUNK):
-            place = cache.lengths[:, None] + torch.arange(min(CHUNK, behind - start), device=cache.lengths.device)
-            there = place < prefix.position[row]
-            text = prefix.tokens[row : row + 1].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-            tokens = torch.where(there, text, ABSENT)
-            self.model.read(TokenTree.chain(tokens), cache, last_only=True)
-            cache.keep(None, there.sum(1))
+    def _catch_up(self, prefix: Prefix) -> None:
+        """Read what rows lack, leaving at most one committed token unread: in chunks, neighbours that lack as much together."""
+        for behind, group in groupby(range(len(self.behind)), key=self.behind.__getitem__):
+            members = list(group)
+            rows = slice(members[0], members[-1] + 1)
+            cache, position = self._cache(rows.stop, rows.start), prefix.position[rows, None]
+            for start in range(0, behind - 1, CHUNK):
+                place = cache.lengths[:, None] + torch.arange(min(CHUNK, behind - 1 - start), device=position.device)
+                there = place < position
+                text = prefix.tokens[rows].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
+                self.model.read(TokenTree.chain(torch.where(there, text, ABSENT)), cache, last_only=True)
+                cache.keep(None, there.sum(1))
 
     def _cache(self, stop: int, start: int = 0) -> Cache:
         assert self.cache is not None, "start() comes before the first commit"

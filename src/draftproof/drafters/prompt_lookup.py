@@ -1,10 +1,13 @@
-"""Prompt lookup: what followed the last time the text ended like this. No model, no memory, no training.
+"""Prompt lookup: what followed the last times the text ended like this. No model, no memory, no training.
 
-A. Saxena, "Prompt Lookup Decoding" (2023); transformers' ``prompt_lookup_num_tokens``. Ours takes the most recent
-of the longest matches, for all rows at once, without a host synchronisation.
+A. Saxena, "Prompt Lookup Decoding" (2023); transformers' ``prompt_lookup_num_tokens``. Ours finds the longest matches,
+the most recent first among equals, for all rows at once and without a host synchronisation, and drafts a tree of what
+followed them. The text is searched anew in every round: there is nothing to keep in step.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,40 +18,76 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
 
+NEAR = 32
+"""Earlier occurrences of the last token that are looked at: those with the token before it too, then the most recent."""
+PLACES = 4
+"""Matches whose continuations are drafted."""
+
 
 class PromptLookup(Drafter):
-    """Proposes the continuation of the longest, most recent earlier occurrence of the text's last tokens.
+    """Proposes what followed the longest, most recent earlier occurrences of the text's last tokens.
 
-    longest, shortest: sizes of the n-gram that must match. No match, no draft.
+    longest, shortest: sizes of the n-gram that must match. No match, no draft. Where a continuation runs into the end of
+    the text it begins again, as if the text went round in a circle.
     """
 
     name = "prompt-lookup"
     default_budget = 7
+    free = True
 
-    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
+    def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
             raise BadInput(f"prompt lookup was given n-grams of {shortest} to {longest} tokens; give 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix = frontier.prefix
-        start = self._continuation(prefix)                                              # [B, 1]
-        place = start + torch.arange(frontier.budget, device=start.device)              # [B, K]
-        known = (start > 0) & (place <= prefix.position[:, None])
-        drafted = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-        drafted = torch.where(known, drafted, ABSENT)
-        return TokenTree.chain(torch.cat([prefix.root[:, None], drafted], 1))
+        if frontier.budget == 0:
+            return TokenTree.root(prefix.root)
+        found = self._matches(prefix)
+        ahead = torch.arange(frontier.budget, device=found.place.device)                # [K]
+        start = torch.minimum(found.place, prefix.position[:, None])                    # [B, W]
+        circle = prefix.position[:, None] + 1 - start                                   # tokens from there to the end
+        place = start[..., None] + ahead % circle[..., None]                            # [B, W, K]
+        drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
+        drafted = torch.where(found.length[..., None] > 0, drafted, ABSENT)
+        root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)
+        paths = torch.cat([root, drafted], -1)
+        if not frontier.trees:
+            return TokenTree.chain(paths[:, 0])
+        return TokenTree.from_paths(paths, frontier.budget + 1, _votes(found.length, frontier.budget))
 
-    def _continuation(self, prefix: Prefix) -> Tensor:
-        """[B, 1] where the matched text goes on; 0 if nothing matches."""
-        tokens, last = prefix.tokens, prefix.position[:, None]
-        places = torch.arange(tokens.shape[1], device=tokens.device)                    # each a possible match end
-        alive = places < last                                                           # [B, S]
-        length = torch.zeros_like(tokens)
-        for back in range(self.longest):
-            suffix = tokens.gather(1, (last - back).clamp(min=0))                       # [B, 1]
-            alive = alive & (tokens.roll(back, 1) == suffix) & (places >= back) & (last >= back)
-            length += alive
-        score = torch.where(length >= self.shortest, length * tokens.shape[1] + places, -1)
-        best = score.max(1, keepdim=True)
-        return torch.where(best.values >= 0, best.indices + 1, 0)
+    def _matches(self, prefix: Prefix) -> _Matches:
+        """The best matches, best first."""
+        known = prefix.tokens.shape[1] if prefix.longest is None else prefix.longest + 1
+        tokens, last = prefix.tokens[:, :known], prefix.position[:, None]
+        size = tokens.shape[1]
+        places = torch.arange(size, device=tokens.device)                               # each a possible match end
+        tail = tokens.gather(1, (last - torch.arange(self.longest, device=tokens.device)).clamp(min=0))     # [B, L] backwards
+        hit = (tokens == tail[:, :1]) & (places < last)                                 # [B, S]
+        pair = (tokens.roll(1, 1) == tail[:, min(1, self.longest - 1), None]) & (places > 0)
+        near = torch.where(hit, places + size * (hit & pair), -1).topk(min(NEAR, size), 1)
+        end = near.indices                                                              # [B, R]
+        back = end[..., None] - torch.arange(self.longest, device=tokens.device)        # [B, R, L]
+        text = tokens.gather(1, back.clamp(min=0).flatten(1)).view_as(back)
+        length = ((text == tail[:, None]) & (back >= 0)).cumprod(-1, dtype=torch.uint8).sum(-1)
+        length = torch.where((near.values >= 0) & (length >= self.shortest), length, 0)
+        best = (length * size + end).topk(min(PLACES, end.shape[1]), 1).indices         # [B, W]
+        return _Matches(end.gather(1, best) + 1, length.gather(1, best))
+
+
+class _Matches(NamedTuple):
+    place: Tensor           # [B, W] where the matched text goes on
+    length: Tensor          # [B, W] how many tokens match; 0 is no match
+
+
+def _votes(length: Tensor, budget: int) -> Tensor:
+    """[B, W, 1 + K] the odds of each continuation, given that none before it is right, and of its beginnings.
+
+    A match of n tokens is followed by the same token n times in n + 3: what was found on stories, code and quotations.
+    """
+    grown = length[..., None] + torch.arange(budget, device=length.device)                  # [B, W, K]
+    steps = (grown / (grown + 3)) * (length > 0)[..., None]
+    missed = (1 - steps[:, :-1, :1]).cumprod(1)                                             # [B, W - 1, 1]
+    left = torch.cat([torch.ones_like(steps[:, :1, :1]), missed], 1)                        # [B, W, 1]
+    return torch.cat([left, left * steps.cumprod(-1)], -1)

@@ -1,0 +1,376 @@
+"""Medusa: heads beside the target's own, each foretelling one token further (Cai et al., arXiv 2401.10774).
+
+All heads read the hidden state of the last committed token, so their choices do not know of each other; a tree of them
+pairs the likely with the likely. Knows the heads, their training form and their tree; checkpoints are elsewhere.
+
+Shape letters beyond the usual: K heads, R choices of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import PurePath
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftproof.core.messages import Commit, Features, Frontier
+from draftproof.core.noise import Role
+from draftproof.core.sampling import Paths
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
+from draftproof.errors import BadInput, DrafterMismatch
+
+NODES = 16
+"""Draft tokens per row and round of a dynamic tree when nobody says."""
+EXACT = 32
+"""Up to this budget the dynamic tree is the best of all trees; beyond, of those whose nodes so many others do not excel."""
+
+RankPath = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """The form of a set of heads.
+
+    num_layers: residual blocks per head. vocab_size: tokens the ids refer to. share_lm_head: project with the target's
+    own table. draft_vocab_size: how many tokens an own projection knows, if not all. base_model: the target trained for.
+    tree: the calibrated tree, rank paths in order of addition, or None.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    share_lm_head: bool = True
+    bias: bool = True
+    base_model: str = ""
+    draft_vocab_size: int | None = None
+    tree: tuple[RankPath, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} of Medusa heads was {getattr(self, name)}; it must be at least 1")
+        if self.draft_vocab_size is not None and self.share_lm_head:
+            raise BadInput("Medusa heads that share the target's projection know all its tokens; leave draft_vocab_size out")
+
+
+class _Head(nn.Module):
+    """x + SiLU(A x + b), several times, then a projection: p = softmax(W (SiLU(A h + b) + h)), section 2.1.1."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(_zero_linear(size, size, config.bias) for _ in range(config.num_layers))
+        rows = config.draft_vocab_size or config.vocab_size
+        self.proj = None if config.share_lm_head else _zero_linear(size, rows, False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = hidden + F.silu(block(hidden))
+        return hidden
+
+
+class MedusaHead(DraftHead):
+    """The weights of all heads. Made on its own it is zero; `fresh` makes one to train.
+
+    Blocks start at zero, weight and bias, so that every head starts as the target's own. The original leaves the bias at
+    random, which shifts the input of every head before it has learnt anything.
+    """
+
+    kind = "medusa"
+    decay = 0.8
+    token_map: Tensor | None
+    """[draft_vocab_size] the id of each row of the projections, if they do not know all tokens."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(_Head(config) for _ in range(config.num_heads))
+        known = config.draft_vocab_size
+        self.register_buffer("token_map", torch.arange(known) if known is not None else None)
+
+    @classmethod
+    def fresh(
+        cls, vocabulary: Vocabulary, num_heads: int = 5, num_layers: int = 1, share_lm_head: bool = True
+    ) -> MedusaHead:
+        """Heads for this target that foretell what its own head says, in at least float32, on its device."""
+        place = PurePath(vocabulary.name)                       # a folder's path means nothing elsewhere
+        name = place.name if place.is_absolute() or len(place.parts) > 2 else vocabulary.name
+        config = MedusaConfig(
+            num_heads, num_layers, vocabulary.hidden_size, vocabulary.vocab_size, share_lm_head, base_model=name
+        )
+        dtype = torch.promote_types(vocabulary.dtype, torch.float32)
+        head = cls(config).to(vocabulary.device, dtype)
+        for one in head._each():
+            if one.proj is not None:
+                one.proj.weight.data.copy_(_table(vocabulary))
+        return head
+
+    def unshared(self, vocabulary: Vocabulary) -> MedusaHead:
+        """The same heads with projections of their own, copies of the target's: for layouts that must hold them."""
+        if not self.config.share_lm_head:
+            return self
+        own = MedusaHead.fresh(vocabulary, self.config.num_heads, self.config.num_layers, share_lm_head=False)
+        own = own.to(next(self.parameters()))
+        own.load_state_dict(self.state_dict(), strict=False)
+        own.config = replace(self.config, share_lm_head=False, bias=True, vocab_size=vocabulary.vocab_size)
+        return own
+
+    @property
+    def steps(self) -> int:
+        return self.config.num_heads
+
+    def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
+        hidden = features.hidden[:, :, 0].to(next(self.parameters()).dtype)
+        for step, head in enumerate(self._each()):
+            inner = head(hidden[:, : max(hidden.shape[1] - 2 - step, 0)])
+            logits = vocabulary.unembed(inner.to(vocabulary.dtype)) if head.proj is None else head.proj(inner)
+            yield over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
+
+    def drafter(self, vocabulary: Vocabulary) -> Medusa:
+        return Medusa(self, vocabulary)
+
+    def _each(self) -> Iterator[_Head]:
+        return (cast(_Head, head) for head in self.heads)
+
+
+class Medusa(Drafter):
+    """Drafts a tree of the heads' best choices behind the last committed token.
+
+    tree: rank paths in order of addition, of which a smaller budget takes the first; the name of a published set;
+    "dynamic", the most likely paths of each round; or None, the tree the heads were calibrated for, else "dynamic".
+    For a target that cannot read trees it drafts the chain of first choices.
+    """
+
+    name = "medusa"
+    taps = (-1,)
+
+    def __init__(
+        self, head: MedusaHead, vocabulary: Vocabulary, tree: str | Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.config, self.vocabulary = head.config, vocabulary
+        must_fit(head.config.hidden_size, head.config.vocab_size, vocabulary)
+        self.tree = _tree(tree if tree is not None else head.config.tree, head.config, vocabulary)
+        trees, heads = vocabulary.reads_trees, head.config.num_heads
+        self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
+        self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
+        self._weights = _Stacked.of(head, vocabulary)
+        self._hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
+        self._shapes: dict[int, TreeShape] = {}
+
+    def start(self, rows: int, capacity: int) -> None:
+        where = self.vocabulary
+        self._hidden = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
+
+    def observe(self, commit: Commit) -> None:
+        assert commit.hidden is not None, "the heads read the target's last hidden states"
+        states = commit.hidden[:, :, 0]                                                     # [b, D, H]
+        last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
+        first, end = commit.rows[0], commit.rows[-1] + 1
+        side_by_side = list(commit.rows) == list(range(first, end))             # a slice needs no copy to the device
+        rows = slice(first, end) if side_by_side else list(commit.rows)
+        self._hidden[rows] = states.gather(1, last)[:, 0].to(self._hidden.dtype)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._hidden[: len(rows)] = self._hidden[list(rows)]
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        root = frontier.prefix.root[:, None]
+        shape = self._shape(frontier.budget, frontier.trees and self.vocabulary.reads_trees)
+        if len(shape) == 1:
+            return TokenTree.chain(root)
+        plan = _plan(shape, root.device)
+        race = self._race(frontier, root, plan.depth)                                       # [B, K, V]
+        best = race.topk(plan.width, -1)
+        trust = _trust(tuple(row.sampling.temperature for row in frontier.sampler.rows), race.device).to(race.dtype)
+        steps = (best.values * trust - (race * trust).logsumexp(-1, keepdim=True)).exp().clamp(max=1)       # [B, K, R]
+        odds = F.pad(steps.flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)              # [B, N - 1]
+        odds = F.pad(torch.where(odds > 0, odds, 0), (1, 0), value=1)                       # nor is what is NaN there
+        tokens = torch.where(odds[:, 1:] > 0, best.indices.flatten(1)[:, plan.last], ABSENT)
+        tree = TokenTree.shaped(torch.cat([root, tokens], 1), shape, odds=odds)
+        if len(shape) <= frontier.budget + 1:
+            return tree
+        return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), odds, frontier.budget + 1, plan.depth)
+
+    def _race(self, frontier: Frontier, root: Tensor, heads: int) -> Tensor:
+        """[B, K, V] the scores of each head's choices, by the wishes and the noise the target will choose with.
+
+        Penalties and n-gram rules look at the heads' own first choices as the text between.
+        """
+        logits = self._weights.logits(self._hidden[: len(root)], heads, self.vocabulary)
+        chain = TokenTree.chain(torch.cat([root, logits[:, :-1].argmax(-1)], 1))
+        return frontier.sampler.race(logits, Paths(frontier.prefix, chain), Role.TARGET)
+
+    def _shape(self, budget: int, trees: bool) -> TreeShape:
+        """The tree of this budget or, where it is chosen in the round, what it is chosen from."""
+        if not trees:
+            return TreeShape.chain(min(budget, self.config.num_heads))
+        if self.tree is None:
+            return candidates(budget, self.config.num_heads, self.vocabulary.vocab_size)
+        if budget not in self._shapes:
+            self._shapes[budget] = TreeShape(self.tree[:budget])
+        return self._shapes[budget]
+
+
+@lru_cache(maxsize=256)
+def _trust(heats: tuple[float, ...], device: torch.device) -> Tensor:
+    """[B, 1, 1] by the rows' temperatures, how much a difference in the race says of what the target will choose.
+
+    Draft and target race with one noise, so they part only where their logits do. A head trained by cross-entropy is
+    wrong about logits by as much as its softmax is broad: greedily the chance of a token is its softmax. At temperature
+    T the race counts logits in units of T, hence the softmax of T times the race; and less the hotter, since of the
+    many tokens that could then win luck picks those the head is most wrong about. How much less was measured: with
+    two sets of heads for a small model, hardly and well trained, trees of 16 are accepted 0.96 and 1.48 deep at T = 0.5,
+    0.93 and 1.39 at 0.7, 0.80 and 1.05 at 1; by the softmax of the race itself 0.77 and 1.40, 0.82 and 1.37, 0.74 and 1.03.
+    """
+    trusts = [heat / (1 + heat**2 / 4) if heat > 0 else 1.0 for heat in heats]
+    return torch.tensor(trusts, device=device)[:, None, None]
+
+
+@lru_cache(maxsize=256)
+def candidates(nodes: int, heads: int, vocab: int) -> TreeShape:
+    """The rank paths that can be among the `nodes` most likely, whatever the heads say.
+
+    A path is never more likely than those it excels in no rank: each of its beginnings with any lower ranks. With
+    itself these are sum_j prod_{i<=j} (rank_i + 1), so a path where this exceeds `nodes` has `nodes` others before it.
+    """
+    most = min(nodes, EXACT)
+    found: list[RankPath] = []
+    level: list[tuple[RankPath, int, int]] = [((), 1, 0)]       # path, lower ranks at its end, all that excel it
+    for _ in range(heads):
+        level = [
+            ((*path, rank), width * (rank + 1), before + width * (rank + 1))
+            for path, width, before in level
+            for rank in range(min((most - before) // width, vocab))
+        ]
+        found += [path for path, _, _ in level]
+    return TreeShape(tuple(found))
+
+
+def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = None) -> Tensor:
+    """[..., vocab_size] draft logits by the target's ids: what the target lacks is cut, what the heads lack is -inf."""
+    if token_map is not None:
+        everything = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return everything.index_copy(-1, token_map, logits)
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
+
+
+def must_fit(hidden_size: int, vocab_size: int, vocabulary: Vocabulary) -> None:
+    """Refuse heads made for another target. Tables are padded here and there, so a few rows more or less are the same."""
+    if hidden_size != vocabulary.hidden_size:
+        raise DrafterMismatch(
+            f"the Medusa heads read hidden states of {hidden_size} numbers, {vocabulary.name} has {vocabulary.hidden_size}; "
+            "use heads trained for this target"
+        )
+    if abs(vocab_size - vocabulary.vocab_size) > max(PADDING, vocabulary.vocab_size // 100):
+        raise DrafterMismatch(
+            f"the Medusa heads were trained for {vocab_size} tokens, {vocabulary.name} has {vocabulary.vocab_size}; "
+            "use heads trained for this target"
+        )
+
+
+PADDING = 512
+"""Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
+
+
+class _Stacked(NamedTuple):
+    """The weights of all heads side by side: one product per layer serves them all."""
+
+    blocks: list[tuple[Tensor, Tensor]]             # per layer: [K, H, H] to multiply with, [K, 1, H] to add
+    projection: Tensor | None                       # [K, H, rows]
+    token_map: Tensor | None
+
+    @classmethod
+    def of(cls, head: MedusaHead, vocabulary: Vocabulary) -> _Stacked:
+        """Copies in the target's dtype and on its device."""
+        config, each = head.config, list(head._each())
+
+        def stack(tensors: list[Tensor]) -> Tensor:
+            return torch.stack([tensor.detach().to(vocabulary.device, vocabulary.dtype) for tensor in tensors])
+
+        blocks = []
+        for layer in range(config.num_layers):
+            linears = [cast(nn.Linear, one.blocks[layer]) for one in each]
+            bias = [linear.bias if config.bias else torch.zeros(config.hidden_size) for linear in linears]
+            blocks.append((stack([linear.weight for linear in linears]).transpose(1, 2), stack(bias)[:, None]))
+        tables = [one.proj.weight[: vocabulary.vocab_size] for one in each if one.proj is not None]
+        token_map = head.token_map.to(vocabulary.device) if head.token_map is not None else None
+        return cls(blocks, stack(tables).transpose(1, 2) if tables else None, token_map)
+
+    def logits(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
+        """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
+        states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
+        for weight, bias in self.blocks:
+            states = states + F.silu(torch.baddbmm(bias[:heads], states, weight[:heads]))
+        own = self.projection                                   # oneDNN takes ten times as long for [B, K, H] transposed
+        logits = vocabulary.unembed(states) if own is None else torch.bmm(states, own[:heads])              # [K, B, rows]
+        return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
+
+
+class _Plan(NamedTuple):
+    """Where the nodes of a shape find their tokens among the choices [K, R] of all heads, flat."""
+
+    depth: int
+    width: int
+    path: Tensor            # [N - 1, K] the choices along each node's path; beyond its end K * R
+    last: Tensor            # [N - 1] the node's own choice
+
+
+@lru_cache(maxsize=256)
+def _plan(shape: TreeShape, device: torch.device) -> _Plan:
+    depth, width = len(shape.levels) - 1, max(shape.ranks) + 1
+    flat = [[head * width + rank for head, rank in enumerate(path)] for path in shape.paths]
+    padded = torch.tensor([[*places, *[depth * width] * (depth - len(places))] for places in flat])
+    return _Plan(depth, width, padded.to(device), torch.tensor([places[-1] for places in flat], device=device))
+
+
+def _tree(
+    tree: str | Sequence[Sequence[int]] | None, config: MedusaConfig, vocabulary: Vocabulary
+) -> tuple[RankPath, ...] | None:
+    """Rank paths that the heads can fill, every beginning of which is a tree; None for the dynamic tree."""
+    if tree is None or tree == DYNAMIC:
+        return None
+    if isinstance(tree, str):
+        if tree not in CHOICES:
+            raise BadInput(f"the Medusa tree was {tree!r}; give {DYNAMIC}, rank paths, or one of {', '.join(CHOICES)}")
+        tree = CHOICES[tree]
+    paths = tuple(tuple(path) for path in tree)
+    deepest, widest = max(map(len, paths), default=0), max((max(path, default=0) for path in paths), default=0) + 1
+    if deepest > config.num_heads:
+        raise DrafterMismatch(f"the Medusa tree is {deepest} deep and there are {config.num_heads} heads; give a flatter one")
+    if widest > vocabulary.vocab_size:
+        raise DrafterMismatch(f"the Medusa tree takes {widest} choices of {vocabulary.vocab_size} tokens; give a narrower one")
+    _must_grow(paths)
+    return paths
+
+
+def _must_grow(paths: tuple[RankPath, ...]) -> None:
+    known: set[RankPath] = {()}
+    for path in paths:
+        if path in known or path[:-1] not in known or min(path) < 0:
+            raise BadInput(f"the Medusa tree's path {path} comes twice, or before its parent; give each once, parents first")
+        known.add(path)
+    if len(known) == 1:
+        raise BadInput("the Medusa tree is empty; give at least one path, or use a budget of 0")
+
+
+def _zero_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear
+
+
+@torch.no_grad()
+def _table(vocabulary: Vocabulary) -> Tensor:
+    """[V, H] the target's table between hidden states and logits, without its bias."""
+    units = torch.eye(vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
+    return (vocabulary.unembed(units) - vocabulary.unembed(torch.zeros_like(units[:1]))).T
