@@ -14,3 +14,12 @@ import torch
 @pytest.fixture(autouse=True, scope="session")
 def _modest() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test names no budget, drafters draft their default, whatever this machine's clock says of their worth."""
+    from draftproof.decoding import engine
+    from draftproof.decoding.budget import Fixed
+
+    monkeypatch.setattr(engine, "usual_budget", lambda drafter: Fixed(drafter.default_budget))

@@ -1,20 +1,76 @@
-"""How much to draft this round, zero included."""
+"""How much to draft, zero included: what a budget is asked before a round, and told about it. Knows no clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
 
 class Budget(Protocol):
-    """Decides before each round; `most` bounds it, so that memory can be set aside once."""
+    """Decides before each round; `most` bounds it, so that memory can be set aside once.
+
+    Whatever it decides, the text is the same (under the rules that weigh draft laws, the law is).
+    """
 
     @property
     def most(self) -> int: ...
     def nodes(self, stats: RoundStats, rows: int) -> int: ...
+
+
+class Ahead(NamedTuple):
+    """What a round will meet: rows running, tokens of the longest, tokens a row may still write on average, and committed
+    tokens, over all rows, that the drafter must read before it can draft."""
+
+    rows: int
+    context: int
+    remaining: float
+    unread: int = 0
+
+
+class Round(NamedTuple):
+    """What came of a round.
+
+    rows: that ran. tried: by depth, in how many rows a token was drafted whose ancestors all stood. stood: by depth, in
+    how many rows one stood. chain: no row drafted a tree.
+    emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: the drafter's part of it.
+    """
+
+    rows: int
+    tried: list[int]
+    stood: list[int]
+    chain: bool
+    emitted: int
+    seconds: float
+    drafting: float = 0.0
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What a budget offers besides, if it wants to learn: called around every round, outside the algorithm."""
+
+    def expect(self, ahead: Ahead) -> None:
+        """A round comes; `nodes` is asked next."""
+        ...
+
+    def learn(self, done: Round) -> None:
+        """The round that `nodes` was asked for is over."""
+        ...
+
+    def curiosity(self) -> int:
+        """How many nodes a drafter that is `free` should propose before this round, only to be compared; mostly 0."""
+        ...
+
+    def glimpse(self, nodes: int, seen: Round) -> None:
+        """What would have stood of such a proposal; `rows` may be 0. `seconds` is what it took; nothing was emitted."""
+        ...
+
+    @property
+    def plain_step(self) -> float:
+        """Seconds a plain round would take for the rows that run; 0 while nobody knows."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> None:
         """One round for every running row: draft, verify, commit."""
-        frontier = self._frontier()
+        frontier = self._frontier(self.budget.nodes(self.stats, len(self.running)))
         tree = self._draft(frontier)
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self.rule.accept(tree, reading.logits, frontier)
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        commit = Commit.of(range(len(self.running)), tree, reading, accepted)
+        commit = Commit.of(range(len(self.running)), tree, reading, accepted, top=self.drafter.wants_top)
         self.drafter.observe(commit)
         chosen = self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, accepted, chosen)
@@ -69,6 +69,7 @@ class Decoder:
         """Read a prompt in chunks into one row; return the logits [1, 1, V] at its end."""
         view = self.cache.rows(row, row + 1)
         for start in range(0, len(tokens), CHUNK):
+            self.cache.bound(max(start, self._longest()))
             tree = TokenTree.chain(tokens[None, start : start + CHUNK])
             width = tree.tokens.shape[1]
             reading = self.target.read(tree, view, last_only=True, taps=self.drafter.taps)
@@ -93,16 +94,23 @@ class Decoder:
             row.extend([self._checked(token, logits)], said, drafted=0)
         self._retire()
 
-    def _frontier(self) -> Frontier:
+    @torch.inference_mode()
+    def preview(self, nodes: int) -> TokenTree:
+        """What the drafter would draft now, of at most so many nodes per row. For drafters that are `free`."""
+        return self.drafter.propose(self._frontier(nodes))
+
+    def _frontier(self, budget: int) -> Frontier:
         rows = len(self.running)
-        budget = self.budget.nodes(self.stats, rows)
         deepest = self.drafter.deepest
         ahead = budget if deepest is None else min(budget, deepest)
-        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead=ahead)
-        return Frontier(prefix, self.sampler, budget, self.rule.drawn)
+        self.cache.bound(longest := self._longest())
+        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead, longest)
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
-        """The drafter's proposal, if the target can read it and it keeps within the budget."""
+        """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked."""
+        if frontier.budget == 0:
+            return TokenTree.root(frontier.prefix.root)
         tree = self.drafter.propose(frontier)
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
@@ -126,16 +134,23 @@ class Decoder:
         columns = [accepted.count[:, None], there.sum(1, keepdim=True) - 1, reach[:, None], chosen]
         if self._wants_logprobs:
             columns.append(_logprobs(reading.logits, accepted.nodes, chosen))
+        if accepted.distance is not None:
+            columns.append(accepted.distance)
         host = torch.cat([column.double() for column in columns], 1).tolist()
         width = chosen.shape[1]
         for row, (count, drafted, reached, *rest) in zip(self.running, host, strict=True):
             tokens = [int(token) for token in rest[: int(count)]]
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
-            emitted = row.extend(some, rest[width:] or None, drafted=int(count) - 1)
+            told = rest[width : 2 * width] if self._wants_logprobs else None
+            emitted = row.extend(some, told, drafted=int(count) - 1)
+            strayed = sum(rest[-width:][:emitted]) if accepted.distance is not None else None
             if row.finish_reason is None:                                      # behind its end a text needs no token
                 self._checked(tokens[-1], reading.logits)
             for stats in (row.stats, self.stats):
-                stats.record(drafted=int(drafted), reach=int(reached), accepted=int(count) - 1, emitted=emitted)
+                stats.record(
+                    width=tree.tokens.shape[1] - 1,
+                    drafted=int(drafted), reach=int(reached), accepted=int(count) - 1, emitted=emitted, distance=strayed
+                )
         self._retire()
 
     def _retire(self) -> None:
@@ -150,6 +165,10 @@ class Decoder:
         self.drafter.select(order)
         self.running = [self.running[row] for row in order]
         self._resample()
+
+    def _longest(self) -> int:
+        """Committed tokens of the longest running row: all but the root."""
+        return max((len(row.prompt) + len(row.tokens) - 1 for row in self.running), default=0)
 
     def _resample(self) -> None:
         self.sampler = Sampler([row.wishes for row in self.running], self.target.device)

@@ -11,11 +11,14 @@ from typing import cast
 import torch
 
 from draftproof.core.acceptance import RULES
+from draftproof.core.lossy import Typical
 from draftproof.core.sampling import LogitsProcessor, Sampling, Wishes
+from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.budget import Budget, Fixed
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import Clock, RoundStats, Timed
+from draftproof.decoding.watch import Watch
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
 from draftproof.errors import BadInput, ContextOverflow
@@ -67,7 +70,11 @@ class Engine:
     """Writes text with a target and a drafter; the text is what the target would have written alone.
 
     acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the same law).
-    budget: draft tokens per row and round, a number or a `Budget`; None takes the drafter's default.
+    lossy: a `Typical`, or True for its defaults: text that is *not* what the target alone would write, in place of an
+    exact rule; how far it strays is in `RoundStats.distance_per_token`. It depends on the drafts, so unless a budget is
+    given as many are drafted in every round: the same seed gives the same text.
+    budget: draft tokens per row and round, always so many, or a `Budget`; None measures what pays (`Adaptive`), up to the
+    drafter's default. What it learns stays with the engine.
     codec: the tokenizer; needed for text prompts and stop strings, token ids do without.
     sampling, stop_tokens: defaults for calls that name none.
     """
@@ -79,15 +86,17 @@ class Engine:
         *,
         codec: Codec | None = None,
         acceptance: str = "match",
+        lossy: Typical | bool = False,
         budget: Budget | int | None = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (),
     ) -> None:
-        if acceptance not in RULES:
-            raise BadInput(f"acceptance was {acceptance!r}; choose one of {', '.join(RULES)}")
-        self.target, self.codec, self.acceptance = target, codec, acceptance
+        self.lossy = Typical() if lossy is True else lossy or None
+        self.acceptance = _checked_rule(acceptance, self.lossy)
+        self.target, self.codec = target, codec
         self.drafter = drafter or Plain()
-        self.budget = Fixed(budget) if isinstance(budget, int) else budget or Fixed(self.drafter.default_budget)
+        usual = usual_budget(self.drafter) if self.lossy is None else Fixed(self.drafter.default_budget)
+        self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         if self.budget.most >= target.context:
             raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
@@ -155,7 +164,9 @@ class Engine:
         clock = Clock()
         target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
         drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
-        decoder = Decoder(target, drafter, RULES[self.acceptance], self.budget, rows, capacity)
+        rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
+        decoder = Decoder(target, drafter, rule, self.budget, rows, capacity)
+        watch = Watch(decoder, clock)
         begun: list[tuple[Running, dict[str, float]]] = []
         while waiting or decoder.running:
             if waiting and len(decoder.running) + len(waiting[0]) <= rows:
@@ -163,8 +174,7 @@ class Engine:
                 with clock.part("prefill", whole=True):
                     decoder.admit(waiting.popleft())
             else:
-                with clock.part("decide"):
-                    decoder.step()
+                watch.step()
             for row, since in begun:
                 row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds}
             begun = [(row, since) for row, since in begun if row.finish_reason is None]
@@ -274,3 +284,19 @@ class Engine:
         logprobs = row.logprobs if row.wishes.sampling.logprobs else None
         reason = row.finish_reason or "length"
         return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.wishes.sample)
+
+
+def usual_budget(drafter: Drafter) -> Budget:
+    """The budget when nobody says: one that measures, and nothing at all for a drafter that drafts nothing."""
+    return Adaptive(drafter.default_budget) if drafter.default_budget else Fixed(0)
+
+
+def _checked_rule(acceptance: str, lossy: Typical | None) -> str:
+    """The name of the rule; lossy is only what says so."""
+    if acceptance == "typical" and lossy is None:
+        raise BadInput("typical acceptance is lossy: the text is not what the target would write; ask for it with lossy=True")
+    if lossy is not None and acceptance not in ("match", "typical"):
+        raise BadInput(f"both lossy acceptance and the exact rule {acceptance!r} were asked for; leave one of them out")
+    if lossy is None and acceptance not in RULES:
+        raise BadInput(f"acceptance was {acceptance!r}; choose one of {', '.join(RULES)}")
+    return "typical" if lossy is not None else acceptance

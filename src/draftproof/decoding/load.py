@@ -6,22 +6,31 @@ from pathlib import Path
 
 import torch
 
+from draftproof.core.lossy import Typical
 from draftproof.core.tree import TreeShape
 from draftproof.decoding.budget import Budget
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
+from draftproof.drafters.checkpoint import is_head, read_head
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.medusa import Medusa, MedusaHead
+from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.errors import BadInput, DrafterMismatch, TokenizerMismatch
+from draftproof.drafters.self_draft import PREFIX, SelfDraft, self_named
+from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch
 from draftproof.target import loading
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
 from draftproof.target.pack import pack_linears
+from draftproof.target.quantize import KINDS, PASSAGE
+from draftproof.target.quantized_cache import LAYERS
 from draftproof.target.target import Target
 from draftproof.target.text import Codec
 
 DRAFTERS = {"none": Plain, "prompt-lookup": PromptLookup}
 """Drafters that need nothing but their name."""
+HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
+"""Draft heads embedded in the package, trained for the demo model."""
 
 
 def load(
@@ -33,40 +42,101 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     acceptance: str = "match",
+    lossy: Typical | bool = False,
     budget: Budget | int | None = None,
-    draft_tree: TreeShape | None = None,
+    draft_tree: TreeShape | str | None = None,
+    quantize: str | None = None,
+    quantize_draft: str | None = None,
+    kv_cache: str | None = None,
 ) -> Engine:
     """An engine for `model`: "demo", a folder, a hub id or a loaded transformers model.
 
     assistant_model: a draft model, named or given likewise; it must share the target's tokenizer.
-    drafter: "none", "prompt-lookup" (the default without an assistant model), the folder of a draft model, or a Drafter.
-    draft_tree: the shape an assistant model drafts; None drafts a chain as long as the budget.
+    drafter: "none", "prompt-lookup" (the default without an assistant model), "medusa" or "redrafter" (heads for the demo
+        model), the folder of draft heads or of a draft model, "self-int8", "self-int4" or "self-layers:N" (the target drafts
+        for itself), or a Drafter.
+    draft_tree: the shape a draft model or Medusa heads draft, or the name of a published one; None is a chain as long as
+        the budget for a draft model, and the heads' own tree for Medusa.
+    quantize, quantize_draft: "int8", "int4" or "fp8" weights for the target and for the draft model. The text is that of
+        the quantised target; what it lost is in `engine.target.loss`.
+    kv_cache: "int8" or "fp8" keys and values in the target's cache.
+    lossy: True, or a `Typical`, gives up the target's law for speed (see `Engine`).
     dtype, device: of models loaded here; a loaded model stays where and as it is.
     Raises a DraftproofError, in one sentence, for anything that does not fit.
     """
     if assistant_model is not None and drafter is not None:
         raise BadInput(f"both an assistant model and the drafter {drafter!r} were given; give one of them")
-    loaded = _model(model, dtype, device)
-    target, codec = Target(loaded), _codec(tokenizer, model, loaded)
-    if assistant_model is not None:
-        drafts: Drafter = _draft_model(assistant_model, target, codec, dtype, device, draft_tree)
+    _check_names(drafter, quantize, quantize_draft, kv_cache)
+    loaded = _model(model, dtype, device, quantize)
+    target, codec = Target(loaded, kv_cache=kv_cache), _codec(tokenizer, model, loaded)
+    itself = _self_draft(drafter, target, quantize_draft, draft_tree, quantised=True)
+    if quantize is not None:                                            # the original is given up now, not before
+        passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
+        target = target.quantized(quantize, passage, give_up=isinstance(model, (str, Path)))
+    itself = itself or _self_draft(drafter, target, quantize_draft, draft_tree, quantised=False)
+    if quantize_draft is not None and not (itself or assistant_model is not None or _is_model(drafter)):
+        raise BadInput(f"a draft model in {quantize_draft} was asked for, and there is none; name one, or leave that out")
+    if itself is not None:
+        drafts: Drafter = itself
+    elif assistant_model is not None:
+        drafts = _draft_model(assistant_model, target, codec, dtype, device, draft_tree, quantize_draft)
     elif isinstance(drafter, Drafter):
         drafts = drafter
     elif drafter is None or str(drafter) in DRAFTERS:
         drafts = DRAFTERS[str(drafter or "prompt-lookup")]()
-    elif Path(loading.resolve(str(drafter)), "config.json").is_file():
-        drafts = _draft_model(drafter, target, codec, dtype, device, draft_tree)
+    elif str(drafter) in HEADS or is_head(loading.resolve(drafter)):
+        drafts = _head(str(drafter), target, draft_tree)
+    elif _is_model(drafter):
+        drafts = _draft_model(drafter, target, codec, dtype, device, draft_tree, quantize_draft)
     else:
-        raise BadInput(f"drafter was {str(drafter)!r}; give {', '.join(DRAFTERS)}, or the folder of a draft model")
+        names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
+        raise BadInput(f"drafter was {str(drafter)!r}; give {names}, or the folder of draft heads or of a draft model")
     return Engine(
         target,
         drafts,
         codec=codec,
         acceptance=acceptance,
+        lossy=lossy,
         budget=budget,
         sampling=loading.default_sampling(loaded),
         stop_tokens=loading.stop_tokens(loaded),
     )
+
+
+def _check_names(drafter: object, quantize: str | None, quantize_draft: str | None, kv_cache: str | None) -> None:
+    """Refuse a misspelt name before anything is loaded."""
+    if isinstance(drafter, str) and drafter.startswith(PREFIX):
+        self_named(drafter)
+    weights = {"quantize": quantize, "quantize_draft": quantize_draft}
+    for name, kind in {**weights, "kv_cache": kv_cache}.items():
+        known = KINDS if name in weights else tuple(LAYERS)
+        if kind is not None and kind not in known:
+            raise BadInput(f"{name} was {kind!r}; choose one of {', '.join(known)}")
+
+
+def _self_draft(
+    drafter: object, target: Target, quantize: str | None, tree: TreeShape | str | None, *, quantised: bool
+) -> SelfDraft | None:
+    """The target's draft of itself, if `drafter` names one, and one with quantised weights or without, as asked."""
+    if not (isinstance(drafter, str) and drafter.startswith(PREFIX)):
+        return None
+    layers, kind = self_named(drafter)
+    if kind and quantize and kind != quantize:
+        raise BadInput(f"both {drafter} and a draft in {quantize} were asked for; leave one of them out")
+    kind = kind or quantize
+    return SelfDraft(target, layers=layers, quantize=kind, shape=_shape(tree)) if quantised == bool(kind) else None
+
+
+def _head(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
+    folder = loading.resolve(HEADS.get(name, name))
+    if not is_head(folder):
+        raise ModelNotFound(f"this installation has no {name} heads for the demo model; give a folder of trained heads")
+    head = read_head(folder, target)
+    if isinstance(head, MedusaHead):
+        return Medusa(head, target, tree.paths if isinstance(tree, TreeShape) else tree)
+    if tree is not None:
+        raise BadInput(f"a draft tree was given, and {head.kind} heads shape their own; leave it out")
+    return head.drafter(target)
 
 
 def _draft_model(
@@ -75,9 +145,10 @@ def _draft_model(
     codec: Codec | None,
     dtype: str | torch.dtype | None,
     device: str | None,
-    shape: TreeShape | None,
+    tree: TreeShape | str | None,
+    quantize: str | None,
 ) -> DraftModel:
-    draft = _model(name, dtype, device or str(target.device))
+    draft = _model(name, dtype, device or str(target.device), quantize)
     if draft.device != target.device:
         raise DrafterMismatch(f"the draft model is on {draft.device}, the target on {target.device}; put both on one device")
     own = _codec(None, name, draft)
@@ -86,15 +157,33 @@ def _draft_model(
             f"the draft model {own.name} and the target {codec.name} have different tokenizers "
             f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares the target's"
         )
-    return DraftModel(Target(draft), target.vocab_size, shape)
+    reader = Target(draft)
+    if quantize is not None:
+        reader = reader.quantized(quantize, give_up=isinstance(name, (str, Path)))
+    return DraftModel(reader, target.vocab_size, _shape(tree))
 
 
-def _model(model: str | Path | PreTrainedModel, dtype: str | torch.dtype | None, device: str | None) -> PreTrainedModel:
-    """A model loaded here is packed for speed; one that was handed in is never changed."""
+def _shape(tree: TreeShape | str | None) -> TreeShape | None:
+    """The tree a draft model drafts."""
+    if isinstance(tree, str) and tree not in CHOICES:
+        raise BadInput(f"the draft tree was {tree!r}; give a TreeShape, or one of {', '.join(CHOICES)}")
+    return TreeShape(CHOICES[tree]) if isinstance(tree, str) else tree
+
+
+def _is_model(drafter: object) -> bool:
+    """Whether a drafter is the name of a draft model."""
+    return isinstance(drafter, (str, Path)) and Path(loading.resolve(drafter), "config.json").is_file()
+
+
+def _model(
+    model: str | Path | PreTrainedModel, dtype: str | torch.dtype | None, device: str | None, quantize: str | None
+) -> PreTrainedModel:
+    """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
     loaded = loading.load_model(model, dtype, device)
-    pack_linears(loaded)
+    if quantize is None:
+        pack_linears(loaded)
     return loaded
 
 

@@ -54,7 +54,7 @@ class TableModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
 
     def __init__(self, vocab: int, salt: int, sharpness: float = 1.3) -> None:
-        super().__init__(PreTrainedConfig(vocab_size=vocab, num_hidden_layers=1, max_position_embeddings=512))
+        super().__init__(PreTrainedConfig(vocab_size=vocab, hidden_size=1, num_hidden_layers=1, max_position_embeddings=512))
         self.nothing = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
         self.config.name_or_path = f"table {salt}"
         self._vocab, self._salt, self._sharpness, self._known = vocab, salt, sharpness, dict[int, list[float]]()

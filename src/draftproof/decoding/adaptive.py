@@ -1,0 +1,171 @@
+"""A budget that measures whether drafting pays, and drafts no more than it can afford to be wrong about.
+
+Three parts: what a round costs (`pace`), what it gives (`estimate`), and a bank that bounds what may be lost while
+finding out. docs/never_slower.md has the argument. Decisions depend on seconds alone through the cost table, so a
+recorded table replays them; texts do not depend on them at all.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from draftproof.decoding.budget import Ahead, Round
+from draftproof.decoding.estimate import FORGET_PLAIN, Acceptance
+from draftproof.decoding.pace import CostTable
+from draftproof.decoding.stats import RoundStats
+from draftproof.errors import BadInput
+
+STAKE, RATE = 8.0, 0.02
+"""Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
+SAVINGS = 256.0
+"""Plain steps of earlier gains that may be kept for the drafter's set-ups."""
+MARGIN = 0.02
+"""Drafting must promise so much more than plain decoding."""
+SMALL = 8
+"""Tokens per row that a drafter reads along with its first draft; more is a set-up."""
+MOVED, PATIENCE = 0.2, 8
+"""The plain step seems to have grown by this, in logarithms, in at least so many rounds: it is measured again."""
+UNLIMITED = 1e9
+CURIOUS = 16
+"""Plain rounds between proposals that are only compared."""
+
+
+def presets(most: int) -> tuple[int, ...]:
+    """Draft sizes to choose from: 0, 1, 2, 3, 5, 7, 10, 14, 20, ... and `most`."""
+    found, step = [0, 1, 2, 3], 0
+    while found[-1] < most:
+        found.append(round(5 * 2 ** (step / 2)))
+        step += 1
+    return (*(size for size in found if size < most), most)
+
+
+class Bank:
+    """What speculation may still lose, in plain steps.
+
+    `slack` begins at `stake`, grows by `rate` for every token (per row) and by what speculation gains, and never exceeds
+    `stake`: so no stretch of decoding, wherever it begins, loses more than stake + rate x tokens. What overflows is saved
+    for set-ups, which a prompt needs once. The first set-up is on the house.
+    """
+
+    def __init__(self, stake: float, rate: float) -> None:
+        self.stake, self.rate = stake, rate
+        self.slack, self.saved, self.debt = stake, 0.0, 0.0
+
+    def affords(self, worst: float, setup: float) -> bool:
+        """Whether a round may run that loses `worst` if all drafts are wrong, after a set-up."""
+        return worst <= self.slack and worst + setup <= self.slack + self.saved
+
+    def settle(self, cost: float, tokens: float, setup: float = 0.0, on_the_house: bool = False) -> None:
+        """A round cost so much, gave so many tokens per row."""
+        self.debt += cost + setup - tokens
+        if not on_the_house:
+            paid = min(setup, self.saved)
+            self.saved -= paid
+            cost += setup - paid
+        slack = self.slack + (1 + self.rate) * tokens - cost
+        self.slack = min(self.stake, slack)
+        self.saved = min(SAVINGS, self.saved + slack - self.slack)
+
+
+class Adaptive:
+    """Drafts as much as pays, zero included, and never risks more than its bank holds.
+
+    most: nodes per row it may draft. stake, rate: it may lose `stake` plain steps once and `rate` of plain decoding's time.
+    costs: a recorded table to decide by, instead of measuring. seed: of its own dice; texts never depend on it.
+    What it learns outlasts a call: one object belongs to one engine.
+    """
+
+    def __init__(
+        self, most: int, *, stake: float = STAKE, rate: float = RATE, costs: CostTable | None = None, seed: int = 0
+    ) -> None:
+        if most < 0:
+            raise BadInput(f"a budget of at most {most} draft tokens was given; it must be 0 or more")
+        if stake < 0 or rate < 0:
+            raise BadInput(f"a stake of {stake} and a rate of {rate} were given; neither may be negative")
+        self.most = most
+        self.costs = costs if costs is not None else CostTable(presets(most))
+        self.sizes = self.costs.sizes
+        if self.sizes[-1] > most:
+            raise BadInput(f"the cost table knows drafts of {self.sizes[-1]} tokens, at most {most} were allowed")
+        self.bank = Bank(stake, rate)
+        self._dice = Random(seed)
+        self.acceptance = Acceptance(self._dice)
+        self._ahead = Ahead(1, 0, UNLIMITED)
+        self._pace = self.costs.pace(1, 1)
+        self._nodes = self._plain_rounds = 0
+
+    @property
+    def plain_step(self) -> float:
+        return self._pace.plain_step
+
+    def expect(self, ahead: Ahead) -> None:
+        self._ahead = ahead
+        self._pace = self.costs.pace(ahead.rows, ahead.context)
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        self._nodes = self._choose()
+        return self._nodes
+
+    def _choose(self) -> int:
+        if self._pace.plain_is_due or self._ahead.remaining <= 1:
+            return 0
+        pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
+        tokens, costs = self.acceptance.draw(self.sizes, remaining), pace.draw(self._dice)
+        owed = setup if self.costs.knows_setups else 0.0
+        best, least = 0, 1 / (1 + MARGIN)
+        for index in range(1, len(self.sizes) if pace.started else 2):
+            price = costs[index] / tokens[index] + setup / remaining
+            if price < least and self.bank.affords(pace.high[index] - 1, owed):
+                best, least = self.sizes[index], price
+        return 0 if best and self._doubtful(least) else best
+
+    def _doubtful(self, price: float) -> bool:
+        """Whether what seems a slow machine may be a slow drafter, slow enough to matter: then a plain round will tell."""
+        pace = self._pace
+        return pace.since_plain >= PATIENCE and pace.risen > max(MOVED, -math.log(price) / 2) and not pace.frozen
+
+    def learn(self, done: Round) -> None:
+        tokens = done.emitted / done.rows
+        if self._nodes == 0:
+            self._plain_rounds += 1
+            self._pace.observe(0, done.seconds - done.drafting)
+            self.bank.settle(1.0 + self._in_steps(done.drafting), tokens)       # a drafter may have to keep its memory
+            self.acceptance.fade(FORGET_PLAIN)
+            return
+        self._plain_rounds = 0
+        on_the_house = not self.costs.knows_setups
+        cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
+        self.bank.settle(cost, tokens, setup, on_the_house)
+        self.acceptance.learn(self._nodes, done)
+
+    def curiosity(self) -> int:
+        return self.most if self._plain_rounds % CURIOUS == CURIOUS // 4 else 0
+
+    def glimpse(self, nodes: int, seen: Round) -> None:
+        self.bank.settle(self._in_steps(seen.seconds), 0.0)
+        if seen.rows:
+            self.acceptance.learn(nodes, seen)
+
+    def _in_steps(self, seconds: float) -> float:
+        return seconds / self._pace.plain_step if self._pace.plain_step else 0.0
+
+    def _unread(self) -> int:
+        """Tokens of a set-up before the coming round."""
+        return self._ahead.unread if self._ahead.unread > SMALL * self._ahead.rows else 0
+
+    def _setup(self) -> float:
+        return self.costs.setup(self._unread())
+
+    def _learn_cost(self, index: int, seconds: float) -> tuple[float, float]:
+        """Learn from a round that drafted; return its cost and that of its set-up, in plain steps."""
+        unread, pace = self._unread(), self._pace
+        if not unread:
+            return pace.observe(index, seconds), 0.0
+        cost = pace.cost[index]
+        if self.costs.frozen:
+            return cost, self.costs.setup(unread)
+        pace.skip()
+        setup = max(0.0, self._in_steps(seconds) - cost)
+        self.costs.observe_setup(unread, setup)
+        return cost, setup

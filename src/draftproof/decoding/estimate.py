@@ -1,0 +1,120 @@
+"""How deep drafts stand: discounted counts by depth, and a draw of what they let expect. Knows no costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+from draftproof.decoding.budget import Round
+
+FORGET, FORGET_PLAIN = 0.98, 0.98 ** (1 / 16)
+"""What is left of every count after a round that drafted, and after one that did not."""
+POOL = 4.0
+"""Observations that the pooled rate counts for at each depth."""
+HOPE = (2.0, 1.0)
+"""Tokens that stood and that did not, imagined before the first: rather too much hope, for what it costs is bounded."""
+DOUBT = 0.5
+"""Draws lie so many standard deviations of the posterior around its mean: enough not to be stuck with early bad luck."""
+BREADTH = 0.25
+"""A tree of four times the nodes fails at a depth 4^-BREADTH times as often, as long as its own counts say nothing."""
+
+
+class Counts:
+    """By depth, how often a drafted token was tried and how often it stood; fading."""
+
+    def __init__(self) -> None:
+        self.tried: list[float] = []
+        self.stood: list[float] = []
+
+    def add(self, tried: Sequence[float], stood: Sequence[float]) -> None:
+        missing = len(tried) - len(self.tried)
+        self.tried += [0.0] * missing
+        self.stood += [0.0] * missing
+        for depth, (tries, hits) in enumerate(zip(tried, stood, strict=True)):
+            self.tried[depth] += tries
+            self.stood[depth] += hits
+
+    def fade(self, factor: float) -> None:
+        self.tried = [count * factor for count in self.tried]
+        self.stood = [count * factor for count in self.stood]
+
+    def rate(self, depth: int, prior: float, off: float) -> float:
+        """The chance to stand at `depth`, given that all above stood, `off` standard deviations from what was counted;
+        `prior` is worth `POOL` observations."""
+        tried = self.tried[depth] if depth < len(self.tried) else 0.0
+        if not tried:
+            return prior
+        seen = (self.stood[depth] + 1) / (tried + 2)
+        seen += off * math.sqrt(seen * (1 - seen) / (tried + 3))
+        return min(1.0, max(0.0, (tried * seen + POOL * prior) / (tried + POOL)))
+
+
+class Acceptance:
+    """What drafts of each size let expect.
+
+    Chains: a round of a long chain informs all shorter ones, so all share their counts by depth; a row that found
+    nothing to draft failed at the first. Trees: each size has counts of its own, pulled towards those of all sizes.
+    """
+
+    def __init__(self, dice: Random) -> None:
+        self.dice = dice
+        self.chain = True
+        self.together = Counts()
+        self.alone: dict[int, Counts] = {}
+        self._size = 0.0                                # nodes of a tree behind the pooled counts, mean logarithm
+
+    def learn(self, nodes: int, done: Round) -> None:
+        """Count a round that drafted `nodes` per row."""
+        self.fade(FORGET)
+        self.chain = self.chain and done.chain
+        if self.chain:
+            stood = [*done.stood, *[0] * nodes][:nodes]
+            self.together.add([done.rows, *stood[:-1]], stood)
+            return
+        stood = [*done.stood, 0][: max(1, len(done.tried))]
+        tried = [done.rows, *done.tried[1:]]
+        self.together.add(tried, stood)
+        self.alone.setdefault(nodes, Counts()).add(tried, stood)
+        self._size += (math.log(nodes) - self._size) * done.rows / max(sum(self.together.tried[:1]), done.rows)
+
+    def fade(self, factor: float) -> None:
+        """Forget a little."""
+        for counts in (self.together, *self.alone.values()):
+            counts.fade(factor)
+
+    def draw(self, sizes: Sequence[int], limit: float) -> list[float]:
+        """Tokens a round of each of these sizes gives to a row that may still write `limit`: one draw of the posterior.
+
+        All depths are off to the same side: luck at one of them alone would always make long drafts look best.
+        """
+        off = self.dice.gauss(0.0, DOUBT)
+        hits, misses = HOPE[0] + sum(self.together.stood), HOPE[1] + sum(self.together.tried) - sum(self.together.stood)
+        general = hits / (hits + misses)
+        general += off * math.sqrt(general * (1 - general) / (hits + misses + 1))
+        general = min(1.0, max(0.0, general))
+        deepest = min(max(sizes), max(0, math.ceil(limit) - 1))
+        if self.chain:
+            along = _along([self.together.rate(depth, general, off) for depth in range(deepest)])
+            return [along[min(size, deepest)] for size in sizes]
+        deepest = min(deepest, len(self.together.tried))
+        pooled = [self.together.rate(depth, general, off) for depth in range(deepest)]
+        return [self._of_tree(size, pooled, off) for size in sizes]
+
+    def _of_tree(self, size: int, pooled: list[float], off: float) -> float:
+        if size == 0:
+            return 1.0
+        own = self.alone.get(size)
+        less = (math.exp(self._size) / size) ** BREADTH
+        rates = [max(0.0, 1 - (1 - rate) * less) for rate in pooled[:size]]
+        return _along([own.rate(depth, rate, off) for depth, rate in enumerate(rates)] if own else rates)[-1]
+
+
+def _along(rates: Sequence[float]) -> list[float]:
+    """[1 + sum of the first products] of the rates: tokens of a round that drafts 0, 1, 2, ... deep."""
+    total, run, tokens = 1.0, 1.0, [1.0]
+    for rate in rates:
+        run *= rate
+        total += run
+        tokens.append(total)
+    return tokens
