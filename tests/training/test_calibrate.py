@@ -1,0 +1,303 @@
+"""Calibration: ranks are what the heads said, trees are the best, and the rounds counted are those the engine takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, prompts, target
+from torch import Tensor
+
+from draftproof.core.messages import Features
+from draftproof.core.sampling import Sampling
+from draftproof.decoding.costs import CostCurve
+from draftproof.decoding.engine import Engine
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.medusa import Medusa, MedusaHead
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.errors import BadInput
+from draftproof.training import calibrate
+from draftproof.training.calibrate import (
+    RANKS,
+    Calibration,
+    Lane,
+    Wanted,
+    Written,
+    by_rank,
+    complete,
+    expected,
+    grow,
+    prompt_of,
+    ranks_of,
+    rising,
+    rounds_of,
+    write,
+)
+from draftproof.training.texts import Document
+
+HEADS, NEW = 3, 24
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is not believed."""
+    monkeypatch.setattr(calibrate, "TIMES", 1)
+    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 4)
+
+
+def heads(seed: int = 0) -> MedusaHead:
+    """Heads that are right now and then: on a vocabulary of 40, twenty choices are half of it."""
+    torch.manual_seed(seed)
+    made = MedusaHead.fresh(target(), num_heads=HEADS)
+    for parameter in made.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return made
+
+
+def silent(doing: str, done: int, of: int) -> None:
+    assert 0 <= done <= of, doing
+
+
+def texts_of(temperature: float, stop_tokens: tuple[int, ...] = (), count: int = 6) -> list[Written]:
+    engine = Engine(target(), stop_tokens=stop_tokens)
+    return write(engine, prompts(count), Wanted(tokens=NEW, temperature=temperature, seed=5), silent)
+
+
+def choices(*rows: tuple[int, ...]) -> Tensor:
+    return torch.tensor(rows)
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_those_of_the_tokens_that_came() -> None:
+    """Place by place, from the head's own prediction of one text at a time."""
+    texts, head = texts_of(0.0), heads()
+    for text, ranks in zip(texts, ranks_of(head, target(), texts), strict=True):
+        tokens = torch.tensor([text.tokens])
+        features = target().features(tokens, torch.ones_like(tokens))
+        assert ranks.shape == (len(text.tokens) - text.prompt, HEADS)
+        for step, logits in enumerate(head.predict(features, target())):
+            for place in range(len(ranks)):
+                foretold = text.prompt + place + 1 + step  # the root is the new token `place`
+                if foretold >= len(text.tokens):
+                    assert ranks[place, step] == RANKS
+                    continue
+                order = logits[0, foretold - 2 - step].argsort(descending=True).tolist()
+                assert ranks[place, step] == min(order.index(text.tokens[foretold]), RANKS)
+
+
+def test_ranks_do_not_depend_on_how_many_texts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, head = texts_of(0.7), heads()
+    together = ranks_of(head, target(), texts)
+    monkeypatch.setattr(calibrate, "MEMORY", 1)
+    assert all(torch.equal(one, other) for one, other in zip(together, ranks_of(head, target(), texts), strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ends", [(), (3, 7, 11)], ids=["full length", "end tokens"])
+def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...]) -> None:
+    """For every size of a grown tree: what is counted from ranks is what decoding with that tree does, to the round."""
+    texts, head = texts_of(temperature, ends), heads()
+    ranks = ranks_of(head, target(), texts)
+    tree = grow(complete(ranks), 24)
+    counted = rounds_of(ranks, tree)
+    assert counted[0] == sum(max(0, len(one) - 1) for one in ranks) > counted[4] > counted[24]
+    for nodes in (1, 4, 11, 24):
+        engine = Engine(target(), Medusa(head, target(), tree), budget=nodes, stop_tokens=ends)
+        asked = [text.tokens[: text.prompt] for text in texts]
+        done = engine.generate(asked, sampling=[text.sampling for text in texts], max_new_tokens=NEW)
+        assert [text.tokens[text.prompt :] for text in texts] == [one.tokens for one in done]
+        assert counted[nodes] == sum(one.stats.rounds for one in done)
+
+
+# Trees --------------------------------------------------------------------------------------------------------------------
+
+
+def worth(places: Tensor, tree: tuple[tuple[int, ...], ...]) -> float:
+    """Accepted tokens per place, counted."""
+    rows = [tuple(row) for row in places.tolist()]
+    return sum(row[: len(path)] == path for path in tree for row in rows) / len(rows)
+
+
+def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "PRIOR", 1e-9)
+    places = torch.randint(3, (60, 2), generator=torch.Generator().manual_seed(1)) ** 2 // 2
+    paths = [path for depth in (1, 2) for path in itertools.product(range(3), repeat=depth)]
+    grown = grow(places, 6, widest=3)
+    for nodes in range(1, 7):
+        closed = (some for some in itertools.combinations(paths, nodes) if all(p[:-1] in {(), *some} for p in some))
+        assert worth(places, grown[:nodes]) == pytest.approx(max(worth(places, some) for some in closed))
+
+
+def test_steps_that_go_together_are_drafted_together() -> None:
+    """Half the places say (0, 0), half (1, 1): by the product of shares (0, 1) would be as good as (0, 0)."""
+    places = choices(*[(0, 0)] * 500, *[(1, 1)] * 490)
+    assert set(grow(places, 4)) == {(0,), (1,), (0, 0), (1, 1)}
+
+
+def test_paths_too_rare_to_be_counted_are_valued_step_by_step() -> None:
+    """Behind (3,), seen once, the choice that is usual there comes before the one that was seen."""
+    places = choices(*[(0, 0)] * 60, *[(0, 1)] * 40, (3, 9))
+    tree = grow(places, 60)
+    assert tree.index((3, 0)) < tree.index((3, 9))
+
+
+def test_trees_grow_parents_first_and_no_wider_than_allowed() -> None:
+    places = torch.randint(RANKS + 1, (200, 3), generator=torch.Generator().manual_seed(2))
+    tree = grow(places, 40, widest=4)
+    assert len(tree) == len(set(tree)) == 40
+    assert all(path[:-1] in ((), *tree[:index]) and max(path) < 4 for index, path in enumerate(tree))
+    assert grow(places, 99, widest=1) == ((0,), (0, 0), (0, 0, 0))  # all there is of a chain
+
+
+def test_what_is_expected_is_counted_on_other_texts_than_those_grown_on() -> None:
+    """Texts of two kinds that share nothing: grown and counted on the same ones the trees would look perfect."""
+    one, other = choices(*[(0, 0)] * 40), choices(*[(5, 5)] * 40)
+    assert expected([one, other], 2, widest=6) == (1.0, 1.0, 1.0)
+    assert expected([one, one], 2, widest=6)[2] > 2.5
+
+
+def test_shares_by_depth_are_of_the_places_that_get_there() -> None:
+    places = choices((0, 0), (0, 2), (1, 0), (4, 0))
+    shares, tried = by_rank(places, ((0,), (0, 0)))
+    assert tried == (4, 2)
+    assert shares[0][:5] == (0.5, 0.25, 0.0, 0.0, 0.25)
+    assert shares[1][:3] == (0.5, 0.0, 0.5)
+
+
+def test_texts_too_short_to_foretell_are_refused() -> None:
+    with pytest.raises(BadInput, match="too short"):
+        complete([torch.zeros(3, 3, dtype=torch.int64)])
+
+
+# Costs and the choice -----------------------------------------------------------------------------------------------------
+
+
+def calibration(seconds: tuple[float, ...], overhead: float = 0.0) -> Calibration:
+    """Four nodes; `overhead` seconds of drafting with all of them."""
+    tokens, widths = (1.0, 1.6, 1.9, 2.0, 2.05), tuple(range(1, len(seconds) + 1))
+    return Calibration(
+        tree=tuple((rank,) for rank in range(4)),
+        tokens=tokens,
+        verify=CostCurve(widths, seconds),
+        overhead=CostCurve((0, 4), (0.0, overhead)),
+        acceptance=((0.5,) * 4,),
+        tried=(9,),
+        lanes=(Lane("plain", 1.0, (1.0, 1.0, 3.0)), Lane("calibrated tree", 2.0, (0.5, 1.0, 0.5))),
+        written=9,
+        places=9,
+        held_out=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes"),
+    [((1.0,) * 5, 4), ((1.0, 2.0, 3.0, 4.0, 5.0), 1), ((1.0, 1.0, 1.0, 1.5, 2.0), 2), ((1.0, 5.0, 5.1, 5.2, 5.3), 4)],
+    ids=["free", "every node costs a round", "a step behind two", "expensive anyway"],
+)
+def test_the_size_that_is_fastest_is_chosen(seconds: tuple[float, ...], nodes: int) -> None:
+    found = calibration(seconds)
+    assert found.nodes == nodes and found.chosen == found.tree[:nodes]
+    assert found.speed_up[0] == 1 and found.speed_up[nodes] == max(found.speed_up[1:])
+    assert found.speed_up[2] == pytest.approx(found.tokens[2] * seconds[0] / seconds[2])
+
+
+def test_rivals_are_compared_prompt_by_prompt() -> None:
+    plain, ours = calibration((1.0,) * 5).lanes
+    assert ours.speed_up(plain) == 2.0 and plain.speed_up(plain) == 1.0
+
+
+def test_a_drafters_own_time_counts() -> None:
+    slow = calibration((1.0,) * 5, overhead=4.0)
+    assert slow.nodes < calibration((1.0,) * 5).nodes and slow.speed_up[4] == pytest.approx(2.05 / 5)
+
+
+def test_costs_that_seem_to_fall_are_pooled() -> None:
+    assert rising(CostCurve((1, 2, 3, 4), (1.0, 3.0, 2.0, 5.0))).seconds == (1.0, 2.5, 2.5, 5.0)
+    assert rising(CostCurve((1, 2, 3), (3.0, 2.0, 1.0))).seconds == (2.0, 2.0, 2.0)
+    steep = CostCurve((1, 2, 4), (1.0, 1.5, 9.0))
+    assert rising(steep) == steep
+
+
+# All of it ----------------------------------------------------------------------------------------------------------------
+
+
+class Echo(DraftHead):
+    """A head of another kind: it foretells the token it stands at, and drafts by lookup."""
+
+    kind = "echo"
+
+    @property
+    def steps(self) -> int:
+        return 2
+
+    def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
+        for step in range(self.steps):
+            yield torch.nn.functional.one_hot(features.tokens[:, : -2 - step], vocabulary.vocab_size).double()
+
+    def drafter(self, vocabulary: Vocabulary) -> Drafter:
+        return PromptLookup()
+
+
+@pytest.mark.parametrize(("make", "rivals"), [(heads, ["calibrated tree", "dynamic tree"]), (Echo, ["echo"])])
+def test_a_calibration_is_whole(make: Any, rivals: list[str]) -> None:
+    head, heard = make(), set[str]()
+    engine = Engine(target(), head.drafter(target()))
+
+    def told(doing: str, done: int, of: int) -> None:
+        silent(doing, done, of)
+        heard.add(doing)
+
+    found = calibrate.calibrate(engine, head, prompts(7), Wanted(tokens=16, nodes=6), told)
+    assert len(found.tree) == 6 and len(found.tokens) == len(found.speed_up) == 7
+    assert found.tokens[0] == 1 and max(found.tokens) > 1
+    assert 1 <= found.nodes <= 6 and found.held_out == 2 and found.written == 5 * 16
+    assert [lane.name for lane in found.lanes] == ["plain", *rivals]
+    assert found.lanes[0].tokens_per_round == 1 <= min(lane.tokens_per_round for lane in found.lanes)
+    assert all(len(lane.seconds_per_token) == 2 and min(lane.seconds_per_token) > 0 for lane in found.lanes)
+    assert sum(found.acceptance[0]) <= 1 + 1e-6 and found.tried[0] == found.places
+    assert heard == {"writing", "reading", "timing reads", "timing drafts", "comparing"}
+
+
+def test_a_target_that_reads_no_trees_is_calibrated_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target(), "reads_trees", False)
+    head = heads()
+    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3), Wanted(tokens=12, nodes=9))
+    assert found.tree == ((0,), (0, 0), (0, 0, 0))
+
+
+def test_what_cannot_be_calibrated_is_refused() -> None:
+    head = heads()
+    with pytest.raises(BadInput, match="at least two"):
+        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1), Wanted())
+    with pytest.raises(BadInput, match="at least 8"):
+        Wanted(tokens=4)
+    with pytest.raises(BadInput, match="nodes"):
+        Wanted(nodes=0)
+
+
+class Letters:
+    """A codec of one token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % VOCAB for letter in text]
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("|".join(f"{one['role']}:{one['content']}" for one in messages))
+
+
+def test_prompts_are_what_stands_before_an_answer() -> None:
+    codec: Any = Letters()
+    chat = Document(messages=(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))
+    assert prompt_of(chat, codec) == codec.encode("user:a|assistant:b|user:c")
+    assert prompt_of(Document("answer", "question"), codec) == codec.encode("question")
+    assert prompt_of(Document("x" * 500), codec) == codec.encode("x" * calibrate.OPENING)
+
+
+def test_seeds_and_temperature_are_those_asked_for() -> None:
+    texts = texts_of(0.8)
+    assert [text.sampling for text in texts] == [Sampling(temperature=0.8, seed=5 + index) for index in range(6)]
