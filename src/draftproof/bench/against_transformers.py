@@ -1,104 +1,95 @@
-"""Our decoding against transformers' ``generate``, same weights, same prompts, in turn in one process.
-
-    python -m draftproof.bench.against_transformers [--model demo] [--assistant-model demo-draft] [--new-tokens N]
-
-Greedy; texts are compared first. Seconds per new token, prefill included; medians over prompts and rounds, and the
-ratio prompt by prompt, so that a change of the machine's speed hits all alike.
-"""
+"""transformers' own ``generate`` as a way to write, plain and assisted: stock forward, stock loop, the same weights."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
-import draftproof as dp
-from draftproof.decoding.engine import Engine
-from draftproof.target.loading import load_model
-
-PROMPTS = (
-    "Once upon a time, there was a little girl named Lily. She",
-    "Tom and his dog were playing in the park when",
-    "One day, a small bird fell from its nest.",
-    "The sun was hot, and Mia wanted to",
-)
-
-Writer = Callable[[list[int]], list[int]]
+from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Written
+from draftproof.core.sampling import Sampling
+from draftproof.target.loading import PreTrainedModel, stop_tokens
 
 
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--assistant-model", default="demo-draft")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    plain = dp.load(options.model, drafter="none")
-    drafted = dp.load(options.model, assistant_model=options.assistant_model)
-    assert plain.codec is not None, "the model needs a tokenizer for the prompts"
-    prompts = [plain.codec.encode(text) for text in PROMPTS]
-    ways = {
-        "transformers generate": _transformers(options.model, options.new_tokens),
-        "transformers assisted": _transformers(options.model, options.new_tokens, options.assistant_model),
-        "plain": _ours(plain, options.new_tokens),
-        "draft model": _ours(drafted, options.new_tokens),
-    }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    texts: dict[str, list[list[int]]] = {way: [] for way in ways}
-    for way in ways.values():
-        way(prompts[0])
-    for _ in range(options.rounds):
-        for prompt in prompts:
-            for name, write in ways.items():
-                start = time.perf_counter()
-                tokens = write(prompt)
-                seconds[name].append((time.perf_counter() - start) / len(tokens))
-                texts[name].append(tokens)
-    _print(seconds, texts)
+class Generate:
+    """``model.generate``, with an assistant model if given. It is left as it is shipped; only lengths are ours."""
 
+    def __init__(self, name: str, model: PreTrainedModel, assistant: PreTrainedModel | None = None) -> None:
+        self.name, self.model, self.assistant = name, model, assistant
+        self.most = 1 if assistant is not None else None            # assisted generation writes one text at a time
+        self.ends = set(stop_tokens(model))
+        self.weights = sum(_bytes(one) for one in (model, assistant) if one is not None)
 
-def _ours(engine: Engine, new_tokens: int) -> Writer:
-    return lambda prompt: engine.generate([prompt], max_new_tokens=new_tokens, sampling=dp.Sampling())[0].tokens
-
-
-def _transformers(name: str, new_tokens: int, assistant: str | None = None) -> Writer:
-    """transformers' own `generate`, assisted by a draft model if given."""
-    model = load_model(name)
-    extra = {"assistant_model": load_model(assistant)} if assistant else {}
-
-    def write(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **extra)
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens
-
-    return write
-
-
-def _print(seconds: dict[str, list[float]], texts: dict[str, list[list[int]]]) -> None:
-    table = Table(title=f"greedy, {torch.get_num_threads()} threads, median of {len(seconds['plain'])}", title_justify="left")
-    for column in ("", "ms/token", "tokens/s", "against generate", "same text as plain"):
-        table.add_column(column, justify="left" if not column else "right")
-    base = seconds["transformers generate"]
-    for name, values in seconds.items():
-        ratios = [theirs / ours for ours, theirs in zip(values, base, strict=True)]
-        same = sum(mine == theirs for mine, theirs in zip(texts[name], texts["plain"], strict=True))
-        table.add_row(
-            name,
-            f"{1000 * statistics.median(values):.2f}",
-            f"{1 / statistics.median(values):.0f}",
-            f"{statistics.median(ratios):.2f}x",
-            f"{same}/{len(values)}",
+    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
+        arrivals = _Arrivals(clock, len(prompts))
+        torch.manual_seed(wanted.seed)
+        out: Any = self.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=min(new_tokens, self._room(longest)),
+            streamer=arrivals,
+            pad_token_id=min(self.ends, default=0),
+            **_law(wanted),
+            **({"assistant_model": self.assistant} if self.assistant is not None else {}),
         )
-    Console().print(table)
+        return [self._written(row[longest:].tolist(), arrivals.chunks) for row in out]
+
+    def reads(self) -> Reads:
+        return {}
+
+    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+        return None
+
+    def _written(self, tokens: list[int], chunks: Sequence[Chunk]) -> Written:
+        """Up to the first end token; what was padded behind it never came."""
+        length = next((place + 1 for place, token in enumerate(tokens) if token in self.ends), len(tokens))
+        kept, left = [], length
+        for chunk in chunks:
+            if left > 0:
+                kept.append(Chunk(chunk.at, min(chunk.tokens, left)))
+                left -= chunk.tokens
+        return Written(tokens[:length], kept, prefilled=self.assistant is None)
+
+    def _room(self, longest: int) -> int:
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return int(limit) - longest if limit else 1 << 30
 
 
-if __name__ == "__main__":
-    main()
+def _law(wanted: Sampling) -> dict[str, Any]:
+    """The same law, in generate's words. Penalties and the like come to both from the model's generation_config."""
+    if wanted.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {
+        "do_sample": True,
+        "temperature": wanted.temperature,
+        "top_k": wanted.top_k,
+        "top_p": wanted.top_p,
+        "min_p": wanted.min_p or None,
+    }
+
+
+class _Arrivals(BaseStreamer):                                       # type: ignore[misc]
+    """Notes when tokens come; the prompt comes first and does not count."""
+
+    def __init__(self, clock: Clock, rows: int) -> None:
+        self.clock, self.rows = clock, rows
+        self.chunks: list[Chunk] = []
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.chunks.append(Chunk(self.clock(), value.numel() // self.rows))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.nelement() * parameter.element_size() for parameter in model.parameters())

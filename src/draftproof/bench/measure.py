@@ -1,0 +1,218 @@
+"""Several ways to write the same texts, each in turn: what they wrote, and when every token came.
+
+Keeps time and judges nothing. A way is asked for a group of texts at once and says when tokens arrived, in chunks as a
+user sees them. The order of the ways turns by one place from group to group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from draftproof.bench.machine import Energy, peak_of
+from draftproof.core.sampling import Sampling
+from draftproof.decoding.stats import RoundStats
+
+Clock = Callable[[], float]
+Tick = Callable[[str], None]
+"""``tick(doing)`` before everything that takes long."""
+
+WARM_UP = 8
+"""New tokens of the first run of each way."""
+
+
+class Setting(NamedTuple):
+    """What is varied besides the ways: rows side by side, and the temperature."""
+
+    batch: int
+    temperature: float
+
+    @property
+    def title(self) -> str:
+        return f"{'greedy' if self.temperature == 0 else f'temperature {self.temperature:g}'}, batch {self.batch}"
+
+
+class Chunk(NamedTuple):
+    """Tokens that came together: seconds since the call, and how many."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """One text.
+
+    chunks: when its tokens came. prefilled: the first of them came with the prompt, before any round. stats: what rounds
+    did, if the way tells.
+    """
+
+    tokens: list[int]
+    chunks: list[Chunk]
+    prefilled: bool = True
+    stats: RoundStats | None = None
+
+    @property
+    def rounds(self) -> list[int]:
+        """Tokens of each round."""
+        return [chunk.tokens for chunk in self.chunks[self.prefilled :]]
+
+
+class Shape(NamedTuple):
+    """The shape of a read: rows, nodes per row, positions of the cache."""
+
+    rows: int
+    width: int
+    capacity: int
+
+
+Reads = Mapping[str, Mapping[Shape, int]]
+"""How often each model ("target", or the name of a draft model) read each shape; prompts are not counted."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way wrote one group of prompts once. prompts: which. joules: of the whole machine, or None."""
+
+    way: str
+    setting: Setting
+    turn: int
+    group: int
+    prompts: tuple[int, ...]
+    texts: list[Written]
+    seconds: float
+    reads: Reads = field(default_factory=dict)
+    joules: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def parts(self) -> dict[str, float] | None:
+        """Seconds by part; rows run side by side, so each part is that of the row that saw most of it."""
+        told = [text.stats.seconds for text in self.texts if text.stats is not None]
+        if not told:
+            return None
+        parts = {part: max(seconds[part] for seconds in told) for part in told[0]}
+        return {**parts, "other": max(0.0, self.seconds - sum(parts.values()))}
+
+
+class Bare(NamedTuple):
+    """Seconds per round of the bare forwards, measured alone at the shapes that rounds used."""
+
+    verify: float
+    draft: float
+
+
+class Way(Protocol):
+    """Something that writes texts."""
+
+    name: str
+    most: int | None
+    """Rows it can write side by side; None is any number."""
+    weights: int
+    """Bytes of the models it needs."""
+
+    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
+        """Complete all prompts side by side; chunks are in the clock's own time."""
+
+    def reads(self) -> Reads:
+        """What was read since `write` was called."""
+
+    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+        """Its forwards, measured alone; None where that cannot be told."""
+
+
+@dataclass
+class Bench:
+    """All trials of all ways. `run` may be interrupted: what was measured is there.
+
+    prompts: token ids. base: sampling that settings vary. turns: how often every group is written by every way.
+    """
+
+    ways: Sequence[Way]
+    prompts: Sequence[list[int]]
+    settings: Sequence[Setting]
+    base: Sampling
+    new_tokens: int
+    turns: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: Clock = time.perf_counter
+    energy: Energy | None = None
+    trials: list[Trial] = field(default_factory=list)
+    memory: dict[tuple[str, Setting], int | None] = field(default_factory=dict)
+    bare: dict[tuple[str, Setting], list[Bare]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """How often `run` ticks."""
+        return self.runs + sum((1 + self.turns) * len(self.able(setting)) for setting in self.settings)
+
+    @property
+    def runs(self) -> int:
+        """Trials there will be."""
+        return sum(len(self.able(setting)) * self.turns * len(self.groups(setting)) for setting in self.settings)
+
+    def able(self, setting: Setting) -> list[Way]:
+        """The ways that can write so many rows."""
+        return [way for way in self.ways if way.most is None or setting.batch <= way.most]
+
+    def groups(self, setting: Setting) -> list[tuple[int, ...]]:
+        """Prompts written side by side; the last group is filled up with the first prompts."""
+        count, size = len(self.prompts), setting.batch
+        return [tuple((start + i) % count for i in range(size)) for start in range(0, count, size)]
+
+    def wanted(self, setting: Setting) -> Sampling:
+        return replace(self.base, temperature=setting.temperature, max_new_tokens=None)
+
+    def run(self, tick: Tick = lambda doing: None) -> None:
+        """Warm up; then every group by every way in turn, and after each turn the bare forwards alone."""
+        for setting in self.settings:
+            ways, groups = self.able(setting), self.groups(setting)
+            for way in ways:
+                tick(f"{way.name}, warming up")
+                self._warm_up(way, setting, groups[0])
+            for turn in range(self.turns):
+                for number, group in enumerate(groups):
+                    first = (turn * len(groups) + number) % len(ways)
+                    for way in [*ways[first:], *ways[:first]]:
+                        tick(way.name)
+                        self.trials.append(self._trial(way, setting, turn, number, group))
+                for way in ways:
+                    tick(f"{way.name}, forwards alone")
+                    self._alone(way, setting, groups[0])
+
+    def _warm_up(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
+        """Runs that nobody times: a short one for the first calls, a whole one for the memory."""
+        prompts, wanted = [self.prompts[index] for index in group], self.wanted(setting)
+        way.write(prompts, wanted, min(WARM_UP, self.new_tokens), self.clock)
+        self.memory[way.name, setting] = peak_of(
+            lambda: way.write(prompts, wanted, self.new_tokens, self.clock), self.device
+        )
+
+    def _trial(self, way: Way, setting: Setting, turn: int, number: int, group: tuple[int, ...]) -> Trial:
+        prompts, wanted = [self.prompts[index] for index in group], self.wanted(setting)
+        before = self.energy.read() if self.energy else []
+        start = self.clock()
+        texts = way.write(prompts, wanted, self.new_tokens, self.clock)
+        seconds = self.clock() - start
+        joules = self.energy.since(before) if self.energy else None
+        texts = [replace(text, chunks=[Chunk(at - start, tokens) for at, tokens in text.chunks]) for text in texts]
+        return Trial(way.name, setting, turn, number, group, texts, seconds, way.reads(), joules)
+
+    def _alone(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
+        reads: dict[str, dict[Shape, int]] = {}
+        for trial in self.trials:
+            if (trial.way, trial.setting) == (way.name, setting):
+                for model, shapes in trial.reads.items():
+                    counted = reads.setdefault(model, {})
+                    for shape, count in shapes.items():
+                        counted[shape] = counted.get(shape, 0) + count
+        prompts = [self.prompts[index] for index in group]
+        found = way.bare(reads, prompts, self.wanted(setting), self.new_tokens)
+        self.bare.setdefault((way.name, setting), []).extend([found] if found is not None else [])

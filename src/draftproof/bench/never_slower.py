@@ -1,0 +1,204 @@
+"""Time per token against plain decoding, with good drafts and with hopeless ones: the budget's promise, measured.
+
+    python -m draftproof.bench.never_slower [--model demo] [--assistant-model demo-draft] [--new-tokens N] [--rounds R]
+
+Each case writes every prompt plainly, with a fixed number of draft tokens and with the adaptive budget, in turn in one
+process, the order rotating; greedy, prefill included, texts compared. Warm-up runs pay for the first calls of the process,
+but the adaptive budget begins each case knowing nothing, so what it spends on learning is in its figures. Ratios are sums
+over all runs, wall time and CPU time of the process; the intervals are bootstrapped over the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import bootstrap
+
+import draftproof as dp
+from draftproof.decoding.engine import usual_budget
+from draftproof.decoding.stats import RoundStats
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+PROMPTS = (
+    "Once upon a time, there was a little girl named Lily. She",
+    "Tom and his dog were playing in the park when",
+    "One day, a small bird fell from its nest.",
+    "The sun was hot, and Mia wanted to",
+    "There was an old man who lived near the sea. Every morning",
+    "Ben had a big red ball. He loved",
+    "In the forest a fox met a rabbit who",
+    "Mom said that it was time to",
+)
+WARM_UP, SHORT, FIXED = 12, 8, 5
+
+
+class Wrong(dp.Drafter):
+    """Costs nothing and is never right, or hardly: what an assistant for another language would draft."""
+
+    name = "wrong"
+    default_budget = 7
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
+        root = frontier.prefix.root[:, None]
+        ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
+        return dp.TokenTree.chain(torch.cat([root, (root + 7 * ahead + 1) % self.vocab_size], 1))
+
+
+@dataclass
+class Way:
+    """One way to decode: an engine, and what its runs took, prompt by prompt."""
+
+    engine: dp.Engine
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    texts: list[list[list[int]]] = field(default_factory=list)
+    stats: RoundStats = field(default_factory=RoundStats)
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> None:
+        """Complete the prompts side by side."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        done = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=dp.Sampling())
+        tokens = sum(len(one.tokens) for one in done)
+        self.wall.append((time.perf_counter() - wall) / tokens)
+        self.cpu.append((time.process_time() - cpu) / tokens)
+        self.texts.append([one.tokens for one in done])
+        for one in done:
+            self.stats.add(one.stats)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    options = _options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    assisted = dp.load(options.model, assistant_model=options.assistant_model)
+    target, codec = assisted.target, assisted.codec
+    assert codec is not None, "the model needs a tokenizer for the prompts"
+    drafters: dict[str, Callable[[], dp.Drafter]] = {
+        "draft model": lambda: assisted.drafter,
+        "prompt lookup": dp.PromptLookup,
+        "always wrong": lambda: Wrong(target.vocab_size),
+        "as slow as the target": lambda: dp.DraftModel(target, target.vocab_size),
+    }
+    cases = [(name, name, options.new_tokens, 1) for name in drafters]
+    cases += [(f"{name}, {SHORT} tokens", name, SHORT, 1) for name in ("draft model", "always wrong")]
+    cases += [(f"{name}, batch 8", name, options.new_tokens, 8) for name in ("draft model", "always wrong")]
+    prompts = [codec.encode(text) for text in PROMPTS]
+    found = []
+    for title, name, new_tokens, rows in cases:
+        if options.cases and not any(wanted in title for wanted in options.cases):
+            continue
+        ways = _ways(assisted, drafters[name]())
+        batches = [prompts] if rows > 1 else [[prompt] for prompt in prompts]
+        _measure(ways, batches, new_tokens, options.rounds * (4 if new_tokens == SHORT else 1))
+        found += [_line(title, way, ways) for way in ways if way != "plain"]
+    print(json.dumps([one._asdict() for one in found], indent=1)) if options.json else _print(found)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--assistant-model", default="demo-draft")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="of torch; the machine's default without it")
+    parser.add_argument("--cases", nargs="+", help="only those whose name has one of these words")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def _ways(engine: dp.Engine, drafter: dp.Drafter) -> dict[str, Way]:
+    """Plain, fixed and adaptive around one target and one drafter."""
+    def around(own: dp.Drafter, budget: dp.Budget) -> Way:
+        return Way(dp.Engine(engine.target, own, budget=budget, stop_tokens=engine.stop_tokens))
+
+    return {
+        "plain": around(dp.Plain(), dp.Fixed(0)),
+        f"fixed {FIXED}": around(drafter, dp.Fixed(FIXED)),
+        "adaptive": around(drafter, usual_budget(drafter)),
+    }
+
+
+def _measure(ways: dict[str, Way], batches: list[list[list[int]]], new_tokens: int, rounds: int) -> None:
+    for way in ways.values():
+        way.engine.generate(batches[0], max_new_tokens=WARM_UP, sampling=dp.Sampling())
+    ways["adaptive"].engine.budget = usual_budget(ways["adaptive"].engine.drafter)
+    turn, order = 0, list(ways.values())
+    for _ in range(rounds * (len(PROMPTS) // len(batches))):
+        for batch in batches:
+            for place in range(len(order)):
+                order[(turn + place) % len(order)].run(batch, new_tokens)
+            turn += 1
+
+
+class Ratio(NamedTuple):
+    """Sum over sum, and its 95 % interval over the pairs."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: list[float], plain: list[float]) -> Ratio:
+        def of_sums(mine: Values, theirs: Values, axis: int = -1) -> Values:
+            ratio: Values = np.sum(mine, axis=axis) / np.sum(theirs, axis=axis)
+            return ratio
+
+        data = (np.array(ours), np.array(plain))
+        found = bootstrap(data, of_sums, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(0))
+        return cls(float(of_sums(*data)), float(found.confidence_interval.low), float(found.confidence_interval.high))
+
+
+class Line(NamedTuple):
+    """What one way did in one case."""
+
+    case: str
+    budget: str
+    wall: Ratio
+    cpu: Ratio
+    plain_ms_per_token: float
+    tokens_per_round: float
+    plain_share: float
+    rounds_by_width: dict[int, int]
+    same_text: int
+    runs: int
+    threads: int
+
+
+def _line(case: str, name: str, ways: dict[str, Way]) -> Line:
+    way, plain = ways[name], ways["plain"]
+    return Line(
+        case, name, Ratio.of(way.wall, plain.wall), Ratio.of(way.cpu, plain.cpu), 1000 * float(np.median(plain.wall)),
+        way.stats.tokens_per_round, way.stats.plain_share, dict(sorted(way.stats.by_width.items())),
+        sum(ours == theirs for ours, theirs in zip(way.texts, plain.texts, strict=True)), len(way.wall),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _print(found: list[Line]) -> None:
+    title = f"time per token over plain decoding, {torch.get_num_threads()} threads"
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "budget", "wall", "95 %", "CPU", "95 %", "tokens/round", "plain rounds", "same text"):
+        table.add_column(column, justify="left" if column in ("case", "budget") else "right")
+    for one in found:
+        ratios = [text for ratio in (one.wall, one.cpu) for text in (f"{ratio.value:.3f}", f"{ratio.low:.2f}-{ratio.high:.2f}")]
+        same = f"{one.same_text}/{one.runs}"
+        table.add_row(one.case, one.budget, *ratios, f"{one.tokens_per_round:.2f}", f"{one.plain_share:.0%}", same)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

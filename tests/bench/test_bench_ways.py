@@ -1,0 +1,204 @@
+"""Ways that really write: watched from outside, they write what they write unwatched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import tiny
+import torch
+
+from draftproof.bench import ours
+from draftproof.bench.against_transformers import Generate
+from draftproof.bench.measure import Bench, Setting, Shape
+from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_bytes
+from draftproof.core.messages import Frontier
+from draftproof.core.sampling import Sampling
+from draftproof.core.tree import TokenTree
+from draftproof.decoding.engine import Completion, Engine
+from draftproof.decoding.load import load
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.target.loading import embedded, load_model, load_tokenizer
+from draftproof.target.target import Target
+from draftproof.target.text import Codec
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 3, 5, 3]]
+GREEDY = Sampling()
+NEW = 14
+
+
+class Within(Drafter):
+    """A drafter that has another inside it, as a portfolio has."""
+
+    name = "within"
+
+    def __init__(self, inner: Drafter) -> None:
+        self.choices = [inner]
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        return self.choices[0].propose(frontier)
+
+
+def engine(drafter: Drafter | None = None, budget: int | None = None) -> Engine:
+    tokenizer = load_tokenizer(embedded("demo"))
+    assert tokenizer is not None
+    return Engine(Target(tiny.model("llama")), drafter, codec=Codec(tokenizer), budget=budget)
+
+
+def draft_model(layers: int = 1) -> DraftModel:
+    return DraftModel(Target(tiny.model("llama", 1, num_hidden_layers=layers)), tiny.VOCAB)
+
+
+def written(engine: Engine, wanted: Sampling) -> list[Completion]:
+    return engine.generate(PROMPTS, sampling=wanted, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("wanted", [GREEDY, Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_a_watched_engine_writes_what_it_wrote_before(wanted: Sampling) -> None:
+    mine, before = engine(draft_model(), 3), written(engine(draft_model(), 3), wanted)
+    texts = Ours("draft", mine).write(PROMPTS, wanted, NEW, time.perf_counter)
+    assert [text.tokens for text in texts] == [completion.tokens for completion in before]
+    for text, completion in zip(texts, before, strict=True):
+        assert text.stats is not None and text.stats.emitted == completion.stats.emitted
+        assert sum(chunk.tokens for chunk in text.chunks) == len(text.tokens)
+        assert text.chunks[0].tokens == 1 and len(text.rounds) == completion.stats.rounds
+        assert sum(text.rounds) == completion.stats.emitted
+
+
+def test_tokens_of_one_round_come_together_and_rounds_one_after_the_other() -> None:
+    way = Ours("draft", engine(DraftModel(Target(tiny.model("llama")), tiny.VOCAB), 4))     # its own draft: all stand
+    (text,) = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    assert [chunk.tokens for chunk in text.chunks] == [1, 5, 5, 3]
+    times = [chunk.at for chunk in text.chunks]
+    assert times == sorted(times) and len(set(times)) == len(times)
+
+
+def test_reads_are_counted_by_shape_and_prompts_are_not() -> None:
+    way = Ours("draft", engine(draft_model(), 3))
+    texts = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    reads, rounds = way.reads(), len(texts[0].rounds)
+    drafts = next(name for name in reads if name != "target")
+    assert reads["target"] == {Shape(1, 4, 128): rounds}
+    assert reads[drafts] == {Shape(1, 2, 128): rounds, Shape(1, 1, 128): 2 * rounds}
+    way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    assert way.reads() == reads                                        # of the last call only
+
+
+def test_a_draft_model_inside_another_drafter_is_seen() -> None:
+    inner = draft_model()
+    way = Ours("within", engine(Within(inner), 2))
+    assert isinstance(inner.model, Watched) and len(way.watched) == 2
+
+
+def test_a_target_that_drafts_for_itself_is_seen_drafting() -> None:
+    mine = engine(None, 3)
+    mine.drafter = DraftModel(mine.target, tiny.VOCAB)
+    way = Ours("itself", mine)
+    (text,) = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    reads = way.reads()
+    assert reads.pop("target") == {Shape(1, 4, 128): len(text.rounds)}
+    assert [sum(shapes.values()) for shapes in reads.values()] == [3 * len(text.rounds)]
+    assert way.held == 0
+
+
+def test_weights_are_counted_once() -> None:
+    target, draft = tiny.model("llama"), tiny.model("llama", 1, num_hidden_layers=1)
+    size = {id(model): sum(p.nbytes for p in model.parameters()) for model in (target, draft)}
+    assert drafter_bytes(engine()) == 0
+    buffers = sum(buffer.nbytes for buffer in draft.buffers())
+    assert drafter_bytes(engine(draft_model())) == size[id(draft)] + buffers
+    assert drafter_bytes(engine(DraftModel(Target(target), tiny.VOCAB))) == 0     # the target drafts for itself
+    assert Ours("draft", engine(draft_model())).weights >= size[id(target)] + size[id(draft)]
+
+
+def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.decoding.costs import CostCurve
+
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def costs(target: object, widths: Sequence[int], *, rows: int, context: int, repeats: int) -> CostCurve:
+        asked.append((tuple(sorted(widths)), rows))
+        return CostCurve(tuple(sorted(widths)), tuple(float(width * rows) for width in sorted(widths)))
+
+    monkeypatch.setattr(ours, "measure_costs", costs)
+    shapes = {Shape(1, 4, 128): 60, Shape(1, 8, 128): 20, Shape(2, 4, 128): 19, Shape(1, 64, 128): 1}
+    seconds = bare_seconds(Target(tiny.model("llama")), shapes)
+    assert sorted(asked) == [((4,), 2), ((4, 8), 1)]                   # the rarest is left out
+    assert seconds == pytest.approx((60 * 4 + 20 * 8 + 19 * 8) * 100 / 99)
+    way = Ours("draft", engine(draft_model(), 3))
+    reads = {"target": {Shape(1, 4, 128): 10}, list(way.watched)[1]: {Shape(1, 2, 128): 10, Shape(1, 1, 128): 20}}
+    assert way.bare(reads, PROMPTS[:1], GREEDY, NEW) == pytest.approx((4.0, 2.0 + 2 * 1.0))
+    assert way.bare({}, PROMPTS[:1], GREEDY, NEW) is None
+    assert Ours("plain", engine()).bare({"target": {Shape(1, 1, 128): 5}}, PROMPTS[:1], GREEDY, NEW) == (1.0, 0.0)
+
+
+def test_a_drafter_heard_once_can_be_asked_again_alone() -> None:
+    """The same messages give the same trees; the target is not asked."""
+    heard, trees = Heard(draft_model()), list[torch.Tensor]()
+    mine = engine(None, 3)
+    mine.drafter = heard  # type: ignore[assignment]
+    before = written(engine(draft_model(), 3), GREEDY)
+    assert [completion.tokens for completion in written(mine, GREEDY)] == [completion.tokens for completion in before]
+    inner = heard.inner
+    propose = inner.propose
+
+    def noted(frontier: Frontier) -> TokenTree:
+        tree = propose(frontier)
+        trees.append(tree.tokens)
+        return tree
+
+    inner.propose = noted  # type: ignore[method-assign]
+    mine.target = None  # type: ignore[assignment]
+    assert heard.again() > 0 and heard.again() > 0
+    half = len(trees) // 2
+    assert half == sum(verb == "propose" for verb, _ in heard.messages) > 0
+    assert all(torch.equal(first, second) for first, second in zip(trees[:half], trees[half:], strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_writes_what_plain_decoding_writes(batch: int) -> None:
+    mine, theirs = Ours("plain", engine()), Generate("transformers", tiny.model("llama"))
+    own = mine.write(PROMPTS[:batch], GREEDY, NEW, time.perf_counter)
+    stock = theirs.write(PROMPTS[:batch], GREEDY, NEW, time.perf_counter)
+    assert [text.tokens for text in stock] == [text.tokens for text in own]
+    assert all([chunk.tokens for chunk in text.chunks] == [1] * NEW for text in stock)
+    assert theirs.reads() == {} and theirs.bare({}, PROMPTS, GREEDY, NEW) is None
+
+
+def test_assisted_generation_hands_out_chunks_and_the_first_is_a_round() -> None:
+    theirs = Generate("transformers assisted", tiny.model("llama"), tiny.fresh("llama", 1, num_hidden_layers=1))
+    plain = Generate("transformers", tiny.model("llama"))
+    (text,), (alone,) = (way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter) for way in (theirs, plain))
+    assert text.tokens == alone.tokens and theirs.most == 1
+    assert sum(text.rounds) == len(text.tokens) and sum(alone.rounds) == len(alone.tokens) - 1
+
+
+def test_texts_end_at_their_end_token() -> None:
+    model = tiny.fresh("llama")
+    plain = Generate("transformers", model)
+    (whole,) = plain.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    end = whole.tokens[5]
+    first = whole.tokens.index(end)
+    model.generation_config.eos_token_id = end
+    texts = Generate("transformers", model).write([PROMPTS[0], PROMPTS[1]], GREEDY, NEW, time.perf_counter)
+    assert texts[0].tokens == whole.tokens[: first + 1]
+    assert all(sum(chunk.tokens for chunk in text.chunks) == len(text.tokens) for text in texts)
+
+
+@pytest.mark.usefixtures("memory_is_not_looked_at")
+def test_everything_together_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "REPEATS", 1)
+    first = load("demo", drafter="none", dtype="float32")
+    codec, model = first.codec, first.target.model
+    assert codec is not None
+    drafted = load(model, tokenizer=codec.tokenizer, assistant_model="demo-draft", dtype="float32", budget=3)
+    ways = [Ours("plain", first), Ours("draft", drafted), Generate("transformers", load_model("demo", "float32"))]
+    run = Bench(ways, [codec.encode("Once upon a time"), codec.encode("Tom")], [Setting(1, 0.0)], Sampling(), 10, 1)
+    run.run()
+    texts = {way.name: [trial.texts[0].tokens for trial in run.trials if trial.way == way.name] for way in ways}
+    for name in texts:
+        assert sorted(texts[name]) == sorted(texts["plain"])
+    assert {name for name, _ in run.bare} == {way.name for way in ways}
+    assert all(bare.verify > 0 for name, _ in run.bare for bare in run.bare[name, run.settings[0]])
