@@ -11,60 +11,92 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftproof.core.lossy import Typical
     from draftproof.core.messages import Accepted, Commit, Frontier, Reading
     from draftproof.core.sampling import Sampling
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+    from draftproof.decoding.adaptive import Adaptive
     from draftproof.decoding.budget import Budget, Fixed
     from draftproof.decoding.engine import Chunk, Completion, Engine
     from draftproof.decoding.load import load
     from draftproof.drafters.base import Drafter
+    from draftproof.drafters.checkpoint import read_head, write_head
     from draftproof.drafters.draft_model import DraftModel
+    from draftproof.drafters.medusa import Medusa, MedusaHead
     from draftproof.drafters.plain import Plain
     from draftproof.drafters.prompt_lookup import PromptLookup
+    from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
+    from draftproof.drafters.redrafter_learning import LearnConfig
     from draftproof.errors import DraftproofError
     from draftproof.target.loading import embedded
     from draftproof.target.target import Target
+    from draftproof.training.course import Course, train
+    from draftproof.training.material import Sources, Writing
+    from draftproof.training.trainer import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ABSENT",
     "Accepted",
+    "Adaptive",
     "Budget",
     "Chunk",
     "Commit",
     "Completion",
+    "Course",
     "DraftModel",
     "Drafter",
     "DraftproofError",
     "Engine",
     "Fixed",
     "Frontier",
+    "LearnConfig",
+    "Medusa",
+    "MedusaHead",
     "Plain",
+    "Plan",
     "PromptLookup",
+    "ReDrafter",
+    "ReDrafterHead",
     "Reading",
     "Sampling",
+    "Sources",
     "Target",
     "TokenTree",
     "TreeShape",
+    "Typical",
+    "Writing",
     "embedded",
     "load",
+    "read_head",
+    "train",
+    "write_head",
 ]
 
 _HOME = {
+    "draftproof.core.lossy": ("Typical",),
     "draftproof.core.messages": ("Accepted", "Commit", "Frontier", "Reading"),
     "draftproof.core.sampling": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
+    "draftproof.decoding.adaptive": ("Adaptive",),
     "draftproof.decoding.budget": ("Budget", "Fixed"),
     "draftproof.decoding.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.decoding.load": ("load",),
     "draftproof.drafters.base": ("Drafter",),
+    "draftproof.drafters.checkpoint": ("read_head", "write_head"),
     "draftproof.drafters.draft_model": ("DraftModel",),
+    "draftproof.drafters.medusa": ("Medusa", "MedusaHead"),
     "draftproof.drafters.plain": ("Plain",),
     "draftproof.drafters.prompt_lookup": ("PromptLookup",),
+    "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
+    "draftproof.drafters.redrafter_learning": ("LearnConfig",),
     "draftproof.errors": ("DraftproofError",),
     "draftproof.target.loading": ("embedded",),
     "draftproof.target.target": ("Target",),
+    "draftproof.training.course": ("Course", "train"),
+    "draftproof.training.material": ("Sources", "Writing"),
+    "draftproof.training.trainer": ("Plan",),
 }
 """Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof --help`` must not."""
 

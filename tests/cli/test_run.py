@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str
     assert {"acceptance_by_position", "seconds", "tokens_per_round"} <= found["stats"].keys()
     assert found["compare"]["identical"] is True
     assert found["settings"]["sampling"]["top_k"] == 5
-    assert (found["settings"]["drafter"], found["settings"]["draft_tokens"]) == ("draft-model", 5)
+    assert (found["settings"]["drafter"], found["settings"]["draft_tokens"]) == ("draft-model", 10)
 
 
 def test_samples_are_numbered(call: Call, target: str) -> None:

@@ -15,10 +15,13 @@ from typer.core import TyperGroup
 
 from draftproof import __version__
 from draftproof.cli.audit import audit
+from draftproof.cli.bench import bench
+from draftproof.cli.calibrate import calibrate
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
 from draftproof.cli.prove import prove
 from draftproof.cli.run import run
+from draftproof.cli.train import train
 from draftproof.errors import DraftproofError
 
 
@@ -53,7 +56,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(run)
+app.command()(train)
+app.command()(calibrate)
 app.command()(demo)
+app.command()(bench)
 app.command()(doctor)
 app.command()(prove)
 app.command()(audit)

@@ -111,7 +111,9 @@ class Batch:
     @property
     def _settings(self) -> str:
         """A digest of all options that decide what the texts are."""
-        setup = self.setup if self.setup.acceptance != "match" else Setup(self.setup.model, dtype=self.setup.dtype)
+        setup = self.setup
+        if setup.acceptance in (None, "match") and setup.lossy is None:
+            setup = Setup(setup.model, dtype=setup.dtype)
         return hashlib.sha256(json.dumps([repr(setup), self.chat, dict(self.given)], sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
@@ -164,6 +166,7 @@ class Batch:
             ) from None
         self._beside.unlink()
         show.note(_last_line(done, time.perf_counter() - start))
+        show.stray(show.added(done))
 
     def _drain(self, out: BinaryIO, ready: dict[int, dict[str, Any]], tally: Tally) -> None:
         """Write the rows whose turn it is."""
@@ -250,10 +253,11 @@ def _understood(line: Line, base: Sampling, chat: bool) -> Request:
         raise BadInput('"sampling" must be an object of sampling options')
     if row.get("max_new_tokens") is not None:
         wishes = {**wishes, "max_new_tokens": row["max_new_tokens"]}
-    return Request(line, _prompt(row, chat), _wanted(base, wishes))
+    return Request(line, prompt_of(row, chat), _wanted(base, wishes))
 
 
-def _prompt(row: Mapping[str, Any], chat: bool) -> Prompt:
+def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
+    """The prompt of a row, as text or as a chat. Raises BadInput, in one sentence."""
     name = next((name for name in PROMPTS if name in row), None)
     if name is None:
         raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")

@@ -24,6 +24,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "prompt lookup": {"drafter": "prompt-lookup"},
     "draft model": {"assistant_model": "demo-draft"},
+    "Medusa": {"drafter": "medusa"},
+    "ReDrafter": {"drafter": "redrafter"},
 }
 """Who races: a name and what `load` is given for it. Plain decoding comes first, the others are measured against it."""
 

@@ -42,10 +42,21 @@ PromptFile = Annotated[Path | None, _in(None, "FILE", "The prompt, without its l
 Chat = Annotated[bool, _in(None, None, "Wrap the prompt in the model's chat template.", "--chat")]
 
 AssistantModel = Annotated[str | None, _drafting("MODEL", "Draft with this smaller model: demo-draft, folder, hub id.")]
-DrafterName = Annotated[str | None, _drafting("NAME", "none, prompt-lookup (default), or a folder.", "--drafter")]
-DraftTokens = Annotated[int | None, _drafting("K", "Draft tokens per round.", "--num-assistant-tokens")]
-DraftTree = Annotated[str | None, _drafting("3,2,1", "Draft a tree: children per node, level by level.")]
-Rule = Annotated[Acceptance, _drafting("RULE", "match: the same text; rejection, block: the same law.", "--acceptance")]
+DrafterName = Annotated[
+    str | None,
+    _drafting("NAME", "none, prompt-lookup (default), medusa, redrafter, self-int8, self-layers:N, a folder.", "--drafter"),
+]
+DraftTokens = Annotated[
+    int | None, _drafting("K", "Draft K tokens in every round; without it, as many as pay.", "--num-assistant-tokens")
+]
+DraftTree = Annotated[str | None, _drafting("TREE", "Children per node, level by level (3,2,1), or a published tree.")]
+Rule = Annotated[
+    Acceptance | None,
+    _drafting("RULE", "match (default): the same text; rejection, block: the same law.", "--acceptance"),
+]
+Lossy = Annotated[
+    str | None, _drafting("typical[:E,D]", "Give up the target's law: what is likely enough stands.", "--lossy")
+]
 
 NewTokens = Annotated[int | None, _sampling("N", "Length limit.")]
 MinNewTokens = Annotated[int | None, _sampling("N", "No end token before so many.")]
@@ -64,6 +75,9 @@ Samples = Annotated[int, _sampling("N", "Samples of the prompt.", "--n")]
 
 Dtype = Annotated[str | None, _where("DTYPE", "bfloat16, float16, float32 or float64.")]
 Device = Annotated[str | None, _where("DEVICE", "cpu, cuda, cuda:1, ...")]
+Quantize = Annotated[str | None, _where("KIND", "int8, int4 or fp8 weights: faster, and another text.")]
+QuantizeDraft = Annotated[str | None, _where("KIND", "The same for the draft model: faster, and the same text.")]
+KvCache = Annotated[str | None, _where("KIND", "int8 or fp8 keys and values: half the memory, and another text.")]
 
 Compare = Annotated[bool, _output(None, "Decode plainly first; compare speed and tokens.", "--compare")]
 Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]

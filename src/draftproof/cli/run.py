@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
-from draftproof.cli.setup import Setup, as_chat, described, plain_beside, sampling
+from draftproof.cli.setup import Setup, as_chat, described, lost, plain_beside, sampling
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def run(
     drafter: opt.DrafterName = None,
     num_assistant_tokens: opt.DraftTokens = None,
     draft_tree: opt.DraftTree = None,
-    acceptance: opt.Rule = opt.Acceptance.match,
+    acceptance: opt.Rule = None,
+    lossy: opt.Lossy = None,
     max_new_tokens: opt.NewTokens = None,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -56,11 +57,15 @@ def run(
     color: opt.When = opt.Color.auto,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    quantize: opt.Quantize = None,
+    quantize_draft: opt.QuantizeDraft = None,
+    kv_cache: opt.KvCache = None,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
     setup = Setup(
-        model, assistant_model, drafter, num_assistant_tokens, draft_tree, acceptance.value, dtype, device
-    )
+        model, assistant_model, drafter, num_assistant_tokens, draft_tree, acceptance and acceptance.value, dtype, device,
+        lossy, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
+    )  # fmt: skip
     given = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop,
         "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
@@ -85,6 +90,9 @@ def run(
         print(json.dumps(_as_json(ours, plain, described(setup, engine, wanted)), ensure_ascii=False))
         return
     show.note(show.summary(ours))
+    show.stray(show.added(ours))
+    for line in lost(engine):
+        show.note(line)
     if plain is not None:
         show.note("plain: " + show.summary(plain))
         show.note(_verdict(engine, wanted, ours, plain), style="bold")
@@ -142,7 +150,9 @@ def _verdict(engine: Engine, wanted: Sampling, ours: Sequence[Completion], plain
     places = [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in zip(ours, plain, strict=True)]
     place = next((place for place in places if place is not None), None)
     same = "the text is identical" if place is None else f"the text differs at token {place}"
-    if engine.acceptance != "match" and wanted.temperature > 0:
+    if engine.lossy is not None and wanted.temperature > 0:
+        same += " (typical acceptance is lossy: it has neither the target's text nor its law)"
+    elif engine.acceptance != "match" and wanted.temperature > 0:
         same += f" ({engine.acceptance}: texts may differ, the law is the same)"
     return f"{show.per_token(plain) / show.per_token(ours):.2f}× as fast as plain decoding; {same}"
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
+    from draftproof.core.lossy import Typical
     from draftproof.core.sampling import Sampling
     from draftproof.core.tree import TreeShape
     from draftproof.decoding.engine import Engine
@@ -27,9 +29,13 @@ class Setup:
     drafter: str | None = None
     num_assistant_tokens: int | None = None
     draft_tree: str | None = None
-    acceptance: str = "match"
+    acceptance: str | None = None
     dtype: str | None = None
     device: str | None = None
+    lossy: str | None = None
+    quantize: str | None = None
+    quantize_draft: str | None = None
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse before a model is loaded what can be refused before."""
@@ -41,8 +47,16 @@ class Setup:
                 "or use --drafter none for plain decoding"
             )
         if self.draft_tree is not None and self.assistant_model is None and self.drafter in (None, "none", "prompt-lookup"):
-            raise BadInput("--draft-tree is drawn by a draft model; name one with --assistant-model")
-        branching(self.draft_tree or "1")
+            raise BadInput(
+                "--draft-tree is for draft models and Medusa heads; name one with --assistant-model or --drafter"
+            )
+        if not self._tree_is_named:
+            branching(self.draft_tree or "1")
+        if self.lossy is not None and self.acceptance is not None:
+            raise BadInput(f"both --lossy and --acceptance {self.acceptance} were given; leave one of them out")
+        thresholds(self.lossy or "typical")
+        if self.quantize_draft and self.assistant_model is None and self.drafter in (None, "none", "prompt-lookup"):
+            raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
 
     def engine(self) -> Engine:
         """Load everything and check it against each other."""
@@ -54,15 +68,30 @@ class Setup:
             drafter=self.drafter,
             dtype=self.dtype,
             device=self.device,
-            acceptance=self.acceptance,
+            acceptance=self.acceptance or "match",
+            lossy=self._typical(),
             budget=self.num_assistant_tokens,
             draft_tree=self._shape(),
+            quantize=self.quantize,
+            quantize_draft=self.quantize_draft,
+            kv_cache=self.kv_cache,
         )
 
-    def _shape(self) -> TreeShape | None:
+    @property
+    def _tree_is_named(self) -> bool:
+        return self.draft_tree == DYNAMIC or self.draft_tree in CHOICES
+
+    def _shape(self) -> TreeShape | str | None:
         from draftproof.core.tree import TreeShape
 
+        if self._tree_is_named:
+            return self.draft_tree
         return TreeShape.branching(branching(self.draft_tree)) if self.draft_tree is not None else None
+
+    def _typical(self) -> Typical | bool:
+        from draftproof.core.lossy import Typical
+
+        return Typical(*thresholds(self.lossy)) if self.lossy is not None else False
 
 
 def branching(text: str) -> tuple[int, ...]:
@@ -72,11 +101,26 @@ def branching(text: str) -> tuple[int, ...]:
     except ValueError:
         widths = ()
     if not widths or min(widths) < 1:
-        raise BadInput(f"draft_tree was {text!r}; give children per node, level by level, such as 3,2,1")
+        raise BadInput(
+            f"draft_tree was {text!r}; give children per node, level by level, such as 3,2,1, or a published tree, "
+            f"such as {next(iter(CHOICES))}"
+        )
     nodes = sum(prod(widths[:depth]) for depth in range(1, len(widths) + 1)) if len(widths) < MOST_NODES else MOST_NODES
     if nodes >= MOST_NODES:
         raise BadInput(f"draft_tree {text!r} drafts {nodes} tokens or more per round; stay below {MOST_NODES}")
     return widths
+
+
+def thresholds(text: str) -> tuple[float, ...]:
+    """Epsilon and delta from "typical:0.09,0.3"; none from "typical" alone, which takes the defaults."""
+    name, given, numbers = text.partition(":")
+    try:
+        values = tuple(float(part) for part in numbers.split(",")) if given else ()
+    except ValueError:
+        values = (0.0,)
+    if name != "typical" or len(values) not in (0, 2):
+        raise BadInput(f"lossy was {text!r}; give typical, or typical:EPSILON,DELTA such as typical:0.09,0.3")
+    return values
 
 
 def plain_beside(engine: Engine) -> Engine:
@@ -103,12 +147,30 @@ def described(setup: Setup, engine: Engine, wanted: Sampling) -> dict[str, Any]:
         "drafter": engine.drafter.name,
         "assistant_model": setup.assistant_model,
         "draft_tokens": engine.budget.most,
+        "budget": type(engine.budget).__name__.lower(),
         "draft_tree": setup.draft_tree,
         "acceptance": engine.acceptance,
+        **({"lossy": asdict(engine.lossy)} if engine.lossy is not None else {}),
+        **quantised(engine),
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         "device": str(engine.target.device),
         "sampling": {name: value for name, value in asdict(wanted).items() if name != "processors"},
     }
+
+
+def quantised(engine: Engine) -> dict[str, Any]:
+    """What was quantised, and what it cost and saved; nothing if nothing was."""
+    target = engine.target
+    lost = {"quantize": target.loss._asdict()} if target.loss is not None else {}
+    kept, plain = target.position_bytes
+    return lost | ({"kv_cache": {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}} if target.kv_cache else {})
+
+
+def lost(engine: Engine) -> list[str]:
+    """What quantising cost and saved, in lines; none if nothing was quantised."""
+    target, (kept, plain) = engine.target, engine.target.position_bytes
+    cache = [f"{target.kv_cache} KV cache: {kept} bytes per token, in place of {plain}"] if target.kv_cache else []
+    return [*([str(target.loss)] if target.loss is not None else []), *cache]
 
 
 def as_chat(text: str) -> list[dict[str, str]]:

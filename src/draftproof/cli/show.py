@@ -96,7 +96,7 @@ def together(completions: Sequence[Completion]) -> RoundStats:
     """Counts of all rows that ran side by side, seconds of the one that ran longest."""
     total = added(completions)
     longest = max(completions, key=lambda completion: sum(completion.stats.seconds.values()))
-    total.seconds = dict(longest.stats.seconds)
+    total.seconds, total.plain_seconds = dict(longest.stats.seconds), longest.stats.plain_seconds
     return total
 
 
@@ -110,7 +110,15 @@ def summary(completions: Sequence[Completion]) -> str:
         figures.append(f"{stats.tokens_per_round:.2f} tokens/round")
     if stats.drafted:
         figures.append(f"{stats.acceptance:.0%} accepted")
+        figures += [f"{stats.plain_share:.0%} of the rounds plain"] if stats.plain_share else []
     return " · ".join([*figures, parts])
+
+
+def stray(stats: RoundStats) -> None:
+    """After lossy decoding, how far it went, on a line of its own; after exact decoding nothing."""
+    if stats.distance_per_token is not None:
+        distance = f"{stats.distance_per_token:.2f} per token (mean total variation)"
+        note(f"lossy: distance from the target's law: {distance}", style="yellow")
 
 
 def per_token(completions: Sequence[Completion]) -> float:
@@ -137,5 +145,9 @@ def figures(stats: RoundStats) -> dict[str, object]:
         "tokens_per_round": stats.tokens_per_round,
         "acceptance": stats.acceptance,
         "acceptance_by_position": stats.acceptance_by_position,
+        **({"distance_per_token": stats.distance_per_token} if stats.distance_per_token is not None else {}),
         "seconds": stats.seconds,
+        "plain_share": stats.plain_share,
+        "rounds_by_width": {str(width): count for width, count in sorted(stats.by_width.items())},
+        **({"plain_seconds": stats.plain_seconds, "debt_seconds": stats.debt} if stats.plain_seconds else {}),
     }

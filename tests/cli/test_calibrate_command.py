@@ -1,0 +1,137 @@
+"""``draftproof calibrate``: a table, a tree that ``run`` uses from then on, a picture, and refusals before the work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import save_model
+
+from draftproof.decoding.load import load
+from draftproof.drafters.checkpoint import read_head, write_head
+from draftproof.drafters.medusa import MedusaHead
+from draftproof.training import calibrate as training
+
+Call = Callable[..., Any]
+SMALL = ("--tokens", "12", "--max-nodes", "6")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "TIMES", 1)
+    monkeypatch.setattr(training, "TIMED_TOKENS", 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that repeats itself, so that fresh heads, which foretell what its own head says, are right at times."""
+    return str(save_model(tmp_path_factory.mktemp("calibrate") / "target", layers=1, seed=3))
+
+
+@pytest.fixture(scope="module")
+def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrate") / "heads"
+    torch.manual_seed(0)
+    write_head(MedusaHead.fresh(load(model, drafter="none").target, num_heads=2), folder)
+    return folder
+
+
+@pytest.fixture
+def heads(trained: Path, tmp_path: Path) -> Path:
+    """Heads of one's own to write to."""
+    return Path(shutil.copytree(trained, tmp_path / "heads"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    rows = [{"prompt": "Once upon"}, {"text": "One day a dog"}, {"prompt": "The cat sat on the"}, {"turns": ["Ben had a"]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_run_uses_the_tree_from_then_on(call: Call, model: str, heads: Path, prompts: str) -> None:
+    rest = ("-p", "Once", "--max-new-tokens", "6", "--json")
+    before = json.loads(call("run", model, "--drafter", str(heads), *rest).out)
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL)
+    assert said.code == 0, said.err
+    tree = json.loads((heads / "config.json").read_text())["tree"]
+    assert 1 <= len(tree) <= 6
+    after = json.loads(call("run", model, "--drafter", str(heads), *rest).out)
+    assert after["settings"]["draft_tokens"] == len(tree) != before["settings"]["draft_tokens"]
+    assert after["tokens"] == before["tokens"]
+
+
+def test_everything_that_was_found_is_said_and_kept(call: Call, model: str, heads: Path, prompts: str) -> None:
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL)
+    found = json.loads((heads / "calibration.json").read_text())
+    assert found["nodes"] == len(found["tree"]) and found["tree_in_order_of_addition"][: found["nodes"]] == found["tree"]
+    assert [lane["name"] for lane in found["held_out"]] == ["plain", "calibrated tree", "dynamic tree"]
+    assert len(found["tokens_per_round"]) == len(found["expected_speed_up"]) == 7
+    assert "acceptance in % by depth and rank" in said.out and "tokens/round" in said.out
+    measured = r"measured on held-out prompts \(1\), \d draft tokens?: calibrated tree [\d.]+ tokens/round, [\d.]+×"
+    assert re.search(measured, said.out)
+    assert str(heads) in said.err
+    assert (heads / "calibration.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_with_out_the_heads_stay_as_they_are(call: Call, model: str, heads: Path, prompts: str, tmp_path: Path) -> None:
+    before = {file.name: file.read_bytes() for file in heads.iterdir()}
+    out = tmp_path / "new"
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL, "--out", str(out))
+    assert said.code == 0, said.err
+    assert {file.name: file.read_bytes() for file in heads.iterdir()} == before
+    target = load(model, drafter="none").target
+    old, new = read_head(heads, target), read_head(out, target)
+    assert isinstance(new, MedusaHead) and new.config.tree is not None
+    assert all(torch.equal(one, other) for one, other in zip(old.parameters(), new.parameters(), strict=True))
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: Any) -> None:
+        raise AssertionError("this was to be refused before the work")
+
+    monkeypatch.setattr(training, "calibrate", work)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_other_folders_are_not_written_to(call: Call, model: str, heads: Path, prompts: str, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, "--out", str(full))
+    assert said.code == 1 and "something else" in said.err and said.err.count("\n") == 1
+    vllm = tmp_path / "vllm"
+    target = load(model, drafter="none").target
+    head = read_head(heads, target)
+    assert isinstance(head, MedusaHead)
+    write_head(head.unshared(target), vllm, "vllm")
+    said = call("calibrate", model, "--drafter", str(vllm), "--prompts", prompts)
+    assert said.code == 1 and "--out DIR" in said.err
+
+
+@pytest.mark.usefixtures("no_work")
+def test_what_is_no_head_is_refused(call: Call, model: str, prompts: str, tmp_path: Path) -> None:
+    said = call("calibrate", model, "--drafter", model, "--prompts", prompts)
+    assert said.code == 1 and "holds no draft heads" in said.err
+    said = call("calibrate", model, "--drafter", str(tmp_path / "nowhere"), "--prompts", prompts)
+    assert said.code == 1 and said.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_work")
+def test_prompts_that_leave_no_room_are_refused(call: Call, model: str, heads: Path, prompts: str) -> None:
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, "--tokens", "5000")
+    assert said.code == 1 and "no prompt leaves room" in said.err
+
+
+def test_one_prompt_is_too_few(call: Call, model: str, heads: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')
+    said = call("calibrate", model, "--drafter", str(heads), "--prompts", str(tmp_path / "one.jsonl"))
+    assert said.code == 1 and "at least two" in said.err

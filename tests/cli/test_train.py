@@ -1,0 +1,122 @@
+"""``draftproof train``: what is seen, what is said of mistakes, and a head at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., Any]
+
+SHORT = ("--steps", "4", "--length", "32", "--batch", "4")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    rows = [{"text": f"Once upon a time there was number {number}, and it had a larger friend."} for number in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "columns"),
+    [
+        ("medusa", ("--heads", "2", "--layers", "2"), 2),
+        ("medusa", ("--heads", "3", "--own-projection"), 3),
+        ("redrafter", ("--horizon", "2"), 2),
+        ("redrafter", ("--horizon", "2", "--exit-dim", "40"), 2),
+    ],
+)
+def test_a_trained_head_decodes_the_targets_own_text(
+    call: Call, target: str, texts: str, tmp_path: Path, method: str, options: tuple[str, ...], columns: int
+) -> None:
+    out = str(tmp_path / "heads")
+    said = call("train", method, target, "--data", texts, "--out", out, *SHORT, *options)
+    assert said.code == 0 and said.out == "", said
+    assert "4 steps" in said.err and "held out" in said.err and f"draftproof run {target} --drafter {out}" in said.err
+    title, *table = [line for line in said.err.splitlines() if line.startswith("   ")]
+    assert title.count("token ") == columns and [int(line.split()[0]) for line in table] == [1, 2, 3, 4]
+    words = ("run", target, "Once upon a time", "--max-new-tokens", "12")
+    assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
+
+
+def test_the_same_command_finds_its_work_done(call: Call, target: str, texts: str, tmp_path: Path) -> None:
+    command = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "heads"), "--heads", "1", *SHORT)
+    assert call(*command).code == 0
+    assert "is complete" in call(*command).err
+    other = call(*command, "--lr", "0.5")
+    assert other.code == 1 and "rate" in other.err and "another --out" in other.err
+
+
+def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: str, texts: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "both"
+    said = call("train", "medusa", target, "--data", texts, "--out", str(out), "--heads", "1", "--joint", *SHORT)
+    assert said.code == 0 and f"draftproof run {out}/model --drafter {out}/heads" in said.err, said
+    words = ("run", str(out / "model"), "Once upon a time", "--max-new-tokens", "12")
+    assert call(*words, "--drafter", str(out / "heads")).out == call(*words, "--drafter", "none").out != ""
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "no such data": (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    "the other's option": (["--horizon", "3"], ["--horizon", "redrafter"]),
+    "one stage of none": (["--one-stage"], ["--joint"]),
+    "rows longer than the context": (["--length", "512"], ["512", "256"]),
+    "rows of nothing": (["--length", "4"], ["length", "at least 16"]),
+    "batches of nothing": (["--batch", "0"], ["batch", "at least 1"]),
+    "no time": (["--minutes", "0"], ["minutes", "above 0"]),
+    "no steps": (["--steps", "0"], ["steps", "above 0"]),
+    "no rate": (["--lr", "0"], ["rate", "above 0"]),
+    "too large a cache": (["--cache-gb", "9"], ["cache_gb", "to 2"]),
+    "nothing to write": (["--self-generate", "--tokens", "0"], ["at least 1"]),
+    "cold": (["--self-generate", "--temperature", "-1"], ["temperatures"]),
+    "no heads": (["--heads", "-1"], ["num_heads", "at least 1"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_one_sentence(call: Call, target: str, texts: str, tmp_path: Path, mistake: str) -> None:
+    options, words = MISTAKES[mistake]
+    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), *options)
+    _sentence(said, *words)
+
+
+def test_data_without_anything_to_learn_is_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "What?"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Who?"}]}\n' * 2)
+    for name, words in (("empty", "no text"), ("asked", "--self-generate"), ("chat", "at least two")):
+        said = call("train", "medusa", target, "--data", str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / "out"))
+        _sentence(said, words)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(call: Call, texts: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = call("train", "medusa", "/no/model", "--data", texts, "--out", str(tmp_path / "file" / "out"))
+    _sentence(said, str(tmp_path / "file"))
+
+
+def test_without_peft_the_extra_is_named(
+    call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    _sentence(call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), "--joint"), "draftproof[train]")
+
+
+def test_without_matplotlib_there_is_a_head_and_a_note(
+    call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), "--heads", "1", *SHORT)
+    assert said.code == 0 and "draftproof[train]" in said.err and ".png" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def _sentence(said: Any, *words: str) -> None:
+    assert said.code == 1 and said.out == "", said
+    last = said.err.splitlines()[-1]
+    assert last.startswith("draftproof: ") and all(word in last for word in words), said.err
+    assert "Errno" not in last and "Traceback" not in said.err
