@@ -215,6 +215,21 @@ def test_every_beam_races_by_its_own_path(wishes: dict[str, Any]) -> None:
     assert len(paths) == 19 and len(inner) > 3
 
 
+@pytest.mark.parametrize(("temperature", "trust"), [(0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (2.0, 1.0)])
+def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, trust: float) -> None:
+    """A temperature below 1 magnifies the differences between draft and target; the odds allow for it."""
+    tables = Tables()
+    head = random_head(tables)
+    hidden = torch.randn(1, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    drafter = ReDrafter(head, tables, width=3, length=1)
+    frontier = asking(drafter, hidden, [7], budget=3, temperature=temperature, seed=3)
+    tree = drafter.propose(frontier)
+    logits = law_behind(head, tables, hidden[0], [7], None)[None, None]
+    race = frontier.sampler.race(logits, Paths(frontier.prefix, TokenTree.root(torch.tensor([7]))), Role.TARGET)
+    assert tree.odds is not None
+    torch.testing.assert_close(tree.odds[0, 1:], (race * trust).softmax(-1)[0, 0, tree.tokens[0, 1:]].double())
+
+
 def test_what_may_not_come_is_absent() -> None:
     """Fewer tokens allowed than beams: the rest is absent, and so is what would follow."""
     tables = Tables()
@@ -438,6 +453,7 @@ def test_learning_is_without_chance_and_bounded() -> None:
         held = [len(part) for part in (*drafter.learner._bank, *drafter.learner._rows)]
         assert held == [LEARN.memory] * 3 + [2] * 3
     assert all(torch.equal(learnt[0][name], learnt[1][name]) for name in learnt[0])
+    assert not torch.equal(learnt[0]["rnn_w.weight"], ReDrafterHead.fresh(target(), steps=3).rnn_w.weight)
 
 
 def test_prompts_are_read_but_not_foretold() -> None:

@@ -221,11 +221,11 @@ class TokenTree:
         nodes = self.tokens.shape[1]
         numbers = torch.arange(nodes, device=self.tokens.device)
         sees = (self.parents[:, :, None] == numbers) | torch.eye(nodes, dtype=torch.bool, device=numbers.device)
-        reach = 1
+        reach, ways = 1, sees.float()
         while reach < self.depth_limit:                                             # squaring doubles the reach
-            sees = (sees.float() @ sees.float()) > 0
+            ways = (ways @ ways).clamp(max=1)
             reach *= 2
-        return sees
+        return ways > 0
 
     @cached_property
     def depths(self) -> Tensor:

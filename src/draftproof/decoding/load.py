@@ -10,6 +10,7 @@ from draftproof.core.lossy import Typical
 from draftproof.core.tree import TreeShape
 from draftproof.decoding.budget import Budget
 from draftproof.decoding.engine import Engine
+from draftproof.decoding.self_draft import PREFIX, SelfDraft, self_named
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.checkpoint import is_head, read_head
 from draftproof.drafters.draft_model import DraftModel
@@ -17,7 +18,6 @@ from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.drafters.self_draft import PREFIX, SelfDraft, self_named
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch
 from draftproof.target import loading
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase

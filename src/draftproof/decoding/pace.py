@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
-
-import numpy as np
-
 WANDER, DRIFT = 0.05, 0.005
 """In natural logarithms, how far the machine's speed and how far relative costs wander from round to round."""
 ABOUT, FIRST = 0.1, 0.5
@@ -32,35 +29,43 @@ class Pace:
 
     A Kalman filter on logarithms: seconds = plain step x relative cost x noise. The machine's speed wanders and relative
     costs hardly do, so a round that drafts also tells of the plain step, and a plain round settles how much of a change
-    was the machine's. Costs that were never measured lie on the line through those that were.
+    was the machine's. Costs that were never measured lie on the line through those that were. (Covariances between
+    the costs of different sizes are left out; plain Python, because a round has no time for more.)
     """
 
     def __init__(self, sizes: Sequence[int], like: Pace | None = None) -> None:
-        self.sizes = tuple(sizes)
-        count = len(self.sizes)                                 # sizes[0] is 0: state[0] is the plain step, the rest relative
-        self.state = np.zeros(count)
-        self.spread = np.diag(np.full(count, FIRST**2))
+        self.sizes = tuple(sizes)                               # sizes[0] is 0
+        count = len(self.sizes)
+        self.speed, self.speed_var = 0.0, FIRST**2              # of the plain step, logarithm of seconds
+        self.logs = [0.0] * count                               # of relative costs
+        self.vars = [0.0] * count
+        self.shared = [0.0] * count                             # covariances of relative costs with the plain step
         self.seen = [False] * count
-        self._steps = np.array([WANDER**2, *[DRIFT**2] * (count - 1)])
         self.noise = ABOUT**2
-        self.since_plain, self.plain_then = 0, 0.0              # rounds since one was measured, and what it then seemed
+        self.rounds, self.last = 0, [0] * count                 # so far, and at which each size ran last
+        self.speed_then = 0.0                                   # when a plain step was measured
         self.frozen = False
         self._strikes = 0                                       # surprises in a row
+        self._told: tuple[list[float], list[float]] | None = None
         if like is not None:
             self.seen = [False, *like.seen[1:]]
-            self.state[1:] = like.state[1:]
-            self.spread[1:, 1:] = like.spread[1:, 1:] + np.diag(np.full(count - 1, BORROWED**2))
-        self._tell()
+            self.logs = list(like.logs)
+            self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:])]
 
     @property
     def plain_step(self) -> float:
         """Seconds; 0 while unknown."""
-        return math.exp(self.state[0]) if self.seen[0] else 0.0
+        return math.exp(self.speed) if self.seen[0] else 0.0
 
     @property
     def started(self) -> bool:
         """Whether any round that drafts was measured, here or where this began."""
-        return any(self.seen[1:])
+        return True in self.seen[1:]
+
+    @property
+    def since_plain(self) -> int:
+        """Rounds since a plain step was measured."""
+        return self.rounds - self.last[0]
 
     @property
     def plain_is_due(self) -> bool:
@@ -70,7 +75,22 @@ class Pace:
     @property
     def risen(self) -> float:
         """By how much, in logarithms, the plain step seems to have grown since one was measured."""
-        return float(self.state[0]) - self.plain_then
+        return self.speed - self.speed_then
+
+    @property
+    def cost(self) -> list[float]:
+        """Of every size, in plain steps."""
+        return (self._told or self._tell())[0]
+
+    @property
+    def high(self) -> list[float]:
+        """The 95th percentile of `cost`."""
+        return (self._told or self._tell())[1]
+
+    def draw(self, dice: Random) -> list[float]:
+        """`cost`, as it may be within what is known."""
+        off = dice.gauss(0.0, 1 / SURE)
+        return [cost + (high - cost) * off for cost, high in zip(self.cost, self.high, strict=True)]
 
     def observe(self, index: int, seconds: float) -> float:
         """A round of `sizes[index]` took so long; returns its cost in plain steps: as measured the first time, later as
@@ -78,81 +98,92 @@ class Pace:
         if self.frozen:
             return self.cost[index]
         said, first = math.log(max(seconds, 1e-9)), not self.seen[index]
-        measured = math.exp(said - self.state[0])
-        self._wander()
-        if first:
-            self._begin(index, said)
-        self._weigh(index, said, first)
-        self.since_plain += 1
+        measured = math.exp(said - self.speed) if self.seen[0] else 1.0
+        self.skip()
+        if index:
+            self._weigh(index, said, first)
+        elif first:
+            self.seen[0], self.speed, self.speed_var = True, said, FIRST**2
+        else:
+            self._weigh_plain(said)
+        self.last[index] = self.rounds
         if index == 0:
-            self.since_plain, self.plain_then = 0, float(self.state[0])
-        self._tell()
-        return max(1.0, measured) if first and index else self.cost[index]
+            self.speed_then = self.speed
+            return 1.0
+        return max(1.0, measured) if first else self.cost[index]
 
     def skip(self) -> None:
         """A round went by that says nothing of costs."""
-        self._wander()
-        self.since_plain += 1
+        self.rounds += 1
+        self.speed_var += WANDER**2
 
-    def draw(self, dice: Random) -> list[float]:
-        """`cost`, as it may be within what is known."""
-        off = dice.gauss(0.0, 1 / SURE)
-        return [cost * (high / cost) ** off for cost, high in zip(self.cost, self.high, strict=True)]
-
-    def _wander(self) -> None:
-        self.spread.flat[:: len(self.sizes) + 1] += self._steps
-
-    def _begin(self, index: int, said: float) -> None:
-        """What is supposed of a size before its first round: a plain step takes what it takes, the rest lie on the line."""
-        supposed = (SUPPOSED if self.started else VAGUE) if index else FIRST
-        self.spread[index] = self.spread[:, index] = 0.0
-        self.spread[index, index] = supposed**2
-        self.state[index] = math.log(self.cost[index]) if index else said
-        self.seen[index] = True
+    def _weigh_plain(self, said: float) -> None:
+        """A plain round: whatever else was measured by a wrong plain step is corrected along with it."""
+        total = self.speed_var + self.noise
+        surprise = self._surprise(said - self.speed, total)
+        gain = self.speed_var / total
+        self.speed += gain * surprise
+        self.speed_var -= gain * self.speed_var
+        for index, shared in enumerate(self.shared):
+            if shared:
+                self.logs[index] += shared / total * surprise
+                self.vars[index] -= shared * shared / total
+                self.shared[index] -= gain * shared
+                self._told = None
 
     def _weigh(self, index: int, said: float, first: bool) -> None:
-        """The filter's step, with surprises cut off and the noise learned along the way.
+        """A round that drafted. The first of its size begins from what was supposed of it, and is believed less."""
+        if first:
+            self.logs[index] = math.log(self.cost[index])
+            self.vars[index] = (SUPPOSED if self.started else VAGUE) ** 2
+            self.seen[index] = True
+        else:
+            self.vars[index] += (self.rounds - self.last[index]) * DRIFT**2
+        shared = self.shared[index]
+        to_speed, to_cost = self.speed_var + shared, self.vars[index] + shared
+        total = to_speed + to_cost + (FIRST**2 if first else self.noise)
+        surprise = said - self.speed - self.logs[index]
+        surprise = self._surprise(surprise, total, index) if not first else surprise
+        self.speed += to_speed / total * surprise
+        self.logs[index] += to_cost / total * surprise
+        left = 1 - to_speed * to_speed / total / self.speed_var
+        self.shared = [covariance * left for covariance in self.shared]
+        self.shared[index] = shared - to_speed * to_cost / total
+        self.speed_var *= left
+        self.vars[index] -= to_cost * to_cost / total
+        if self.logs[index] < 0:                                # a draft costs no less than none: the plain step was overrated
+            excess = self.logs[index]
+            self.speed += excess
+            self.logs = [log - excess if seen and size else log
+                         for size, log, seen in zip(self.sizes, self.logs, self.seen, strict=True)]  # fmt: skip
+        self._told = None
 
-        Two surprises in a row are no hiccup: either the machine or this size has changed, and a plain round will tell.
+    def _surprise(self, surprise: float, total: float, index: int = 0) -> float:
+        """Cut off what is too much to believe, and learn how much that is: two rounds of three are off by less than the noise.
+
+        Two in a row are no hiccup: either the machine or this size has changed, and a plain round will tell.
         """
         if self._strikes > 1:
             self._strikes = 0
-            for one in {0, index}:
-                self.spread[one, one] += FIRST**2
-        noise = FIRST**2 if first else self.noise
-        toward = self.spread[0] + self.spread[index] if index else self.spread[0].copy()
-        known = float(toward[0] + toward[index] if index else toward[0])
-        surprise = said - float(self.state[0]) - (float(self.state[index]) if index else 0.0)
-        bound = OUTLIER * math.sqrt(known + noise)
+            self.speed_var += FIRST**2
+            self.vars[index] += FIRST**2 if index else 0.0
+            return surprise
+        bound = OUTLIER * math.sqrt(total)
         self._strikes = self._strikes + 1 if abs(surprise) > bound else 0
-        gain = toward / (known + noise)
-        self.state += gain * max(-bound, min(bound, surprise))
-        self.spread -= np.outer(gain, toward)
-        if not first:                                   # two rounds of three are off by less than the noise says
-            self.noise *= 1.1 if surprise**2 > known + noise else 0.955
-            self.noise = min(0.25, max(0.02**2, self.noise))
-        self._at_least_plain(index)
+        self.noise = min(0.25, max(0.02**2, self.noise * (1.1 if surprise * surprise > total else 0.955)))
+        return max(-bound, min(bound, surprise))
 
-    def _at_least_plain(self, index: int) -> None:
-        """A round that drafts costs no less than one that does not: if it seems to, the plain step was overrated."""
-        if index and self.state[index] < 0:
-            excess = float(self.state[index])
-            self.state[0] += excess
-            self.state[1:] -= excess * np.array(self.seen[1:])
-
-    def _tell(self) -> None:
-        """Refresh `cost` and `high`, the estimate and its 95th percentile for every size, in plain steps."""
-        spread = np.sqrt(self.spread.diagonal().clip(0.0, SUPPOSED**2))
-        spread[0] = 0.0
-        mean = self.state.copy()
-        mean[0] = 0.0
-        costs, highs = np.exp(mean).tolist(), np.exp(mean + SURE * spread).tolist()
-        known = [(size, cost) for size, cost, seen in zip(self.sizes, costs, self.seen, strict=True) if seen or not size]
-        self.cost, self.high = [1.0], [1.0]
+    def _tell(self) -> tuple[list[float], list[float]]:
+        known = [(0, 1.0)]
+        known += [(size, math.exp(log)) for size, log, seen in zip(self.sizes, self.logs, self.seen, strict=True) if seen and size]
+        costs, highs = [1.0], [1.0]
         for index, size in enumerate(self.sizes[1:], 1):
-            between = costs[index] if self.seen[index] else _on_the_line(known, size)
-            self.cost.append(max(1.0, between))
-            self.high.append(max(1.0, highs[index] if self.seen[index] else 1 + 1.5 * (between - 1)))
+            cost = max(1.0, math.exp(self.logs[index]) if self.seen[index] else _on_the_line(known, size))
+            width = SURE * min(SUPPOSED, math.sqrt(max(0.0, self.vars[index])))
+            costs.append(cost)
+            highs.append(cost * math.exp(width) if self.seen[index] else 1 + 1.5 * (cost - 1))
+        self._told = costs, highs
+        return self._told
 
 
 def _on_the_line(known: list[tuple[int, float]], size: int) -> float:
@@ -240,9 +271,8 @@ def _bucket(count: int) -> int:
 
 def _frozen(sizes: Sequence[int], plain_step: float, costs: Sequence[float]) -> Pace:
     pace = Pace(sizes)
-    pace.state = np.log(np.array([plain_step, *costs[1:]]))
-    pace.spread = np.zeros_like(pace.spread)
+    pace.speed = math.log(plain_step or 1.0)
+    pace.logs = [0.0, *(math.log(cost) for cost in costs[1:])]
     pace.seen = [True] * len(sizes)
     pace.frozen = True
-    pace._tell()
     return pace

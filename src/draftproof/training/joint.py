@@ -7,6 +7,7 @@ law with the adapters off. It becomes another model, with respect to which decod
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,7 +155,9 @@ def _adapted(model: PreTrainedModel) -> Any:
 
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)               # peft asks transformers by names that grow old
+        adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

@@ -12,7 +12,7 @@ from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
-from draftproof.drafters.self_draft import SelfDraft, self_named
+from draftproof.decoding.self_draft import SelfDraft, self_named
 from draftproof.errors import BadInput
 from draftproof.target import quantize
 from draftproof.target.pack import pack_linears
