@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from draftproof.decoding.budget import Budget, Fixed
     from draftproof.decoding.engine import Chunk, Completion, Engine
     from draftproof.decoding.load import load
+    from draftproof.decoding.self_draft import SelfDraft
     from draftproof.drafters.base import Drafter
     from draftproof.drafters.checkpoint import read_head, write_head
     from draftproof.drafters.draft_model import DraftModel
     from draftproof.drafters.medusa import Medusa, MedusaHead
     from draftproof.drafters.plain import Plain
+    from draftproof.drafters.portfolio import Portfolio
     from draftproof.drafters.prompt_lookup import PromptLookup
+    from draftproof.drafters.recycling import TokenRecycling
     from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
     from draftproof.drafters.redrafter_learning import LearnConfig
+    from draftproof.drafters.suffix import SuffixDrafter
     from draftproof.errors import DraftproofError
     from draftproof.target.loading import embedded
     from draftproof.target.target import Target
@@ -56,13 +60,17 @@ __all__ = [
     "MedusaHead",
     "Plain",
     "Plan",
+    "Portfolio",
     "PromptLookup",
     "ReDrafter",
     "ReDrafterHead",
     "Reading",
     "Sampling",
+    "SelfDraft",
     "Sources",
+    "SuffixDrafter",
     "Target",
+    "TokenRecycling",
     "TokenTree",
     "TreeShape",
     "Typical",
@@ -83,14 +91,18 @@ _HOME = {
     "draftproof.decoding.budget": ("Budget", "Fixed"),
     "draftproof.decoding.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.decoding.load": ("load",),
+    "draftproof.decoding.self_draft": ("SelfDraft",),
     "draftproof.drafters.base": ("Drafter",),
     "draftproof.drafters.checkpoint": ("read_head", "write_head"),
     "draftproof.drafters.draft_model": ("DraftModel",),
     "draftproof.drafters.medusa": ("Medusa", "MedusaHead"),
     "draftproof.drafters.plain": ("Plain",),
+    "draftproof.drafters.portfolio": ("Portfolio",),
     "draftproof.drafters.prompt_lookup": ("PromptLookup",),
+    "draftproof.drafters.recycling": ("TokenRecycling",),
     "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
     "draftproof.drafters.redrafter_learning": ("LearnConfig",),
+    "draftproof.drafters.suffix": ("SuffixDrafter",),
     "draftproof.errors": ("DraftproofError",),
     "draftproof.target.loading": ("embedded",),
     "draftproof.target.target": ("Target",),

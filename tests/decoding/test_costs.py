@@ -89,6 +89,17 @@ def test_cold_first_rounds_are_forgotten() -> None:
     assert pace.cost[3] == pytest.approx(1.5, rel=0.1)
 
 
+def test_a_plain_round_behind_a_draft_has_a_cost_of_its_own() -> None:
+    """It is slower, which is the draft's doing: the plain step stays what it is among plain rounds."""
+    pace = told(Pace(SIZES), [0, 0])
+    for _ in range(30):
+        told(pace, [4])
+        charged = pace.observe(0, 0.012, turned=True)
+        told(pace, [0])
+    assert charged == pytest.approx(1.2, rel=0.03)
+    assert pace.plain_step == pytest.approx(0.01, rel=0.03) and pace.cost[3] == pytest.approx(1.5, rel=0.03)
+
+
 def test_a_draft_costs_no_less_than_none() -> None:
     """If it seems to, the plain step was overrated: its first round was cold."""
     pace = told(Pace(SIZES), [0], step=0.05)
@@ -99,6 +110,8 @@ def test_a_draft_costs_no_less_than_none() -> None:
 def test_the_plain_step_is_measured_first_and_now_and_then() -> None:
     pace = Pace(SIZES)
     assert pace.plain_is_due and pace.plain_step == 0
+    told(pace, [0])
+    assert pace.plain_is_due, "the first may have been cold"
     told(pace, [0, 2])
     assert not pace.plain_is_due
     told(pace, [2] * (STALE - 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import DRAFTERS, Fading
+from drafting import DRAFTERS, LEARNERS, Fading
 from tiny import prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,7 +70,7 @@ def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: int = 5, o
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-@pytest.mark.parametrize("drafter", ["plain", "prompt-lookup", "draft chain", "draft tree", "smaller vocabulary"])
+@pytest.mark.parametrize("drafter", ["plain", "prompt-lookup", *LEARNERS, "draft chain", "draft tree", "smaller vocabulary"])
 def test_a_round_reads_nothing_back_before_it_delivers(drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft, read, accept, keep and observe wait for nothing; the one copy to the host is in `_deliver`."""
     one = decoder(DRAFTERS[drafter](target()), rule)

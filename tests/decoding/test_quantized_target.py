@@ -115,11 +115,11 @@ def test_a_quantised_draft_never_changes_the_text() -> None:
 @needs_int8
 def test_loading_quantises_and_says_what_it_cost() -> None:
     own = load("demo", drafter="none", quantize="int8", kv_cache="int8")
-    loss = own.target.loss
+    loss = own.target.quantization
     assert loss is not None and loss.kind == "int8" and loss.tokens > 100
     assert 0 < loss.kl < 0.05 and loss.agreement > 0.85 and loss.after < 0.7 * loss.before
     assert is_quantized(own.target.model) and own.target.position_bytes[0] < own.target.position_bytes[1]
-    assert load("demo", drafter="none").target.loss is None
+    assert load("demo", drafter="none").target.quantization is None
 
 
 @needs_int8
@@ -127,7 +127,7 @@ def test_a_model_that_was_handed_in_is_never_changed() -> None:
     own = fresh("llama")
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     engine = load(own, quantize="int8", drafter="self-layers:1", quantize_draft="int8")
-    assert engine.target.model is not own and not is_quantized(own) and engine.target.loss.tokens == 0
+    assert engine.target.model is not own and not is_quantized(own) and engine.target.quantization.tokens == 0
     engine.generate(ASKED, max_new_tokens=5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
 

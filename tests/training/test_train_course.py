@@ -18,9 +18,9 @@ from lessons import Silent, saved_model
 from draftproof.decoding.load import load
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.errors import BadInput
-from draftproof.training import course as courses
 from draftproof.training.course import Course, train
 from draftproof.training.joint import Together
+from draftproof.training.lock import alone_in
 from draftproof.training.material import Sources, Writing
 from draftproof.training.own_text import Progress
 from draftproof.training.trainer import Plan
@@ -116,7 +116,7 @@ def test_a_finished_course_is_not_followed_again_and_another_is_refused(ground: 
 
 
 def test_two_never_train_in_one_folder(ground: Path, tmp_path: Path) -> None:
-    with courses._alone_in(tmp_path), pytest.raises(BadInput, match="another process"):
+    with alone_in(tmp_path), pytest.raises(BadInput, match="another process"):
         followed(course_of(ground, tmp_path))
 
 

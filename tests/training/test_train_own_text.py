@@ -13,7 +13,7 @@ from draftproof.core.sampling import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput
-from draftproof.training.own_text import OwnText, Wanted
+from draftproof.training.own_text import OwnText, Progress, Wanted
 from draftproof.training.texts import Document
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")
@@ -47,7 +47,7 @@ def whole(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_there_is_enough_and_the_rest_is_as_wanted(whole: tuple[Path, OwnText]) -> None:
     _, *rows = lines(whole[0])
     for held_out in (False, True):
-        texts = whole[1].marked(held_out)
+        texts = list(whole[1].marked(held_out))
         assert sum(sum(text.counts) for text in texts) >= 600 and all(len(text.tokens) <= 48 for text in texts)
     assert {row["temperature"] for row in rows} == {0.0, 0.9}
 
@@ -93,11 +93,31 @@ def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
 
 
 def test_text_of_another_origin_is_refused(whole: tuple[Path, OwnText]) -> None:
-    with pytest.raises(BadInput, match="length 48, now 32"):
+    with pytest.raises(BadInput, match="length 48, now it is 32"):
         OwnText(whole[0], {"model": "m"}, Wanted(600, 32, (0.0, 0.9), 4))
     with pytest.raises(BadInput, match="model"):
         OwnText(whole[0], {"model": "n"}, WANTED)
     OwnText(whole[0], {"model": "m"}, Wanted(900, 48, (0.0, 0.9), 16))               # more of the same is no other text
+
+
+def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
+    file, told = tmp_path / "own_text.jsonl", list[int]()
+
+    def stop(progress: Progress) -> None:
+        told.append(progress.tokens)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ tokens written; the same command goes on"):
+        OwnText(file, {}, WANTED).write(engine, DOCUMENTS, False, stop)
+    assert len(lines(file)) == 4 and told == sorted(told) and len(list(OwnText(file, {}, WANTED).marked(False))) == 3
+
+
+def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("[1]\nhalf a line")
+    with pytest.raises(BadInput, match="something else"):
+        OwnText(tmp_path / "mine.jsonl", {}, WANTED)
+    assert (tmp_path / "mine.jsonl").read_text() == "[1]\nhalf a line"
 
 
 def test_more_of_the_same_goes_on_behind(whole: tuple[Path, OwnText], engine: Engine, tmp_path: Path) -> None:

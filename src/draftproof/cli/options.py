@@ -44,7 +44,11 @@ Chat = Annotated[bool, _in(None, None, "Wrap the prompt in the model's chat temp
 AssistantModel = Annotated[str | None, _drafting("MODEL", "Draft with this smaller model: demo-draft, folder, hub id.")]
 DrafterName = Annotated[
     str | None,
-    _drafting("NAME", "none, prompt-lookup (default), medusa, redrafter, self-int8, self-layers:N, a folder.", "--drafter"),
+    _drafting(
+        "NAME",
+        "portfolio (default), prompt-lookup, suffix, recycling, none, medusa, redrafter, self-int8, self-layers:N, a folder.",
+        "--drafter",
+    ),
 ]
 DraftTokens = Annotated[
     int | None, _drafting("K", "Draft K tokens in every round; without it, as many as pay.", "--num-assistant-tokens")

@@ -20,6 +20,10 @@ MOST_NODES = 1024
 """Draft tokens per round beyond which a tree is a typing error."""
 
 
+MODELLESS = (None, "none", "portfolio", "prompt-lookup", "suffix", "recycling")
+"""Drafters without a model or heads of their own."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the options say about the engine. None leaves it to the library."""
@@ -46,7 +50,7 @@ class Setup:
                 f"num_assistant_tokens was {self.num_assistant_tokens}; draft at least 1 token, "
                 "or use --drafter none for plain decoding"
             )
-        if self.draft_tree is not None and self.assistant_model is None and self.drafter in (None, "none", "prompt-lookup"):
+        if self.draft_tree is not None and self.assistant_model is None and self.drafter in MODELLESS:
             raise BadInput(
                 "--draft-tree is for draft models and Medusa heads; name one with --assistant-model or --drafter"
             )
@@ -55,7 +59,7 @@ class Setup:
         if self.lossy is not None and self.acceptance is not None:
             raise BadInput(f"both --lossy and --acceptance {self.acceptance} were given; leave one of them out")
         thresholds(self.lossy or "typical")
-        if self.quantize_draft and self.assistant_model is None and self.drafter in (None, "none", "prompt-lookup"):
+        if self.quantize_draft and self.assistant_model is None and self.drafter in MODELLESS:
             raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
 
     def engine(self) -> Engine:
@@ -161,16 +165,16 @@ def described(setup: Setup, engine: Engine, wanted: Sampling) -> dict[str, Any]:
 def quantised(engine: Engine) -> dict[str, Any]:
     """What was quantised, and what it cost and saved; nothing if nothing was."""
     target = engine.target
-    lost = {"quantize": target.loss._asdict()} if target.loss is not None else {}
+    told = {"quantize": target.quantization._asdict()} if target.quantization is not None else {}
     kept, plain = target.position_bytes
-    return lost | ({"kv_cache": {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}} if target.kv_cache else {})
+    return told | ({"kv_cache": {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}} if target.kv_cache else {})
 
 
 def lost(engine: Engine) -> list[str]:
     """What quantising cost and saved, in lines; none if nothing was quantised."""
     target, (kept, plain) = engine.target, engine.target.position_bytes
     cache = [f"{target.kv_cache} KV cache: {kept} bytes per token, in place of {plain}"] if target.kv_cache else []
-    return [*([str(target.loss)] if target.loss is not None else []), *cache]
+    return [*([str(target.quantization)] if target.quantization is not None else []), *cache]
 
 
 def as_chat(text: str) -> list[dict[str, str]]:

@@ -68,7 +68,7 @@ SaveMinutes = Annotated[float, _loop("M", "Between checkpoints.", "--save-minute
 Heads = Annotated[int | None, _medusa("K", "Heads; 5.", "--heads")]
 Layers = Annotated[int | None, opt._in("Medusa", "N", "Blocks per head; 1. For redrafter as well.", "--layers")]
 OwnProjection = Annotated[bool, _medusa(None, "A projection per head instead of the target's.", "--own-projection")]
-JointToo = Annotated[bool, _medusa(None, "Then train the backbone along (Medusa-2): another model.", "--joint")]
+JointToo = Annotated[bool, _medusa(None, "Then, as long again, with the backbone (Medusa-2): another model.", "--joint")]
 OneStage = Annotated[bool, _medusa(None, "With --joint: heads and backbone together from the start.", "--one-stage")]
 Horizon = Annotated[int | None, _redrafter("K", "Tokens ahead; 5.", "--horizon")]
 ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", "--exit-dim")]
@@ -216,7 +216,8 @@ class Screen:
             self.note(f"{'step':>7}{'held-out':>10}{'tokens/round':>14}{names}   top-1/top-5")
             self._titled = True
         hits = "".join(f"{f'{one:.1%}/{five:.0%}':>13}" for one, five in zip(exam.top1, exam.top5, strict=True))
-        self.note(f"{step:>7}{exam.loss:>10.3f}{exam.tokens_per_round:>14.2f}{hits}")
+        backbone = f"   backbone KL {exam.figures['backbone_kl']:.4f}" if "backbone_kl" in exam.figures else ""
+        self.note(f"{step:>7}{exam.loss:>10.3f}{exam.tokens_per_round:>14.2f}{hits}{backbone}")
 
     def _show(self, what: str, done: int, of: int, said: str) -> None:
         if self._task is None or self._bar.tasks[0].description != what:        # a bar of its own, for its own time left

@@ -27,8 +27,11 @@ SMALL = 8
 MOVED, PATIENCE = 0.2, 8
 """The plain step seems to have grown by this, in logarithms, in at least so many rounds: it is measured again."""
 UNLIMITED = 1e9
-CURIOUS = 16
-"""Plain rounds between proposals that are only compared."""
+SETTLED, REST = 8, 15
+"""After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
+takes time as well."""
+CURIOUS = 8
+"""Plain rounds, resting ones not counted, between proposals that are only compared."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -93,18 +96,28 @@ class Adaptive:
         self.acceptance = Acceptance(self._dice)
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
-        self._nodes = self._plain_rounds = 0
+        self._nodes = self._plain_rounds = self._rest = 0
+        self._turned = False
 
     @property
     def plain_step(self) -> float:
         return self._pace.plain_step
+
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
         self._pace = self.costs.pace(ahead.rows, ahead.context)
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
-        self._nodes = self._choose()
+        self._turned, self._nodes = self._nodes > 0, 0
+        if self._rest:
+            self._rest -= 1
+            self.bank.settle(1.0, 1.0)
+        else:
+            self._nodes = self._choose()
         return self._nodes
 
     def _choose(self) -> int:
@@ -129,9 +142,10 @@ class Adaptive:
         tokens = done.emitted / done.rows
         if self._nodes == 0:
             self._plain_rounds += 1
-            self._pace.observe(0, done.seconds - done.drafting)
-            self.bank.settle(1.0 + self._in_steps(done.drafting), tokens)       # a drafter may have to keep its memory
-            self.acceptance.fade(FORGET_PLAIN)
+            cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
+            self.bank.settle(cost + self._in_steps(done.drafting), tokens)      # a drafter may have to keep its memory
+            self._rest = min(REST, self._plain_rounds // 4) if self._plain_rounds >= SETTLED else 0
+            self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self._plain_rounds = 0
         on_the_house = not self.costs.knows_setups
@@ -140,10 +154,9 @@ class Adaptive:
         self.acceptance.learn(self._nodes, done)
 
     def curiosity(self) -> int:
-        return self.most if self._plain_rounds % CURIOUS == CURIOUS // 4 else 0
+        return self.most if self._plain_rounds % CURIOUS == CURIOUS // 2 else 0
 
     def glimpse(self, nodes: int, seen: Round) -> None:
-        self.bank.settle(self._in_steps(seen.seconds), 0.0)
         if seen.rows:
             self.acceptance.learn(nodes, seen)
 

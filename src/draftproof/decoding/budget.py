@@ -35,7 +35,8 @@ class Round(NamedTuple):
 
     rows: that ran. tried: by depth, in how many rows a token was drafted whose ancestors all stood. stood: by depth, in
     how many rows one stood. chain: no row drafted a tree.
-    emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: the drafter's part of it.
+    emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: of these, what a round
+    without drafter and budget would not have taken.
     """
 
     rows: int
@@ -51,6 +52,11 @@ class Round(NamedTuple):
 class Learner(Protocol):
     """What a budget offers besides, if it wants to learn: called around every round, outside the algorithm."""
 
+    @property
+    def resting(self) -> bool:
+        """The next round will be plain, and nobody needs to be told of it."""
+        ...
+
     def expect(self, ahead: Ahead) -> None:
         """A round comes; `nodes` is asked next."""
         ...
@@ -64,7 +70,7 @@ class Learner(Protocol):
         ...
 
     def glimpse(self, nodes: int, seen: Round) -> None:
-        """What would have stood of such a proposal; `rows` may be 0. `seconds` is what it took; nothing was emitted."""
+        """What would have stood of such a proposal; `rows` may be 0. Nothing was emitted, and the time is in a round's."""
         ...
 
     @property

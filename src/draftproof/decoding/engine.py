@@ -14,7 +14,7 @@ from draftproof.core.acceptance import RULES
 from draftproof.core.lossy import Typical
 from draftproof.core.sampling import LogitsProcessor, Sampling, Wishes
 from draftproof.decoding.adaptive import Adaptive
-from draftproof.decoding.budget import Budget, Fixed
+from draftproof.decoding.budget import Budget, Fixed, Learner
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import Clock, RoundStats, Timed
@@ -165,8 +165,10 @@ class Engine:
         target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
         drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
-        decoder = Decoder(target, drafter, rule, self.budget, rows, capacity)
-        watch = Watch(decoder, clock)
+        thinks = isinstance(self.budget, Learner)
+        budget = cast(Budget, Timed(self.budget, clock, "draft", ["nodes"])) if thinks else self.budget
+        decoder = Decoder(target, drafter, rule, budget, rows, capacity)
+        watch = Watch(decoder, self.budget, clock)
         begun: list[tuple[Running, dict[str, float]]] = []
         while waiting or decoder.running:
             if waiting and len(decoder.running) + len(waiting[0]) <= rows:

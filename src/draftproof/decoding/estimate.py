@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from draftproof.decoding.budget import Round
@@ -26,26 +26,34 @@ class Counts:
     def __init__(self) -> None:
         self.tried: list[float] = []
         self.stood: list[float] = []
+        self._worth = 1.0                               # of what is added; instead of fading all, new counts grow
 
     def add(self, tried: Sequence[float], stood: Sequence[float]) -> None:
         missing = len(tried) - len(self.tried)
         self.tried += [0.0] * missing
         self.stood += [0.0] * missing
         for depth, (tries, hits) in enumerate(zip(tried, stood, strict=True)):
-            self.tried[depth] += tries
-            self.stood[depth] += hits
+            self.tried[depth] += tries * self._worth
+            self.stood[depth] += hits * self._worth
 
     def fade(self, factor: float) -> None:
-        self.tried = [count * factor for count in self.tried]
-        self.stood = [count * factor for count in self.stood]
+        self._worth /= factor
+        if self._worth > 1e6:
+            self.tried = [count / self._worth for count in self.tried]
+            self.stood = [count / self._worth for count in self.stood]
+            self._worth = 1.0
+
+    def total(self) -> tuple[float, float]:
+        """Of all depths: tried, and stood."""
+        return sum(self.tried) / self._worth, sum(self.stood) / self._worth
 
     def rate(self, depth: int, prior: float, off: float) -> float:
         """The chance to stand at `depth`, given that all above stood, `off` standard deviations from what was counted;
         `prior` is worth `POOL` observations."""
-        tried = self.tried[depth] if depth < len(self.tried) else 0.0
-        if not tried:
+        if depth >= len(self.tried):
             return prior
-        seen = (self.stood[depth] + 1) / (tried + 2)
+        tried = self.tried[depth] / self._worth
+        seen = (self.stood[depth] / self._worth + 1) / (tried + 2)
         seen += off * math.sqrt(seen * (1 - seen) / (tried + 3))
         return min(1.0, max(0.0, (tried * seen + POOL * prior) / (tried + POOL)))
 
@@ -89,13 +97,15 @@ class Acceptance:
         All depths are off to the same side: luck at one of them alone would always make long drafts look best.
         """
         off = self.dice.gauss(0.0, DOUBT)
-        hits, misses = HOPE[0] + sum(self.together.stood), HOPE[1] + sum(self.together.tried) - sum(self.together.stood)
-        general = hits / (hits + misses)
-        general += off * math.sqrt(general * (1 - general) / (hits + misses + 1))
+        tried, stood = self.together.total()
+        weight = tried + HOPE[0] + HOPE[1]
+        general = (stood + HOPE[0]) / weight
+        general += off * math.sqrt(general * (1 - general) / (weight + 1))
         general = min(1.0, max(0.0, general))
         deepest = min(max(sizes), max(0, math.ceil(limit) - 1))
         if self.chain:
-            along = _along([self.together.rate(depth, general, off) for depth in range(deepest)])
+            along = _along(self.together.rate(depth, general, off) for depth in range(deepest))
+            along += along[-1:] * (deepest + 1 - len(along))
             return [along[min(size, deepest)] for size in sizes]
         deepest = min(deepest, len(self.together.tried))
         pooled = [self.together.rate(depth, general, off) for depth in range(deepest)]
@@ -107,14 +117,16 @@ class Acceptance:
         own = self.alone.get(size)
         less = (math.exp(self._size) / size) ** BREADTH
         rates = [max(0.0, 1 - (1 - rate) * less) for rate in pooled[:size]]
-        return _along([own.rate(depth, rate, off) for depth, rate in enumerate(rates)] if own else rates)[-1]
+        return _along((own.rate(depth, rate, off) for depth, rate in enumerate(rates)) if own else rates)[-1]
 
 
-def _along(rates: Sequence[float]) -> list[float]:
-    """[1 + sum of the first products] of the rates: tokens of a round that drafts 0, 1, 2, ... deep."""
+def _along(rates: Iterable[float]) -> list[float]:
+    """[1 + sum of the first products] of the rates: tokens of a round that drafts 0, 1, 2, ... deep, as far as it matters."""
     total, run, tokens = 1.0, 1.0, [1.0]
     for rate in rates:
         run *= rate
         total += run
         tokens.append(total)
+        if run < 0.003:
+            break
     return tokens

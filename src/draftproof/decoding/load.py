@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,10 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.recycling import TokenRecycling
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch
 from draftproof.target import loading
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,8 +31,22 @@ from draftproof.target.quantized_cache import LAYERS
 from draftproof.target.target import Target
 from draftproof.target.text import Codec
 
-DRAFTERS = {"none": Plain, "prompt-lookup": PromptLookup}
+
+def training_free() -> Drafter:
+    """The drafter for any model when nobody names one: lookup, counts and the target's own leavings."""
+    return Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": Plain,
+    "prompt-lookup": PromptLookup,
+    "suffix": SuffixDrafter,
+    "recycling": TokenRecycling,
+    "portfolio": training_free,
+}
 """Drafters that need nothing but their name."""
+DEFAULT = "portfolio"
+"""The one that drafts when nobody says."""
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
 
@@ -52,13 +70,14 @@ def load(
     """An engine for `model`: "demo", a folder, a hub id or a loaded transformers model.
 
     assistant_model: a draft model, named or given likewise; it must share the target's tokenizer.
-    drafter: "none", "prompt-lookup" (the default without an assistant model), "medusa" or "redrafter" (heads for the demo
-        model), the folder of draft heads or of a draft model, "self-int8", "self-int4" or "self-layers:N" (the target drafts
+    drafter: "portfolio" (the default without an assistant model: the three that follow, merged), "prompt-lookup",
+        "suffix", "recycling", "none", "medusa" or "redrafter" (heads for the demo model), the folder of draft heads or of
+        a draft model, "self-int8", "self-int4" or "self-layers:N" (the target drafts
         for itself), or a Drafter.
     draft_tree: the shape a draft model or Medusa heads draft, or the name of a published one; None is a chain as long as
         the budget for a draft model, and the heads' own tree for Medusa.
     quantize, quantize_draft: "int8", "int4" or "fp8" weights for the target and for the draft model. The text is that of
-        the quantised target; what it lost is in `engine.target.loss`.
+        the quantised target; what it lost is in `engine.target.quantization`.
     kv_cache: "int8" or "fp8" keys and values in the target's cache.
     lossy: True, or a `Typical`, gives up the target's law for speed (see `Engine`).
     dtype, device: of models loaded here; a loaded model stays where and as it is.
@@ -83,7 +102,7 @@ def load(
     elif isinstance(drafter, Drafter):
         drafts = drafter
     elif drafter is None or str(drafter) in DRAFTERS:
-        drafts = DRAFTERS[str(drafter or "prompt-lookup")]()
+        drafts = DRAFTERS[str(drafter or DEFAULT)]()
     elif str(drafter) in HEADS or is_head(loading.resolve(drafter)):
         drafts = _head(str(drafter), target, draft_tree)
     elif _is_model(drafter):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
+
 WANDER, DRIFT = 0.05, 0.005
 """In natural logarithms, how far the machine's speed and how far relative costs wander from round to round."""
 ABOUT, FIRST = 0.1, 0.5
@@ -14,12 +15,14 @@ SUPPOSED, VAGUE, BORROWED = 0.3, 1.0, 0.3
 """How far a cost may be off that lies on the line, that is a mere guess, that comes from another shape of batch."""
 SURE = 1.65
 """Standard deviations above the estimate that a round rarely exceeds: its 95th percentile."""
+TURN = 0.03
+"""Logarithm of a plain round behind one that drafted, and how far that may be off."""
 GUESS = 0.15
 """Plain steps per drafted token before anything was measured."""
 OUTLIER = 3.0
 """Standard deviations at which a surprise is cut off."""
-STALE = 96
-"""Rounds after which the plain step is measured again."""
+STALE, COLD = 96, 0.2
+"""Rounds after which the plain step is measured again, and by how much the first ones may have been overrated."""
 NEAR = 256
 """Texts up to this length cost the same."""
 
@@ -29,28 +32,32 @@ class Pace:
 
     A Kalman filter on logarithms: seconds = plain step x relative cost x noise. The machine's speed wanders and relative
     costs hardly do, so a round that drafts also tells of the plain step, and a plain round settles how much of a change
-    was the machine's. Costs that were never measured lie on the line through those that were. (Covariances between
-    the costs of different sizes are left out; plain Python, because a round has no time for more.)
+    was the machine's. Costs that were never measured lie on the line through those that were. A plain round behind one
+    that drafted is a little slower than behind a plain one, so it has a cost of its own, the last. (Covariances between the
+    costs of different sizes are left out; plain Python, because a round has no time for more.)
     """
 
     def __init__(self, sizes: Sequence[int], like: Pace | None = None) -> None:
         self.sizes = tuple(sizes)                               # sizes[0] is 0
         count = len(self.sizes)
         self.speed, self.speed_var = 0.0, FIRST**2              # of the plain step, logarithm of seconds
-        self.logs = [0.0] * count                               # of relative costs
-        self.vars = [0.0] * count
-        self.shared = [0.0] * count                             # covariances of relative costs with the plain step
-        self.seen = [False] * count
+        self.logs = [0.0] * count + [TURN]                      # of relative costs
+        self.vars = [0.0] * count + [TURN**2]
+        self.shared = [0.0] * (count + 1)                       # covariances of relative costs with the plain step
+        self.seen = [False] * count + [True]
+        self.last = [0] * (count + 1)                           # the round in which each was measured last
         self.noise = ABOUT**2
-        self.rounds, self.last = 0, [0] * count                 # so far, and at which each size ran last
-        self.speed_then = 0.0                                   # when a plain step was measured
+        self.rounds, self.plains = 0, 0                         # so far, and plain steps among them that were measured
+        self.speed_then = 0.0                                   # when that was done last
         self.frozen = False
-        self._strikes = 0                                       # surprises in a row
+        self._wanted = 2                                        # the first plain step may be cold
+        self._strikes, self._struck = 0, 0                      # surprises in a row, and the last one's size
         self._told: tuple[list[float], list[float]] | None = None
         if like is not None:
+            self._wanted = 1
             self.seen = [False, *like.seen[1:]]
             self.logs = list(like.logs)
-            self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:])]
+            self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:-1]), like.vars[-1]]
 
     @property
     def plain_step(self) -> float:
@@ -60,7 +67,7 @@ class Pace:
     @property
     def started(self) -> bool:
         """Whether any round that drafts was measured, here or where this began."""
-        return True in self.seen[1:]
+        return True in self.seen[1:-1]
 
     @property
     def since_plain(self) -> int:
@@ -70,7 +77,10 @@ class Pace:
     @property
     def plain_is_due(self) -> bool:
         """Whether the plain step should be measured before anything is compared with it."""
-        return not self.seen[0] or self._strikes > 1 or (self.since_plain >= STALE and not self.frozen)
+        if self.frozen:
+            return False
+        cold = self.plains < 4 and self.risen < -COLD           # what came later says that the first ones were slow
+        return self.plains < self._wanted or cold or self._strikes > 1 or self.since_plain >= STALE
 
     @property
     def risen(self) -> float:
@@ -90,27 +100,35 @@ class Pace:
     def draw(self, dice: Random) -> list[float]:
         """`cost`, as it may be within what is known."""
         off = dice.gauss(0.0, 1 / SURE)
-        return [cost + (high - cost) * off for cost, high in zip(self.cost, self.high, strict=True)]
+        return [max(1.0, cost + (high - cost) * off) for cost, high in zip(self.cost, self.high, strict=True)]
 
-    def observe(self, index: int, seconds: float) -> float:
+    def observe(self, index: int, seconds: float, turned: bool = False) -> float:
         """A round of `sizes[index]` took so long; returns its cost in plain steps: as measured the first time, later as
-        estimated, for what one round takes longer than another of its kind is the machine's doing."""
+        estimated, for what one round takes longer than another of its kind is the machine's doing.
+
+        turned: it was plain, and the round before was not.
+        """
+        index = len(self.sizes) if turned and self.seen[0] else index
         if self.frozen:
-            return self.cost[index]
+            return self._cost_of(index)
         said, first = math.log(max(seconds, 1e-9)), not self.seen[index]
         measured = math.exp(said - self.speed) if self.seen[0] else 1.0
         self.skip()
+        if self._strikes > 1:
+            self._forgive()
         if index:
             self._weigh(index, said, first)
         elif first:
             self.seen[0], self.speed, self.speed_var = True, said, FIRST**2
         else:
             self._weigh_plain(said)
+        if index == 0 and not turned:
+            self.speed_then, self.plains = self.speed, self.plains + 1
         self.last[index] = self.rounds
-        if index == 0:
-            self.speed_then = self.speed
-            return 1.0
-        return max(1.0, measured) if first else self.cost[index]
+        return max(1.0, measured) if first and index else self._cost_of(index)
+
+    def _cost_of(self, index: int) -> float:
+        return self.cost[index] if index < len(self.sizes) else math.exp(self.logs[index])
 
     def skip(self) -> None:
         """A round went by that says nothing of costs."""
@@ -143,42 +161,47 @@ class Pace:
         to_speed, to_cost = self.speed_var + shared, self.vars[index] + shared
         total = to_speed + to_cost + (FIRST**2 if first else self.noise)
         surprise = said - self.speed - self.logs[index]
-        surprise = self._surprise(surprise, total, index) if not first else surprise
+        if not first:
+            surprise = self._surprise(surprise, total, index)
         self.speed += to_speed / total * surprise
         self.logs[index] += to_cost / total * surprise
-        left = 1 - to_speed * to_speed / total / self.speed_var
+        left = max(1e-6, 1 - to_speed * to_speed / total / self.speed_var)
         self.shared = [covariance * left for covariance in self.shared]
         self.shared[index] = shared - to_speed * to_cost / total
         self.speed_var *= left
-        self.vars[index] -= to_cost * to_cost / total
-        if self.logs[index] < 0:                                # a draft costs no less than none: the plain step was overrated
-            excess = self.logs[index]
-            self.speed += excess
-            self.logs = [log - excess if seen and size else log
-                         for size, log, seen in zip(self.sizes, self.logs, self.seen, strict=True)]  # fmt: skip
+        self.vars[index] = max(1e-6, self.vars[index] - to_cost * to_cost / total)
+        if self.logs[index] < 0:
+            self._at_least_plain(index)
         self._told = None
 
-    def _surprise(self, surprise: float, total: float, index: int = 0) -> float:
-        """Cut off what is too much to believe, and learn how much that is: two rounds of three are off by less than the noise.
+    def _at_least_plain(self, index: int) -> None:
+        """A draft costs no less than none: if it seems to, the plain step was overrated."""
+        excess, self.logs[index] = self.logs[index], 0.0
+        if index < len(self.sizes):
+            self.speed += excess
+            for other in range(1, len(self.sizes)):
+                self.logs[other] -= excess if self.seen[other] and other != index else 0.0
 
-        Two in a row are no hiccup: either the machine or this size has changed, and a plain round will tell.
-        """
-        if self._strikes > 1:
-            self._strikes = 0
-            self.speed_var += FIRST**2
-            self.vars[index] += FIRST**2 if index else 0.0
-            return surprise
+    def _surprise(self, surprise: float, total: float, index: int = 0) -> float:
+        """Cut off what is too much to believe, and learn how much that is: two of three are off by less than the noise."""
         bound = OUTLIER * math.sqrt(total)
-        self._strikes = self._strikes + 1 if abs(surprise) > bound else 0
+        self._strikes, self._struck = (self._strikes + 1 if abs(surprise) > bound else 0), index
         self.noise = min(0.25, max(0.02**2, self.noise * (1.1 if surprise * surprise > total else 0.955)))
         return max(-bound, min(bound, surprise))
 
+    def _forgive(self) -> None:
+        """Two surprises in a row are no hiccup: either the machine or this size has changed. The next round, a plain one,
+        will tell."""
+        self._strikes = 0
+        self.speed_var += FIRST**2
+        self.vars[self._struck] += FIRST**2 if self._struck else 0.0
+
     def _tell(self) -> tuple[list[float], list[float]]:
-        known = [(0, 1.0)]
-        known += [(size, math.exp(log)) for size, log, seen in zip(self.sizes, self.logs, self.seen, strict=True) if seen and size]
+        indices = range(1, len(self.sizes))
+        known = [(0, 1.0), *((self.sizes[one], math.exp(self.logs[one])) for one in indices if self.seen[one])]
         costs, highs = [1.0], [1.0]
-        for index, size in enumerate(self.sizes[1:], 1):
-            cost = max(1.0, math.exp(self.logs[index]) if self.seen[index] else _on_the_line(known, size))
+        for index in indices:
+            cost = max(1.0, math.exp(self.logs[index]) if self.seen[index] else _on_the_line(known, self.sizes[index]))
             width = SURE * min(SUPPOSED, math.sqrt(max(0.0, self.vars[index])))
             costs.append(cost)
             highs.append(cost * math.exp(width) if self.seen[index] else 1 + 1.5 * (cost - 1))
@@ -272,7 +295,8 @@ def _bucket(count: int) -> int:
 def _frozen(sizes: Sequence[int], plain_step: float, costs: Sequence[float]) -> Pace:
     pace = Pace(sizes)
     pace.speed = math.log(plain_step or 1.0)
-    pace.logs = [0.0, *(math.log(cost) for cost in costs[1:])]
-    pace.seen = [True] * len(sizes)
+    pace.logs = [0.0, *(math.log(cost) for cost in costs[1:]), 0.0]
+    pace.vars[-1] = 0.0
+    pace.seen = [True] * (len(sizes) + 1)
     pace.frozen = True
     return pace

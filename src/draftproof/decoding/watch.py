@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.budget import Ahead, Learner, Round
+from draftproof.decoding.budget import Ahead, Budget, Learner, Round
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.sequence import Running
-from draftproof.decoding.stats import Clock
+from draftproof.decoding.stats import Clock, RoundStats
 
 
 class _Glimpse(NamedTuple):
-    """A proposal that nobody reads: the tree, its tokens per row, the rows, how much each had written, what it took."""
+    """A proposal that nobody reads: the tree, the budget it had, the rows, and how much each had written."""
 
     tree: TokenTree
     nodes: int
     rows: list[Running]
     written: list[int]
-    seconds: float
+
+    @property
+    def ripe(self) -> bool:
+        """Whether every row has written on as far as the tree goes, or ended."""
+        depth = self.tree.depth_limit
+        pairs = zip(self.rows, self.written, strict=True)
+        return all(len(row.tokens) - size >= depth or row.finish_reason is not None for row, size in pairs)
+
+    def compared(self) -> Round:
+        """What would have stood, of the rows that wrote on long enough to say."""
+        found, depth = [], self.tree.depth_limit
+        trees = zip(self.tree.tokens.tolist(), self.tree.parents.tolist(), strict=True)
+        for (tokens, parents), row, size in zip(trees, self.rows, self.written, strict=True):
+            stands = _stands(tokens, parents, row.tokens[size:])
+            if len(row.tokens) - size > stands or stands == depth:
+                found.append(stands)
+        tried = [sum(stands >= level for stands in found) for level in range(depth)]
+        stood = [sum(stands > level for stands in found) for level in range(depth)]
+        return Round(len(found), tried, stood, self.tree.is_chain, emitted=0, seconds=0.0)
 
 
 class Watch:
-    """Runs the rounds of a decoder, and lets its budget learn from them if it is one that learns."""
+    """Runs the rounds of a decoder, and lets its budget learn from them if it is one that learns.
 
-    def __init__(self, decoder: Decoder, clock: Clock) -> None:
+    The time a budget takes to think is counted as drafting, and told with the next round.
+    """
+
+    def __init__(self, decoder: Decoder, budget: Budget, clock: Clock) -> None:
         self.decoder, self.clock = decoder, clock
-        self.learner = decoder.budget if isinstance(decoder.budget, Learner) else None
+        self.learner = budget if isinstance(budget, Learner) else None
+        self._spent = self._spend()
+        self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
 
     def step(self) -> None:
@@ -36,64 +59,61 @@ class Watch:
         if self.learner is None:
             self._round()
             return
-        rows, stats = list(self.decoder.running), self.decoder.stats
-        self.learner.expect(self._ahead(rows))
-        self._look(rows)
+        rows = list(self.decoder.running)
         written = [row.stats.emitted for row in rows]
-        start, drafting = self.clock.total, self.clock.seconds["draft"]
-        before = replace(stats, tried_at=list(stats.tried_at), accepted_at=list(stats.accepted_at))
-        self._round()
-        done = Round(
-            rows=len(rows),
-            tried=_added(before.tried_at, stats.tried_at),
-            stood=_added(before.accepted_at, stats.accepted_at),
-            chain=stats.drafted - before.drafted == stats.reached - before.reached,
-            emitted=stats.emitted - before.emitted,
-            seconds=self.clock.total - start,
-            drafting=self.clock.seconds["draft"] - drafting,
-        )
-        self.learner.learn(done)
+        if self.learner.resting:
+            self._round()
+            self._spent = self._spend()
+        else:
+            self._watched(self.learner, rows)
+        step = self.learner.plain_step
         for row, count in zip(rows, written, strict=True):
-            row.stats.plain_seconds += self.learner.plain_step * (row.stats.emitted - count)
+            row.stats.plain_seconds += step * (row.stats.emitted - count)
+
+    def _watched(self, learner: Learner, rows: list[Running]) -> None:
+        stats = self.decoder.stats
+        emitted, drafted, reached = stats.emitted, stats.drafted, stats.reached
+        with self.clock.part("draft"):
+            learner.expect(self._ahead(rows))
+            if self.decoder.drafter.free:
+                self._look(learner, rows)
+        self._round()
+        before, self._spent = self._spent, self._spend()
+        seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
+        with self.clock.part("draft"):
+            tried, stood = self._added(stats) if stats.drafted > drafted else ([], [])
+            chain = stats.drafted - drafted == stats.reached - reached
+            learner.learn(Round(len(rows), tried, stood, chain, stats.emitted - emitted, seconds, drafting))
 
     def _round(self) -> None:
         with self.clock.part("decide"):
             self.decoder.step()
+
+    def _spend(self) -> tuple[float, float]:
+        """Seconds so far: of all but prefill, and of drafting."""
+        return self.clock.total - self.clock.seconds["prefill"], self.clock.seconds["draft"]
 
     def _ahead(self, rows: list[Running]) -> Ahead:
         remaining = sum(row.limit - len(row.tokens) for row in rows) / len(rows)
         context = max(len(row.prompt) + len(row.tokens) for row in rows)
         return Ahead(len(rows), context, remaining, self.decoder.drafter.unread)
 
-    def _look(self, rows: list[Running]) -> None:
-        """Compare what was proposed for comparison, or let a free drafter propose if the budget is curious."""
-        assert self.learner is not None
-        if self._glimpse is not None:
-            if all(len(row.tokens) - size >= self._glimpse.tree.depth_limit or row.finish_reason is not None
-                   for row, size in zip(self._glimpse.rows, self._glimpse.written, strict=True)):  # fmt: skip
-                self.learner.glimpse(self._glimpse.nodes, _compared(self._glimpse))
-                self._glimpse = None
-            return
-        nodes = self.learner.curiosity() if self.decoder.drafter.free else 0
-        if nodes:
-            start = self.clock.total
-            with self.clock.part("decide"):
-                tree = self.decoder.preview(nodes)
-            self._glimpse = _Glimpse(tree, nodes, rows, [len(row.tokens) for row in rows], self.clock.total - start)
+    def _look(self, learner: Learner, rows: list[Running]) -> None:
+        """Let a free drafter propose for comparison, if the budget is curious; compare it when the text is there."""
+        if self._glimpse is None:
+            nodes = learner.curiosity()
+            if nodes:
+                self._glimpse = _Glimpse(self.decoder.preview(nodes), nodes, rows, [len(row.tokens) for row in rows])
+        elif self._glimpse.ripe:
+            learner.glimpse(self._glimpse.nodes, self._glimpse.compared())
+            self._glimpse = None
 
-
-def _compared(glimpse: _Glimpse) -> Round:
-    """What would have stood, of the rows that wrote on long enough to say."""
-    found = []
-    trees = zip(glimpse.tree.tokens.tolist(), glimpse.tree.parents.tolist(), strict=True)
-    for (tokens, parents), row, size in zip(trees, glimpse.rows, glimpse.written, strict=True):
-        depth = _stands(tokens, parents, row.tokens[size:])
-        if len(row.tokens) - size > depth or depth == glimpse.tree.depth_limit:
-            found.append(depth)
-    levels = range(glimpse.tree.depth_limit)
-    tried = [sum(depth >= level for depth in found) for level in levels]
-    stood = [sum(depth > level for depth in found) for level in levels]
-    return Round(len(found), tried, stood, glimpse.tree.is_chain, emitted=0, seconds=glimpse.seconds)
+    def _added(self, stats: RoundStats) -> tuple[list[int], list[int]]:
+        """What was tried and stood since the last round that drafted, by depth."""
+        before, self._before = self._before, (list(stats.tried_at), list(stats.accepted_at))
+        tried, stood = ([now - old for now, old in zip_longest(new, last, fillvalue=0)]
+                        for new, last in zip(self._before, before, strict=True))  # fmt: skip
+        return tried, stood
 
 
 def _stands(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> int:
@@ -105,8 +125,3 @@ def _stands(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) 
             return depth
         node = below[0]
     return len(text)
-
-
-def _added(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """What was added to counts by position."""
-    return [now - (before[place] if place < len(before) else 0) for place, now in enumerate(after)]

@@ -19,7 +19,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.errors import DrafterMismatch
+from draftproof.errors import BadInput, DrafterMismatch
 
 CLASSES, LEVELS = 32, 16
 """Kinds of node each member is judged by: by its odds in `LEVELS` steps if it gives odds, else by its place in the tree."""
@@ -46,7 +46,7 @@ class Portfolio(Drafter):
             if member.rereads:
                 raise DrafterMismatch(f"{member.name} rereads the tree it drafted and cannot share one; use it alone")
         if not members:
-            raise DrafterMismatch("a portfolio of no drafters was asked for; give it at least one")
+            raise BadInput("a portfolio of no drafters was asked for; give it at least one")
         self.members = tuple(members)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.wants_top = max(member.wants_top for member in members)

@@ -116,15 +116,14 @@ class _Table:
 
     def likely(self, before: Tensor, token: Tensor, fan: int) -> tuple[Tensor, Tensor]:
         """[..., fan] the best successors of `token` behind `before`, and their odds; ABSENT and 0 where none is known."""
-        place, tag = self._place(before, token)                                             # [2, ...]
-        known = self.tags[place] == tag
-        best = torch.where(known[0], place[0], torch.where(known[1], place[1], 2 * self.slots))
+        best = self._known(*self._place(before, token))[0]
         return self.tokens[best, :fan].long(), self.odds[best, :fan]
 
     def learn(self, before: Tensor, token: Tensor, best: Tensor, odds: Tensor) -> None:
-        """`best` [b, N, k] follow `token` behind `before`, both [b, N]; ABSENT teaches nothing. Of equals the last counts."""
+        """`best` [..., b, N, k] follow `token` behind `before`, both [b, N], the pair and the token alone (or each its own);
+        ABSENT teaches nothing. Of two for one place the later counts."""
         place, tag = self._place(before, token)
-        useless = (token == ABSENT) | torch.stack([before == ABSENT, token == ABSENT])      # [2, b, N]
+        useless = torch.stack([(before == ABSENT) | (token == ABSENT), token == ABSENT])      # [2, b, N]
         goal = torch.where(useless, -1, place).flatten(1)                                   # [2, b * N]
         later = torch.ones(goal.shape[1], goal.shape[1], dtype=torch.bool, device=goal.device).triu(1)
         useless |= ((goal[:, :, None] == goal[:, None]) & later).any(-1).view_as(tag)
@@ -136,13 +135,18 @@ class _Table:
 
     def told(self, before: Tensor, token: Tensor, successor: Tensor) -> None:
         """`successor` [b, N] was read behind `token`: it goes to the front, what was known before moves back."""
-        tokens, odds = self.likely(before, token, BEST)
-        again = tokens == successor[..., None]
-        odds = (1 - TOLD) * torch.where(again, 0, odds)
-        front = torch.full_like(odds[..., :1], TOLD)
-        order = odds.sort(-1, descending=True)
-        tokens = torch.cat([successor[..., None], tokens.gather(-1, order.indices)[..., :-1]], -1)
-        self.learn(before, token, tokens, torch.cat([front, order.values[..., :-1]], -1))
+        best = self._known(*self._place(before, token))
+        tokens, odds = self.tokens[best].long(), self.odds[best]                            # [2, b, N, k]
+        first = successor[..., None].expand_as(tokens[..., :1])
+        rest = ((1 - TOLD) * torch.where(tokens == first, 0, odds)).sort(-1, descending=True)
+        tokens = torch.cat([first, tokens.gather(-1, rest.indices)[..., :-1]], -1)
+        self.learn(before, token, tokens, torch.cat([torch.full_like(odds[..., :1], TOLD), rest.values[..., :-1]], -1))
+
+    def _known(self, place: Tensor, tag: Tensor) -> Tensor:
+        """[2, ...] the place of what is known of a pair, or else of its token; and of the token; the last if nothing is."""
+        known = self.tags[place] == tag
+        token = torch.where(known[1], place[1], 2 * self.slots)
+        return torch.stack([torch.where(known[0], place[0], token), token])
 
     def _place(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """[2, ...] where pair and token belong, and their tags, which are never 0."""

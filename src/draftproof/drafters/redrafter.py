@@ -195,7 +195,7 @@ class ReDrafterHead(DraftHead):
         """Blocks that add nothing, a projection that reads hidden state and recurrence as the target reads the first.
 
         The recurrence makes states as loud as hidden states from embeddings that are often tiny. On the demo model the
-        usual random start is still a third of a nat behind this one after 70 steps.
+        usual random start is a nat behind this one after 70 steps.
         """
         hidden = self.config.hidden_size
         table, bias = lm_head_of(vocabulary)

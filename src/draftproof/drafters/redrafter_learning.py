@@ -28,13 +28,15 @@ class LearnConfig:
 
     every: rounds between steps of gradient descent. window: tokens of each row that are remembered.
     memory: windows of earlier text that are kept. batch: windows per step, half of them the latest. lr: of AdamW.
+    A step costs about as much as a few rounds of a small model: it pays where requests differ from what the head was
+    trained on, and come for a while.
     """
 
     every: int = 64
     window: int = 64
     memory: int = 16
     batch: int = 2
-    lr: float = 5e-4
+    lr: float = 1e-3
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("window", 8), ("memory", 1), ("batch", 1)):

@@ -36,8 +36,8 @@ PATHS = 12
 class SuffixDrafter(Drafter):
     """Proposes the likeliest continuations by counting, from this text, the other rows', and earlier ones of this object.
 
-    memory: tokens of text to remember. A running batch sets aside room for twice its rows, if that is more. The index
-    takes 160 bytes per token.
+    memory: tokens of text to remember; a batch sets aside room for twice its rows, if that is more. The index takes 160
+    bytes per token. Other requests change how fast a text comes, never the text.
     """
 
     name = "suffix"
@@ -53,7 +53,7 @@ class SuffixDrafter(Drafter):
         self._rows: _Rows | None = None
 
     def start(self, rows: int, capacity: int) -> None:
-        width = capacity + 3                                            # two ends behind the text and its root
+        width = capacity + 3                                            # a root and two ends behind the text
         self._lanes = _Lanes(width, max(self.memory // width, 2 * rows + 1), self._lanes.cursor)
         self._rows = None
 
@@ -198,8 +198,7 @@ class _Index:
         there = ahead < commit.count[:, None]                                               # [b, D]
         place = torch.where(there, end[:, None] + ahead, dump)
         self.text[place] = tokens
-        behind = (end + commit.count)[:, None] + ahead[:2].new_tensor([0, 1])
-        self.text[behind] = ABSENT                                                          # the text ends, so far
+        self.text[(end + commit.count)[:, None] + torch.arange(2, device=tokens.device)] = ABSENT       # the end, so far
         context = torch.cat([tail, tokens], 1).unfold(1, SIZES[0] + 1, 1)[..., :-1]         # [b, D, L]
         slot, tag = self._hash(context, tokens[..., None])
         known = there[..., None] & (context[..., SIZES[0] - self.sizes] != ABSENT)          # [b, D, O]

@@ -91,7 +91,7 @@ class Int4Linear(Whole):
         return _bytes(self.weight, self.scales, self.bias)
 
 
-class Loss(NamedTuple):
+class Quantization(NamedTuple):
     """What quantising cost and saved, against the original on one text.
 
     kl: mean divergence of the quantised law from the original's, in nats. agreement: share of positions where both
@@ -145,14 +145,14 @@ def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> Pr
 
 def quantized_and_compared(
     model: PreTrainedModel, kind: str, text: Tensor | None, *, give_up: bool = False
-) -> tuple[PreTrainedModel, Loss]:
+) -> tuple[PreTrainedModel, Quantization]:
     """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing."""
     before, truth = weight_bytes(model), _law(model, text)
     made = quantized(model, kind, give_up=give_up)
     after, law = weight_bytes(made), _law(made, text)
     kl = (truth.exp() * (truth - law)).sum(-1).mean() if len(truth) else torch.zeros(())
     same = (truth.argmax(-1) == law.argmax(-1)).double().mean() if len(truth) else torch.ones(())
-    return made, Loss(kind, float(kl), float(same), len(truth), before, after)
+    return made, Quantization(kind, float(kl), float(same), len(truth), before, after)
 
 
 def is_quantized(model: nn.Module) -> bool:

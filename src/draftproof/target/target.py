@@ -20,7 +20,7 @@ from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.lean import Lean
 from draftproof.target.masks import tree_mask
-from draftproof.target.quantize import Loss, is_quantized, quantized_and_compared
+from draftproof.target.quantize import Quantization, is_quantized, quantized_and_compared
 from draftproof.target.quantized_cache import LAYERS
 from draftproof.target.twin import first_layers
 
@@ -48,7 +48,7 @@ class Target:
         self.context = _context_of(config)
         self.hidden_size: int = config.hidden_size
         self.kv_cache = kv_cache
-        self.loss: Loss | None = None                    # what quantising it cost
+        self.quantization: Quantization | None = None    # what it cost, and saved
         self._noise = _NOISE[torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._lean: Lean | None = None
@@ -72,7 +72,7 @@ class Target:
         What was found out about the original holds: quantising changes weights, not what a layer may see.
         """
         other = copy.copy(self)
-        other.model, other.loss = quantized_and_compared(self.model, kind, text, give_up=give_up)
+        other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
         other._lean = Lean(other.model) if self._lean is not None else None
         return other
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from draftproof.training.card import machine, public_name, versions, write_card
 from draftproof.training.features import Cached, Reader, Streamed
 from draftproof.training.heads import HeadsAlone
 from draftproof.training.joint import Joint, Together, need_peft
+from draftproof.training.lock import alone_in
 from draftproof.training.material import Material, Sources, Writing, fingerprint, gather
 from draftproof.training.own_text import Progress
 from draftproof.training.plot import write_plots
@@ -118,7 +119,7 @@ def train(course: Course, make_head: MakeHead, guide: Guide | None = None) -> No
     Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds something else.
     """
     guide = guide or Nobody()
-    with _alone_in(course.out):
+    with alone_in(course.out):
         ground = _ground(course, make_head, guide)
         if ground is None:
             guide.note(f"{course.out} is complete")
@@ -157,9 +158,11 @@ def _jointly(course: Course, ground: Ground, guide: Guide) -> None:
     assert course.joint is not None
     head, stages = ground.head, list[Trainer]()
     if not course.joint.one_stage:
+        guide.note("first stage: heads alone")
         subject = HeadsAlone(head, ground.target, *_readers(course, ground), course.objective)
         stages.append(_trainer(course, ground, subject, course.out / "first", guide))
         stages[0].fit()
+        guide.note("second stage: heads and backbone")
     both = Joint(head, ground.target, course.joint, course.objective)
     stages.append(_trainer(course, ground, both, course.out / "second", guide))
     stages[-1].fit()
@@ -252,7 +255,8 @@ def _write_model(model: PreTrainedModel, codec: Codec, folder: Path) -> None:
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(part)
+    with redirect_stderr(StringIO()):                                 # a bar for what takes a moment
+        model.save_pretrained(part)
     codec.tokenizer.save_pretrained(part)
     part.rename(folder)
 
@@ -262,22 +266,3 @@ def _codec(model: str) -> Codec:
     if tokenizer is None:
         raise BadInput(f"there is no tokenizer beside {model}; training reads texts, give a model with one")
     return Codec(tokenizer)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """The folder, writable, and nobody else training in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
-    with lock.open("w") as file:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BadInput(f"another process is training in {folder}; wait for it, or give another --out") from error
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)

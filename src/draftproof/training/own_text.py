@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from draftproof.decoding.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.target.text import Codec
 from draftproof.training.chats import Marked, question
+from draftproof.training.lock import claim
 from draftproof.training.texts import Document, shuffled
 
 LONGEST_OPENING = 64
@@ -45,6 +47,13 @@ class Progress(NamedTuple):
     speed: float
 
 
+class Text(NamedTuple):
+    """What was written: the tokens, and how many of them were given."""
+
+    tokens: array[int]
+    prompt: int
+
+
 Told = Callable[[Progress], None]
 """Hears of every completed text."""
 
@@ -63,16 +72,17 @@ class OwnText:
     def __init__(self, file: Path, identity: dict[str, Any], wanted: Wanted) -> None:
         self.file, self.wanted = file, wanted
         self._head = json.loads(json.dumps({**identity, **asdict(wanted)}))
-        self._rows: dict[bool, dict[int, Marked]] = {False: {}, True: {}}
+        self._rows: dict[bool, dict[int, Text]] = {False: {}, True: {}}
         self._written = {False: 0, True: 0}
         self._read()
 
     def is_complete(self, held_out: bool) -> bool:
         return self._written[held_out] >= self._share(held_out)
 
-    def marked(self, held_out: bool) -> list[Marked]:
+    def marked(self, held_out: bool) -> Iterator[Marked]:
         """The texts, in the order of their prompts; prompts do not count."""
-        return [text for _, text in sorted(self._rows[held_out].items())]
+        for _, (tokens, prompt) in sorted(self._rows[held_out].items()):
+            yield Marked(tokens.tolist(), [place >= prompt for place in range(len(tokens))])
 
     def write(self, engine: Engine, documents: Sequence[Document], held_out: bool, told: Told) -> None:
         """Write until there is enough; `told` hears of every completed text."""
@@ -82,13 +92,13 @@ class OwnText:
             self._write(engine, documents, held_out, told)
         except KeyboardInterrupt:
             done = sum(self._written.values())
-            raise KeyboardInterrupt(
-                f"interrupted with {done:,} tokens written; the same command goes on from there"
-            ) from None
+            raise KeyboardInterrupt(f"interrupted with {done:,} tokens written; the same command goes on from there") from None
 
     def _write(self, engine: Engine, documents: Sequence[Document], held_out: bool, told: Told) -> None:
         begun, before = time.perf_counter(), self._written[held_out]
-        with self.file.open("a") as out:
+        with self.file.open("ab+") as out:
+            claim(out, self.file)
+            _cut_half_a_line(out)
             if self.file.stat().st_size == 0:
                 _append(out, self._head)
             while not self.is_complete(held_out):
@@ -108,7 +118,7 @@ class OwnText:
         rows, start, size = self._rows[held_out], 0, 2 * self.wanted.rows_at_a_time
         while all(number in rows for number in range(start, start + size)):
             start += size
-            new = sum(sum(rows[number].counts) for number in range(start))
+            new = sum(len(rows[number].tokens) - rows[number].prompt for number in range(start))
             missing = (self._share(held_out) - new) * start / max(1, new)
             size = max(1, min(64 * self.wanted.rows_at_a_time, round(missing)))
         return [self._job(number, documents, held_out, engine) for number in range(start, start + size) if number not in rows]
@@ -132,28 +142,48 @@ class OwnText:
         return min(max(self.wanted.tokens // 50, 2000), 30000, self.wanted.tokens) if held_out else self.wanted.tokens
 
     def _add(self, held_out: bool, number: int, prompt: Sequence[int], new: Sequence[int]) -> None:
-        self._rows[held_out][number] = _marked(prompt, new)
+        self._rows[held_out][number] = Text(array("i", [*prompt, *new]), len(prompt))
         self._written[held_out] += len(new)
 
     def _read(self) -> None:
-        """The texts of an earlier run; a half-written last line is cut off."""
+        """The texts of an earlier run."""
         if not self.file.exists():
             return
-        *lines, half = self.file.read_bytes().split(b"\n")
-        if half:
-            with self.file.open("rb+") as file:
-                file.truncate(self.file.stat().st_size - len(half))
-        if not lines:
-            return
-        head, *rows = [json.loads(line) for line in lines]
+        with self.file.open("rb") as file:
+            for number, line in enumerate(file):
+                if line.endswith(b"\n"):
+                    row = _parsed(line, self.file)
+                    if number == 0:
+                        self._must_be_ours(row)
+                    else:
+                        given, tokens = row["prompt"], row["tokens"]
+                        self._add(row["held_out"], row["number"], tokens[:given], tokens[given:])
+
+    def _must_be_ours(self, head: dict[str, Any]) -> None:
+        """Refuse texts of another origin; more or less of the same is not another."""
         for key in sorted(self._head.keys() | head.keys()):
             if head.get(key) != self._head.get(key) and key not in ("tokens", "rows_at_a_time"):
                 raise BadInput(
-                    f"{self.file} was written with {key} {head.get(key)!r}, now {self._head.get(key)!r}; "
-                    "give the same, or another --out, or remove the file"
+                    f"{self.file} was written with {key} {head.get(key)!r}, now it is {self._head.get(key)!r}; "
+                    "give the same, or another place, or remove the file"
                 )
-        for row in rows:
-            self._add(row["held_out"], row["number"], row["tokens"][: row["prompt"]], row["tokens"][row["prompt"] :])
+
+
+def _parsed(line: bytes, file: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise BadInput(f"{file} holds something else than texts a target wrote; name another place")
+    return row
+
+
+def _cut_half_a_line(file: IO[bytes]) -> None:
+    """What a killed run began to write and did not end."""
+    file.seek(0)
+    size = sum(len(line) for line in file if line.endswith(b"\n"))
+    file.truncate(size)
 
 
 def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[tuple[Job, list[int], str]]:
@@ -179,15 +209,12 @@ def _last(prompt: list[int], most: int) -> list[int]:
     return prompt[-max(1, 3 * most // 4) :]
 
 
-def _marked(prompt: Sequence[int], new: Sequence[int]) -> Marked:
-    return Marked([*prompt, *new], [False] * len(prompt) + [True] * len(new))
-
-
 def _row(job: Job, new: list[int], held_out: bool, reason: str) -> dict[str, Any]:
     head = {"number": job.number, "held_out": held_out, "prompt": len(job.prompt)}
     return {**head, "temperature": job.sampling.temperature, "finish": reason, "tokens": [*job.prompt, *new]}
 
 
-def _append(file: Any, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row, separators=(",", ":")) + "\n")
+def _append(file: IO[bytes], row: dict[str, Any]) -> None:
+    """One row, there for whoever looks as soon as this returns."""
+    file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     file.flush()

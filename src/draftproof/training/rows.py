@@ -6,6 +6,7 @@ Which rows make which batch is a pure function of (seed, step): a resumed run se
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -45,11 +46,13 @@ class Rows:
     """Many short texts: `tokens` and `counts` of all of them, end to end, and where each begins."""
 
     def __init__(self, texts: Iterable[Marked], length: int) -> None:
-        pieces = [piece for text in texts for piece in _cut(text, length)]
-        self.tokens = np.fromiter((token for piece in pieces for token in piece.tokens), dtype=np.int32)
-        self.counts = np.fromiter((count for piece in pieces for count in piece.counts), dtype=np.bool_)
-        self.starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)])
-        self.length = length
+        tokens, counts, starts = array("i"), bytearray(), [0]
+        for piece in (piece for text in texts for piece in _cut(text, length)):
+            tokens.extend(piece.tokens)
+            counts.extend(piece.counts)
+            starts.append(len(tokens))
+        self.tokens, self.counts = np.array(tokens, dtype=np.int32), np.array(counts, dtype=np.bool_)
+        self.starts, self.length = np.array(starts), length
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -113,7 +116,7 @@ class Batches:
         found: list[tuple[int, list[int]]] = []
         left: list[int] = []
         for width in sorted({int(width) for width in self._widths}):
-            left += [int(number) for number in order if self._widths[number] == width]
+            left += order[self._widths[order] == width].tolist()
             fit = max(1, self.size * self.rows.length // width)
             while len(left) >= fit:
                 found.append((width, left[:fit]))

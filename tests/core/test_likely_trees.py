@@ -1,0 +1,131 @@
+"""Trees by odds: the likeliest nodes of paths, pools and several trees, against plain searches over dictionaries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+
+ROOT = 7
+Text = tuple[int, ...]
+
+
+def votes_of(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
+    """Random paths over three tokens, some cut short, and what each gives: at most 1 per prefix, falling along the path."""
+    dice = torch.Generator().manual_seed(seed)
+    paths = torch.randint(3, shape, generator=dice)
+    paths[torch.rand(shape, generator=dice) < 0.1] = ABSENT
+    paths[:, :, 0] = ROOT
+    votes = torch.rand(shape, generator=dice, dtype=torch.float64).cumprod(-1) / shape[1]
+    return paths, votes
+
+
+def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
+    """The odds of every prefix of one row's paths."""
+    odds: dict[Text, float] = {}
+    for path, gives in zip(paths.tolist(), votes.tolist(), strict=True):
+        for size in range(2, len(path) + 1):
+            if path[size - 1] == ABSENT:
+                break
+            odds[tuple(path[:size])] = odds.get(tuple(path[:size]), 0.0) + gives[size - 1]
+    return odds
+
+
+def nodes_of(tree: TokenTree, row: int) -> dict[Text, float]:
+    """Text and odds of each node that is there, the root aside; texts occur once."""
+    assert tree.odds is not None
+    found: dict[Text, float] = {}
+    for node in range(1, tree.tokens.shape[1]):
+        if tree.tokens[row, node] != ABSENT:
+            text = tuple(token for token in tree.texts[row, node].tolist() if token != NOTHING)
+            assert text not in found
+            found[text] = float(tree.odds[row, node])
+    return found
+
+
+def assert_is_best(tree: TokenTree, row: int, odds: dict[Text, float], nodes: int) -> None:
+    """The tree holds the `nodes - 1` likeliest of `odds`, in falling order, each behind its parent."""
+    found = nodes_of(tree, row)
+    assert len(found) == min(nodes - 1, len(odds))
+    assert list(found.values()) == pytest.approx(sorted(odds.values(), reverse=True)[: len(found)])
+    assert all(value == pytest.approx(odds[text]) for text, value in found.items())
+    assert tree.parents[row, 0] == -1 and (tree.parents[row, 1:] >= 0).all()
+    assert (tree.parents[row] < torch.arange(tree.tokens.shape[1])).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])
+def test_voted_paths_keep_the_likeliest_prefixes(nodes: int) -> None:
+    for seed in range(20):
+        paths, votes = votes_of((3, 5, 5), seed)
+        tree = TokenTree.from_paths(paths, nodes, votes)
+        for row in range(3):
+            assert_is_best(tree, row, by_hand(paths[row], votes[row]), nodes)
+
+
+def test_voted_paths_and_unvoted_ones_are_one_tree_when_all_fits() -> None:
+    paths, votes = votes_of((4, 4, 5), 1)
+    voted, plain = TokenTree.from_paths(paths, 17, votes), TokenTree.from_paths(paths, 17)
+    for row in range(4):
+        assert set(nodes_of(voted, row)) == {tuple(t for t in text if t != NOTHING) for text, token in
+                                            zip(plain.texts[row].tolist(), plain.tokens[row].tolist(), strict=True)
+                                            if token != ABSENT} - {(ROOT,)}  # fmt: skip
+
+
+def test_what_votes_nothing_is_not_there() -> None:
+    paths = torch.tensor([[[ROOT, 1, 2], [ROOT, 3, 4]]])
+    votes = torch.tensor([[[1.0, 0.5, 0.2], [0.0, 0.0, 0.0]]])
+    assert nodes_of(TokenTree.from_paths(paths, 5, votes), 0) == pytest.approx({(ROOT, 1): 0.5, (ROOT, 1, 2): 0.2})
+
+
+def test_equal_odds_keep_the_parent_before_the_child() -> None:
+    tree = TokenTree.from_paths(torch.tensor([[[ROOT, 1, 2, 3]]]), 3, torch.ones(1, 1, 4))
+    assert tree.tokens.tolist() == [[ROOT, 1, 2]] and tree.parents.tolist() == [[-1, 0, 1]]
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 9])
+def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
+    """Each text once, with the best of its odds, wherever it came from; rows of other lengths, trees of other depths."""
+    for seed in range(20):
+        each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
+        trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
+        pool = TokenTree.beside(trees)
+        odds = torch.cat([tree.odds for tree in trees if tree.odds is not None], 1)
+        merged = pool.merged(odds, nodes)
+        for row in range(3):
+            best: dict[Text, float] = {}
+            for tree in trees:
+                for text, value in nodes_of(tree, row).items():
+                    best[text] = max(value, best.get(text, 0.0))
+            assert_is_best(merged, row, best, nodes)
+
+
+def test_a_tree_beside_nothing_is_itself() -> None:
+    paths, votes = votes_of((2, 4, 4), 3)
+    tree = TokenTree.from_paths(paths, 6, votes)
+    assert tree.odds is not None
+    again = TokenTree.beside([tree]).merged(tree.odds, 6)
+    assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
+
+
+def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
+    for seed in range(20):
+        paths, votes = votes_of((3, 5, 5), seed)
+        tree = TokenTree.from_paths(paths, 12, votes)
+        trunk = tree.trunk()
+        assert trunk.is_chain
+        for row in range(3):
+            odds = nodes_of(tree, row)
+            worth = {text: sum(odds[text[:size]] for size in range(2, len(text) + 1)) for text in odds}
+            said = tuple(token for token in trunk.tokens[row].tolist() if token != ABSENT)
+            assert worth.get(said, 0.0) == pytest.approx(max(worth.values(), default=0.0))
+            assert (trunk.tokens[row, len(said) :] == ABSENT).all()
+
+
+def test_the_text_of_a_node_is_its_path() -> None:
+    shape = TreeShape.from_digits(["0", "1", "00", "10", "11", "110"])
+    tree = TokenTree.shaped(torch.arange(10, 17)[None], shape)
+    texts = [[token for token in text if token != NOTHING] for text in tree.texts[0].tolist()]
+    assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15], [10, 12, 15, 16]]
+    assert torch.equal(tree.twins[0], torch.eye(7, dtype=torch.bool)) and tree.firsts.tolist() == [list(range(7))]

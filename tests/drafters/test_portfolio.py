@@ -1,0 +1,251 @@
+"""A portfolio: the union of what its members propose, each believed as far as it was right, and nothing asked twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting import DRAFTERS, Oracle, Watch, medusa_head
+from tiny import build, model, prompts, sampler_of, shared, target
+
+from draftproof.core.messages import Commit, Frontier
+from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.decoding.engine import Engine
+from draftproof.decoding.load import load
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.medusa import Medusa
+from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.recycling import TokenRecycling
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.target.target import Target
+
+
+class Says(Drafter):
+    """Always the same paths behind the root, with odds or without."""
+
+    name = "says"
+    default_budget = 4
+    free = True
+
+    def __init__(self, paths: list[list[int]], odds: Sequence[float] | None = None) -> None:
+        self.paths, self.odds = paths, odds
+        self.told: list[Commit] = []
+        self.asked: list[Frontier] = []
+
+    def observe(self, commit: Commit) -> None:
+        self.told.append(commit)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        self.asked.append(frontier)
+        root = frontier.prefix.root[:, None, None]
+        paths = torch.tensor(self.paths).expand(len(root), -1, -1)
+        paths = torch.cat([root.expand(-1, paths.shape[1], 1), paths], -1)
+        if self.odds is None:
+            return TokenTree.from_paths(paths, frontier.budget + 1) if frontier.trees else TokenTree.chain(paths[:, 0])
+        steps = torch.tensor(self.odds)[:, None].expand(-1, paths.shape[2] - 1)
+        votes = torch.cat([torch.ones(len(self.odds), 1), steps.cumprod(-1)], -1)
+        return TokenTree.from_paths(paths, frontier.budget + 1, votes.expand_as(paths))
+
+
+class Row:
+    """One row without a target: its text goes on as the test says."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.tokens, self.size = drafter, torch.zeros(1, 200, dtype=torch.int64), 3
+        drafter.start(1, 200)
+        drafter.observe(Commit([0], torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), torch.tensor([2])))
+        self.tokens[0, :3] = torch.tensor([1, 2, 3])
+
+    def round(self, truth: Sequence[int], budget: int = 4) -> dict[tuple[int, ...], float]:
+        """The drafter proposes, then the text turns out to go on with `truth`; what it proposed, with its odds."""
+        prefix = Prefix(self.tokens.clone(), torch.tensor([self.size - 1]))
+        tree = self.drafter.propose(Frontier(prefix, sampler_of(Sampling()), budget))
+        committed = [int(self.tokens[0, self.size - 1]), *truth[:-1]]
+        nodes = torch.arange(len(committed))[None]
+        self.drafter.observe(Commit([0], torch.tensor([committed]), nodes, torch.tensor([len(committed)])))
+        self.tokens[0, self.size : self.size + len(truth)] = torch.tensor(truth)
+        self.size += len(truth)
+        assert tree.odds is not None
+        texts = [tuple(token for token in text[1:] if token != NOTHING) for text in tree.texts[0].tolist()]
+        return {text: odds for text, odds in zip(texts, tree.odds[0].tolist(), strict=True) if text and ABSENT not in text}
+
+
+def test_what_members_propose_is_merged_by_odds() -> None:
+    """Before anything is known each member's word counts: the likeliest of all, once each, with the best of its odds."""
+    row = Row(Portfolio([Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [4, 4]], [0.6, 0.1])]))
+    assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
+
+
+def test_who_was_right_is_believed_even_if_nobody_read_it() -> None:
+    """A member that boasts fills the tree, one that knows is cut off; it is compared all the same, and takes over."""
+    row = Row(Portfolio([Says([[5, 5], [6, 6]], [0.9, 0.85]), Says([[7, 8], [9, 9]], [0.3, 0.2])]))
+    first = row.round([7, 8, 3], budget=2)
+    assert set(first) == {(5,), (6,)}, "what is right is not read"
+    for _ in range(6):
+        last = row.round([7, 8, 3], budget=2)
+    assert set(last) == {(7,), (7, 8)}
+    assert last[(7,)] > 0.6 > 0.3 > row.round([1])[(5,)]
+
+
+def test_a_member_that_gives_no_odds_is_judged_by_place() -> None:
+    """Its second path is the right one: after some rounds the first is believed no more."""
+    row = Row(Portfolio([Says([[5, 6], [7, 8]])]))
+    row.round([7, 8, 1])
+    for _ in range(10):
+        found = row.round([7, 8, 1], budget=4)
+    assert found[(7,)] > 0.6 and found[(5,)] < 0.2 and found[(7, 8)] > found[(5,)]
+
+
+def test_what_never_came_to_be_known_is_not_judged() -> None:
+    """A node two deep says nothing where one token came; a node behind a wrong one says nothing at all."""
+    cases = (([7], 0), ([5], 0), ([5, 1], 0), ([5, 6], 1))
+    for truth, right in cases:
+        portfolio = Portfolio([Says([[5, 6]])])
+        row = Row(portfolio)
+        row.round([*truth])
+        row.round([1])
+        assert portfolio._counts is not None
+        stood, judged = portfolio._counts.rows[0, 2].tolist()
+        assert (stood, judged) == (right, float(len(truth) == 2)), truth
+
+
+def test_each_row_believes_by_what_it_saw() -> None:
+    """Two rows with other truths: neither believes what is right in the other; rows that move take it along."""
+    portfolio = Portfolio([Says([[5]], [0.5]), Says([[6]], [0.5])])
+    portfolio.start(4, 200)
+    tokens = torch.zeros(2, 200, dtype=torch.int64)
+    for index in range(2):
+        portfolio.observe(Commit([index], torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([1])))
+    position, rows = torch.tensor([1, 1]), [0, 1]
+    for turn in range(12):
+        prefix = Prefix(tokens[rows].clone(), position.clone())
+        tree = portfolio.propose(Frontier(prefix, sampler_of(*[Sampling()] * 2), 1))
+        for index, mine in enumerate(rows):
+            tokens[mine, int(position[index]) + 1] = 5 + mine
+        root = prefix.root[:, None]
+        portfolio.observe(Commit(range(2), root, torch.zeros_like(root), torch.tensor([1, 1])))
+        position = position + 1
+        if turn in (5, 8):
+            portfolio.select([1, 0])
+            rows = rows[::-1]
+        if turn > 3:
+            assert tree.tokens[:, 1].tolist() == [5 + mine for mine in ([1, 0] if turn in (6, 7, 8) else [0, 1])], turn
+
+
+def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
+    class Taps(Says):
+        def __init__(self, *taps: int) -> None:
+            super().__init__([[5]], [0.5])
+            self.taps = taps
+
+    members = [Taps(), Taps(1), Taps(-1, 0)]
+    alone = Taps(-1, 0, 1)
+    asked = prompts(2, seed=3)
+    Engine(target(), Portfolio(members), acceptance="rejection", budget=2).generate(asked, max_new_tokens=5)
+    Engine(target(), alone, acceptance="rejection", budget=2).generate(asked, max_new_tokens=5)
+    columns = {-1: 0, 0: 1, 1: 2}
+    assert len(alone.told) > 3 and all(frontier.drawn for frontier in alone.asked)
+    for member in members:
+        assert len(member.told) == len(alone.told) and not any(frontier.drawn for frontier in member.asked)
+        for told, whole in zip(member.told, alone.told, strict=True):
+            if not member.taps:
+                assert told.hidden is None
+                continue
+            assert told.hidden is not None and whole.hidden is not None
+            wanted = whole.hidden[:, :, [columns[tap] for tap in member.taps]]
+            torch.testing.assert_close(told.hidden[:, :1], wanted[:, :1])
+
+
+def test_a_portfolio_wants_what_its_members_want() -> None:
+    both = Portfolio([TokenRecycling(), Medusa(medusa_head(), target())])
+    assert both.wants_top == TokenRecycling.wants_top and both.taps == (-1,) and not both.free
+    assert both.deepest == max(TokenRecycling.deepest or 0, medusa_head().config.num_heads)
+    assert Portfolio([PromptLookup(), TokenRecycling()]).deepest is None
+    assert Portfolio([PromptLookup(), TokenRecycling()]).free
+
+
+def test_a_member_that_knows_is_not_held_back_by_one_that_errs() -> None:
+    asked = prompts(4, seed=7)
+    wanted = [one.tokens for one in Engine(target()).generate(asked, max_new_tokens=40)]
+    known = {tuple(prompt): answer for prompt, answer in zip(asked, wanted, strict=True)}
+    done = Engine(target(), Watch(Portfolio([Oracle(known, wrong=True), Oracle(known)])), budget=5).generate(
+        asked, max_new_tokens=40
+    )
+    assert [one.tokens for one in done] == wanted
+    assert sum(one.stats.emitted for one in done) > 4 * sum(one.stats.rounds for one in done)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "sampled"])
+def test_nearly_as_much_is_accepted_as_by_the_best_member(sampling: Sampling) -> None:
+    """Twice the same requests, so that all have learnt: the same text, and the best member is not drowned by the others."""
+    asked = prompts(4, seed=3)
+    wanted = [one.tokens for one in Engine(target()).generate(asked, max_new_tokens=40, sampling=sampling)]
+    rates = {}
+    ways: dict[str, Drafter] = {
+        "lookup": PromptLookup(), "suffix": SuffixDrafter(), "recycling": TokenRecycling(),
+        "all": Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()]),
+    }  # fmt: skip
+    for name, drafter in ways.items():
+        engine = Engine(target(), Watch(drafter), budget=6)
+        for _ in range(2):
+            done = engine.generate(asked, max_new_tokens=40, sampling=sampling, batch_size=3)
+            assert [one.tokens for one in done] == wanted
+        rates[name] = sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done)
+    assert rates["all"] > 0.8 * max(rates.values()) > 2
+
+
+def test_a_target_of_chains_only_gets_chains_from_all() -> None:
+    own = Target(build("MptConfig", vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, initializer_range=0.4))
+    assert not own.reads_trees
+    asked = prompts(4, seed=9)
+    wanted = [one.tokens for one in Engine(own).generate(asked, max_new_tokens=30)]
+    for name in ("prompt-lookup", "suffix", "recycling", "portfolio"):
+        done = Engine(own, Watch(DRAFTERS[name](own)), budget=5).generate(asked, max_new_tokens=30)
+        assert [one.tokens for one in done] == wanted
+        assert sum(one.stats.accepted for one in done) > 0
+
+
+def test_who_rereads_its_own_tree_is_refused_and_so_is_nobody() -> None:
+    with pytest.raises(DrafterMismatch, match="alone"):
+        Portfolio([PromptLookup(), DraftModel(target(), 40)])
+    with pytest.raises(BadInput, match="no drafters"):
+        Portfolio([])
+    done = Engine(target(), Portfolio([Plain()]), budget=3).generate(prompts(2), max_new_tokens=8)
+    assert all(one.stats.accepted == 0 for one in done)
+
+
+def test_any_model_gets_a_portfolio_when_nobody_names_a_drafter() -> None:
+    engine = load(model())
+    assert isinstance(engine.drafter, Portfolio)
+    assert [member.name for member in engine.drafter.members] == ["prompt-lookup", "suffix", "recycling"]
+    names = {"suffix": SuffixDrafter, "recycling": TokenRecycling, "portfolio": Portfolio, "prompt-lookup": PromptLookup}
+    for name, kind in names.items():
+        assert isinstance(load(model(), drafter=name).drafter, kind)
+    wanted = Engine(target()).generate(prompts(3), max_new_tokens=20, sampling=Sampling())
+    assert [one.tokens for one in engine.generate(prompts(3), max_new_tokens=20, sampling=Sampling())] == [
+        one.tokens for one in wanted
+    ]
+
+
+def test_real_stories_come_in_fewer_rounds_than_by_lookup() -> None:
+    """A real model, float64: the same text, and more tokens a round than prompt lookup finds, at the same budget."""
+    folder: Path = shared("models", "tinystories-bitnet-1m")
+    own: Any = load(folder, drafter="none", dtype="float64")
+    asked = ["Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They", "Lily liked her cat"]
+    want = Sampling()
+    wanted = [one.text for one in own.generate(asked, max_new_tokens=60, sampling=want)]
+    rates = []
+    for drafter in (PromptLookup(), Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])):
+        engine = Engine(own.target, drafter, codec=own.codec, stop_tokens=own.stop_tokens, budget=8)
+        done = engine.generate(asked, max_new_tokens=60, sampling=want, batch_size=2)
+        assert [one.text for one in done] == wanted
+        rates.append(sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done))
+    assert rates[1] > 1.1 * rates[0] > 1.1

@@ -1,0 +1,127 @@
+"""Prompt lookup: the plain search for what followed the same tokens, in chains and in trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drafting import Watch, assert_well_formed
+from tiny import prompts, sampler_of, target
+
+from draftproof.core.messages import Frontier
+from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.decoding.engine import Engine
+from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
+
+
+def frontier(texts: list[list[int]], budget: int, trees: bool, seed: int = 0, longest: bool = False) -> Frontier:
+    """Rows with noise behind their text."""
+    tokens = torch.randint(3, (len(texts), 40), generator=torch.Generator().manual_seed(seed))
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+    position = torch.tensor([len(text) - 1 for text in texts])
+    prefix = Prefix(tokens, position, longest=int(position.max()) if longest else None)
+    return Frontier(prefix, sampler_of(*[Sampling()] * len(texts)), budget, trees=trees)
+
+
+def search(text: list[int], longest: int, shortest: int) -> list[tuple[int, int]]:
+    """Length and end of every earlier match of the text's last tokens, the longest and then the most recent first."""
+    found = []
+    for end in range(1, len(text)):
+        size = 0
+        while size < min(longest, end) and text[end - 1 - size] == text[-1 - size]:
+            size += 1
+        if size >= shortest:
+            found.append((size, end))
+    return sorted(found, reverse=True)
+
+
+def goes_on(text: list[int], end: int, budget: int) -> list[int]:
+    """The text from `end` on, round and round."""
+    return [text[end + ahead % (len(text) - end)] for ahead in range(budget)]
+
+
+def cases() -> list[tuple[list[int], int, int]]:
+    dice = torch.Generator().manual_seed(0)
+    sizes = [(1 + case % 17, 1 + case % 4, 1 + case % (1 + case % 4)) for case in range(200)]
+    return [(torch.randint(3, (size,), generator=dice).tolist(), longest, shortest) for size, longest, shortest in sizes]
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "wanted"),
+    [
+        ([1, 2, 3, 4, 1, 2], 3, [3, 4, 1]),
+        ([1, 2, 9, 1, 2, 8, 1, 2], 2, [8, 1]),
+        ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 2, [7, 6]),
+        ([1, 2, 3], 4, [ABSENT] * 4),
+        ([4], 3, [ABSENT] * 3),
+        ([4, 4], 3, [4, 4, 4]),
+        ([9, 1, 2, 3, 1, 2, 3], 7, [1, 2, 3, 1, 2, 3, 1]),
+    ],
+)
+def test_a_chain_continues_the_longest_latest_match(text: list[int], budget: int, wanted: list[int]) -> None:
+    tree = PromptLookup().propose(frontier([text, text], budget, trees=False))
+    assert tree.is_chain and tree.tokens[:, 1:].tolist() == [wanted] * 2
+
+
+def test_a_chain_is_the_plain_search() -> None:
+    for text, longest, shortest in cases():
+        asked = frontier([text], 5, trees=False, seed=len(text))
+        found = search(text, longest, shortest)
+        wanted = goes_on(text, found[0][1], 5) if found else [ABSENT] * 5
+        assert PromptLookup(longest, shortest).propose(asked).tokens[0, 1:].tolist() == wanted, (text, longest, shortest)
+
+
+def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[tuple[int, ...], float]:
+    """The odds of every beginning of the best continuations, each taken if none before it is right."""
+    odds: dict[tuple[int, ...], float] = {}
+    left = 1.0
+    for size, end in search(text, longest, shortest)[:PLACES]:
+        holds = left
+        path = goes_on(text, end, budget)
+        for depth in range(budget):
+            holds *= (size + depth) / (size + depth + 3)
+            odds[tuple(path[: depth + 1])] = odds.get(tuple(path[: depth + 1]), 0.0) + holds
+        left *= 3 / (size + 3)
+    return odds
+
+
+def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
+    branched = 0
+    for text, longest, shortest in cases():
+        asked = frontier([text], 6, trees=True, seed=len(text))
+        tree = PromptLookup(longest, shortest).propose(asked)
+        assert_well_formed(tree, asked)
+        odds = by_hand(text, longest, shortest, 6)
+        assert tree.odds is not None
+        said = [float(value) for value, there in zip(tree.odds[0, 1:], tree.present[0, 1:], strict=True) if there]
+        assert said == pytest.approx(sorted(odds.values(), reverse=True)[:6])
+        for node in range(1, 1 + len(said)):
+            path = tuple(token for token in tree.texts[0, node].tolist() if token >= 0)[1:]
+            assert said[node - 1] == pytest.approx(odds[path])
+        branched += int((tree.parents[0, 1 : 1 + len(said)] == 0).sum()) > 1
+    assert branched > 30, "no tree had two branches: it tests chains"
+
+
+def test_rows_do_not_see_each_other_nor_what_lies_behind_their_text() -> None:
+    texts = [text for text, _, _ in cases()[10:16]]
+    for trees in (False, True):
+        together = PromptLookup().propose(frontier(texts, 5, trees, seed=1))
+        assert torch.equal(together.tokens, PromptLookup().propose(frontier(texts, 5, trees, seed=2, longest=True)).tokens)
+        for row, text in enumerate(texts):
+            alone = PromptLookup().propose(frontier([text], 5, trees))
+            assert torch.equal(alone.tokens[0], together.tokens[row])
+
+
+def test_no_budget_no_draft() -> None:
+    asked = frontier([[4, 4, 4]], 0, trees=True)
+    assert torch.equal(PromptLookup().propose(asked).tokens, TokenTree.root(asked.prefix.root).tokens)
+
+
+def test_what_repeats_is_accepted() -> None:
+    """Greedy, a tiny model goes round in circles: lookup must follow it, and the text must stay."""
+    asked = [text * 3 for text in prompts(6, seed=3)]
+    wanted = [one.tokens for one in Engine(target()).generate(asked, max_new_tokens=60)]
+    done = Engine(target(), Watch(PromptLookup()), budget=7).generate(asked, max_new_tokens=60)
+    assert [one.tokens for one in done] == wanted
+    assert sum(one.stats.emitted for one in done) > 1.5 * sum(one.stats.rounds for one in done)
