@@ -481,7 +481,7 @@ def test_nothing_is_read_back_to_the_host(tree: str, temperature: float) -> None
     """Everything runs on tensors that have no values, learning included."""
     tables = Tables(device="meta", dtype=torch.float32)
     head = ReDrafterHead(ReDrafterConfig(8, 90, 16, steps=3))
-    drafter = ReDrafter(head, tables, tree=tree, learn=LearnConfig(every=1))
+    drafter = ReDrafter(head, tables, width=4, tree=tree, learn=LearnConfig(every=1))
     drafter.start(2, 64)
     with torch.inference_mode():
         for row in range(2):

@@ -29,8 +29,9 @@ from draftproof.target.pack import pack_linears
 
 STEPS = 5
 """Tokens a fresh head foretells, as published."""
-WIDTH = 4
-"""Beams when nobody says."""
+WIDTH, LENGTH = 2, 4
+"""Beams when nobody says, and drafted tokens of each, if the head foretells so many: quickest where drafting costs as much
+as on a CPU (`python -m draftproof.bench.sweep`)."""
 NODES = 12
 """Draft tokens per row and round when nobody says."""
 TREES = ("nodes", "beams")
@@ -224,7 +225,7 @@ class ReDrafter(Drafter):
     Scores race with the target's own noise, filters and penalties, each beam by its own path: beams are what the target
     is likely to pick, not merely what is likely.
 
-    width, length: beams, and tokens drafted in each (None: as many as the head was trained for). Apple's "beam length"
+    width, length: beams, and tokens drafted in each (None: four, or as many as the head was trained for). Apple's "beam length"
     counts the root as well.
     tree: "nodes" drafts, of all tokens the search weighed, those on the most likely paths; "beams" what survives of the
     search, shared prefixes merged, as published.
@@ -248,7 +249,7 @@ class ReDrafter(Drafter):
         learn: LearnConfig | None = None,
     ) -> None:
         must_fit(head.config, vocabulary)
-        length = length if length is not None else head.steps
+        length = length if length is not None else min(head.steps, LENGTH)
         if not 1 <= width <= min(cut or vocabulary.vocab_size, vocabulary.vocab_size) or length < 1:
             raise BadInput(f"a beam search of width {width} and length {length} was asked of {vocabulary.vocab_size} tokens; "
                            "both are at least 1, and no more beams than tokens to choose from")  # fmt: skip
