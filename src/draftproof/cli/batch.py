@@ -113,7 +113,7 @@ class Batch:
         """A digest of all options that decide what the texts are."""
         setup = self.setup
         if setup.acceptance in (None, "match") and setup.lossy is None:
-            setup = Setup(setup.model, dtype=setup.dtype)
+            setup = Setup(setup.model, dtype=setup.dtype, quantize=setup.quantize, kv_cache=setup.kv_cache)
         return hashlib.sha256(json.dumps([repr(setup), self.chat, dict(self.given)], sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
