@@ -136,6 +136,7 @@ def test_real_models_write_what_transformers_writes(acceptance: str) -> None:
         assistant_model=shared("models", "tinystories-llama-260k"),
         dtype="float64",
         acceptance=acceptance,
+        budget=5,
     )
     asked = [
         own.codec.encode(text)

@@ -442,7 +442,7 @@ def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
         ("calibrated", None, len(MEDUSA_TREE)),
         ("calibrated", "dynamic", 16),
     ):
-        engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree)
+        engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree, budget=nodes)
         done = engine.generate(prompts(8), max_new_tokens=20)
         assert [(one.tokens, one.finish_reason) for one in done] == plain and accepted_share(done) > 0.05
         assert engine.drafter.default_budget == nodes
