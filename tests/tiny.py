@@ -102,7 +102,8 @@ def build(kind: str, seed: int = 0, **values: Any) -> PreTrainedModel:
 @lru_cache(maxsize=64)
 def model(name: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As `fresh`, one for all tests: leave it as it is."""
-    return fresh(name, seed, **overrides)
+    with torch.inference_mode(False):                    # whoever asks first, others may train with it
+        return fresh(name, seed, **overrides)
 
 
 @lru_cache(maxsize=64)

@@ -232,6 +232,10 @@ class TokenTree:
         """[B, N] edges from the root."""
         return self.ancestors.sum(-1) - 1
 
+    def positions(self, lengths: Tensor, limit: int) -> Tensor:
+        """[B, N] where each node stands behind `lengths` [B] tokens; beyond `limit` lies nothing to emit."""
+        return (lengths[:, None] + self.depths).clamp(max=limit - 1)
+
     @cached_property
     def texts(self) -> Tensor:
         """[B, N, D] the tokens from the root to each node; NOTHING behind them."""

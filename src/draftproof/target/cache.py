@@ -111,12 +111,16 @@ class RowCache(transformers.Cache):
 
     def write_at(self, first: int, nodes: int) -> int:
         """Let the next forward write nodes `first` to `nodes` of a tree; return how many slots it may see."""
-        self._read = nodes
-        span = min(-(-(self._longest[0] + nodes) // SPAN) * SPAN, self.capacity)
+        span = self.reserve(nodes)
         slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
         for layer in self.layers:
             layer.slots, layer.span = slots, span
         return span
+
+    def reserve(self, nodes: int) -> int:
+        """Note that a tree of so many nodes is read; return how many slots rows and tree may reach."""
+        self._read = nodes
+        return min(-(-(self._longest[0] + nodes) // SPAN) * SPAN, self.capacity)
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B] to the lengths.

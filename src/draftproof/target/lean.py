@@ -1,7 +1,8 @@
 """A lean forward for the common families: the model's own layers, called without the machinery around them.
 
 Llama, Mistral, Qwen2 and Qwen3 differ in which of these parts they have, so one forward driven by the model's modules
-serves them. It is used where a load-time read agrees with the model's own forward, and nowhere else.
+serves them. It is used where a load-time read agrees with the model's own forward, and nowhere else. What `fused` can
+read it reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftproof.core.tree import TokenTree
 from draftproof.target.cache import RowCache
-from draftproof.target.pack import PackedLinear, PackedPart
+from draftproof.target.fused import Fused
+from draftproof.target.masks import tree_mask
+from draftproof.target.pack import PackedLinear, PackedPart, packable
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 QUERIES = 4
 """Attention is never asked for fewer: with AMX one query rounds differently from several, with AVX-512 alone up to three do."""
+
+COPIED = 16 << 20
+"""Bytes of a projection that may be held a second time."""
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -36,18 +43,31 @@ class _Layer(NamedTuple):
     heads: int
     key_heads: int
     scale: float
+    before_weight: Tensor
+    after_weight: Tensor
+    head_weights: tuple[int | None, int | None]     # where the norms of queries and keys lie
 
 
 class Lean:
-    """The decode forward of one model, with the model's own weights."""
+    """The decode forward of one model, with the model's own weights.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    window: how many positions back attention sees, if not all. context: positions the model knows.
+    """
+
+    def __init__(self, model: PreTrainedModel, window: int | None, context: int) -> None:
         body: Any = model.model
-        self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, _bare(model.lm_head)
-        self.norm = _norm(body.norm)
+        self.window, self.context = window, context
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.hidden_size: int = model.config.hidden_size
+        self.inner_size: int = model.config.intermediate_size
+        self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, _head(model.lm_head)
+        self.norm, self.norm_weight = _norm(body.norm), body.norm.weight
+        self.epsilon: float = body.norm.variance_epsilon
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
+        self.fused = Fused.of(self)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -65,10 +85,25 @@ class Lean:
             and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         )
 
+    def of(self, model: PreTrainedModel) -> Lean:
+        """The same for another model of this kind."""
+        other = Lean(model, self.window, self.context)
+        other.fused = other.fused if self.fused is not None else None
+        return other
+
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+        self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, W, V] (or [B, 1, V]) and tapped hidden states [B, W, T, H], as transformers counts them."""
+        """Read the nodes `first:`, whose tokens are `tokens` [B, W], into the scratch of the cache.
+
+        Returns logits [B, W, V] (or [B, 1, V]) and tapped hidden states [B, W, T, H], as transformers counts them.
+        """
+        if self.fused is not None and self.fused.takes(tokens.shape[1], cache):
+            cache.reserve(tree.tokens.shape[1])
+            return self.fused(tokens, tree, first, cache, last_only, taps)
+        span = cache.write_at(first, tree.tokens.shape[1])
+        positions = tree.positions(cache.lengths, self.context)[:, first:]
+        mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
         hidden = F.embedding(tokens, self.embed.weight)
         cos, sin = self.rotary(hidden, positions)                                       # [B, W, D] each
         half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
@@ -117,12 +152,27 @@ def _layer(layer: Any, head_dim: int) -> _Layer:
         heads=heads,
         key_heads=key_heads,
         scale=attention.scaling,
+        before_weight=layer.input_layernorm.weight,
+        after_weight=layer.post_attention_layernorm.weight,
+        head_weights=(_place(attention, "q_norm"), _place(attention, "k_norm")),
     )
+
+
+def _place(attention: Any, name: str) -> int | None:
+    """Where the weight of a norm over heads lies, if there is one."""
+    return getattr(attention, name).weight.data_ptr() if hasattr(attention, name) else None
 
 
 def _width(linear: Any) -> int:
     """Output features of a layer, packed or not."""
     return linear.stop - linear.start if isinstance(linear, PackedPart) else int(linear.out_features)
+
+
+def _head(linear: nn.Module) -> Linear:
+    """The projection to the vocabulary. Tied to the embeddings it was not packed; a small one is held twice, for speed."""
+    if type(linear) is nn.Linear and linear.weight.nbytes <= COPIED and packable(linear):
+        return _bare(PackedLinear(linear))
+    return _bare(linear)
 
 
 def _together(*linears: nn.Module) -> Linear:

@@ -90,7 +90,7 @@ def _groups(module: nn.Module, owners: Counter[int]) -> list[dict[str, nn.Linear
     single = {
         name: child
         for name, child in module._modules.items()
-        if type(child) is nn.Linear and _packable(child) and owners[id(child.weight)] == 1
+        if type(child) is nn.Linear and packable(child) and owners[id(child.weight)] == 1
     }
     return together(single, lambda linear: (linear.in_features, linear.bias is None))
 
@@ -118,7 +118,8 @@ def put(module: nn.Module, outputs: Mapping[str, int], whole: Whole) -> None:
         start += width
 
 
-def _packable(linear: nn.Linear) -> bool:
+def packable(linear: nn.Linear) -> bool:
+    """Whether a layer is one that oneDNN can pack, with nothing hooked into it."""
     weight = linear.weight
     plain = type(weight.data) is Tensor and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__

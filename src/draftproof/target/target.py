@@ -56,11 +56,8 @@ class Target:
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
             self.reads_trees = self._self_test()
-            if Lean.fits(model):
-                blur = self._error(_TESTED, self._test_text())
-                self._lean = Lean(model)
-                lean = self._error(_TESTED, self._test_text())
-                self._lean = self._lean if lean <= max(self._noise, 3 * blur) else None
+            if Lean.fits(model) and len(self._layout.windows) == 1:
+                self._choose_lean(Lean(model, next(iter(self._layout.windows.values())), self.context))
 
     def new_cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache for `rows` rows of `capacity` positions."""
@@ -73,7 +70,7 @@ class Target:
         """
         other = copy.copy(self)
         other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
-        other._lean = Lean(other.model) if self._lean is not None else None
+        other._lean = self._lean.of(other.model) if self._lean is not None else None
         return other
 
     def first_layers(self, count: int) -> Target:
@@ -81,7 +78,7 @@ class Target:
         other = copy.copy(self)
         other.model = first_layers(self.model, count)
         other._layout = self._layout._replace(shapes=self._layout.shapes[:count])
-        other._lean = Lean(other.model) if self._lean is not None else None
+        other._lean = self._lean.of(other.model) if self._lean is not None else None
         return other
 
     @property
@@ -97,17 +94,14 @@ class Target:
         last_only: return logits of the last node alone. taps: hidden layers to return, counted as transformers does.
         Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H] or None.
         """
-        lengths, depths = cache.lengths, tree.depths[:, first:]
-        span = cache.write_at(first, tree.tokens.shape[1])
         tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
-        positions = (lengths[:, None] + depths).clamp(max=self.context - 1)     # beyond lies nothing to emit
-        masks = self._masks(tree, lengths, span, first)
-        if self._lean is not None and isinstance(masks, Tensor):
-            return Reading(*self._lean(tokens, positions, masks, cache, last_only, taps))
+        if self._lean is not None:
+            return Reading(*self._lean(tokens, tree, first, cache, last_only, taps))
+        span = cache.write_at(first, tree.tokens.shape[1])
         out: Any = self.model(
             input_ids=tokens,
-            attention_mask=masks,
-            position_ids=positions,
+            attention_mask=self._masks(tree, cache.lengths, span, first),
+            position_ids=tree.positions(cache.lengths, self.context)[:, first:],
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=bool(taps),
@@ -138,7 +132,9 @@ class Target:
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """[..., V] logits of hidden states behind the final norm, without what some families do to them afterwards."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        packed = self._lean is not None and torch.is_inference_mode_enabled()           # packed weights know no gradients
+        head = self._lean.head if packed and self._lean is not None else self.model.get_output_embeddings()
+        logits: Tensor = head(hidden)
         return logits
 
     def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
@@ -162,6 +158,16 @@ class Target:
             )
         # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half precision blurs
         return self._error(_TESTED, text) <= max(self._noise, 3 * noise)
+
+    def _choose_lean(self, lean: Lean) -> None:
+        """Read by the leanest forward that agrees with the model's own as closely as its stock read does."""
+        text = self._test_text()
+        enough = max(self._noise, 3 * self._error(_TESTED, text))
+        self._lean = lean
+        if lean.fused is not None and not self._error(_TESTED, text) <= enough:
+            lean.fused = None
+        if lean.fused is None and not self._error(_TESTED, text) <= enough:
+            self._lean = None
 
     def _test_text(self) -> Tensor:
         return torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)

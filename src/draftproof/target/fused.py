@@ -1,0 +1,104 @@
+"""The lean forward with everything between its linear layers fused: bfloat16, on a CPU with a C compiler.
+
+Half of a small model's step goes into starting operators. Here each layer is four multiplications and four calls, and
+attention sums in the order of the text, so a node has the same bits in a tree as in plain decoding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.core.tree import TokenTree
+from draftproof.target.cache import RowCache, RowLayer
+from draftproof.target.kernels import WIDEST, Kernels, Read, kernels
+
+if TYPE_CHECKING:
+    from draftproof.target.lean import Lean
+
+NODES = 64
+"""Wider reads, prefill above all, are quicker with torch's own attention."""
+
+
+class Fused:
+    """Reads up to `NODES` nodes per row with the layers of a lean forward."""
+
+    def __init__(self, lean: Lean, found: Kernels) -> None:
+        self.lean, self.kernels = lean, found
+        self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
+
+    @staticmethod
+    def of(lean: Lean) -> Fused | None:
+        """For a model the kernels can serve, on a machine that has them."""
+        sizes = (lean.hidden_size, lean.inner_size, lean.head_dim)
+        weights = {weight.dtype for layer in lean.layers for weight in (layer.before_weight, layer.after_weight)}
+        fits = {lean.dtype, *weights} == {torch.bfloat16} and not any(size % 16 for size in sizes)
+        if lean.device.type != "cpu" or not fits or lean.head_dim > WIDEST or (lean.window is not None and lean.window <= NODES):
+            return None
+        found = kernels()
+        return Fused(lean, found) if found is not None else None
+
+    def takes(self, nodes: int, cache: RowCache) -> bool:
+        """Whether a read of so many nodes into this cache can be done here."""
+        return nodes <= NODES and type(cache.layers[0]) is RowLayer
+
+    def __call__(
+        self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Lean`; tokens are those of the nodes `first:`."""
+        lean, kernels = self.lean, self.kernels
+        hidden = F.embedding(tokens, lean.embed.weight)
+        parents = tree.parents.contiguous()
+        read = self._read(tokens, parents, first, cache)
+        work, size, inner, threads = tokens.numel(), lean.hidden_size, lean.inner_size, read.threads
+        normed, mixed, gated = (hidden.new_empty(*tokens.shape, width) for width in (size, read.heads * read.head_dim, inner))
+        x, mix, gate, shared = hidden.data_ptr(), mixed.data_ptr(), gated.data_ptr(), ctypes.addressof(read)
+        count = len(lean.layers)
+        wanted = {tap % (count + 1) for tap in taps}
+        kept = {0: hidden.clone()} if 0 in wanted else {}
+        delta: Tensor | None = None
+        for number, (layer, store) in enumerate(zip(lean.layers, cache.layers, strict=True)):
+            added = delta.data_ptr() if delta is not None else None
+            kernels.norm(x, added, layer.before_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads)
+            if number and number in wanted:
+                kept[number] = hidden.clone()
+            states = layer.inner(normed)
+            keys, values = store.keys.data_ptr(), store.values.data_ptr()
+            kernels.attend(shared, states.data_ptr(), *layer.head_weights, lean.epsilon, keys, values, mix)
+            delta = layer.output(mixed)
+            kernels.norm(
+                x, delta.data_ptr(), layer.after_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads
+            )
+            both = layer.gate_up(normed)
+            kernels.gate(both.data_ptr(), gate, work, inner, threads)
+            delta = layer.down(gated)
+        last = torch.empty_like(hidden)
+        weight = lean.norm_weight.data_ptr()
+        kernels.norm(x, delta.data_ptr() if delta is not None else None, weight, lean.epsilon, last.data_ptr(), work, size, threads)
+        logits = lean.head(last[:, -1:] if last_only else last)
+        if not taps:
+            return logits, None
+        kept[count] = last
+        return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2)
+
+    def _read(self, tokens: Tensor, parents: Tensor, first: int, cache: RowCache) -> Read:
+        lean, layer = self.lean, self.lean.layers[0]
+        cosines, sines = self._turned(cache.capacity)
+        return Read(
+            len(tokens), parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
+            lean.context, torch.get_num_threads(), cache.lengths.data_ptr(), parents.data_ptr(), cosines.data_ptr(),
+            sines.data_ptr(), layer.scale,
+        )  # fmt: skip
+
+    def _turned(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions a cache of this capacity can hold."""
+        wanted = min(capacity, self.lean.context)
+        if len(self._turns[0]) < wanted:
+            weight = self.lean.embed.weight
+            cos, sin = self.lean.rotary(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
+            self._turns = (cos[0].contiguous(), sin[0].contiguous())
+        return self._turns

@@ -1,0 +1,270 @@
+/* What stands between the linear layers of a Llama-like model, for bfloat16 on a CPU: norms, rotation, attention, gates.
+ *
+ * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
+ * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
+ * chain, or in a tree. No function knows layers or models; the caller hands in pointers.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef float lanes __attribute__((vector_size(64)));
+typedef int32_t bits __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+enum { LANES = 16, BLOCK = 16, TOGETHER = 4, WIDEST = 256, SMALL = 1 << 14 };
+
+typedef struct {
+    int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
+    const int64_t *lengths;                     /* [rows] committed tokens */
+    const int64_t *parents;                     /* [rows, nodes] a parent comes before its children; -1 at the root */
+    const bf16 *cosines, *sines;                /* [context, head_dim] */
+    float scale;
+} Read;
+
+static inline float widen(bf16 x) {
+    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+    return u.f;
+}
+
+static inline bf16 narrow(float x) {            /* to the nearest, ties to even */
+    union { float f; uint32_t i; } u = {x};
+    return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
+static inline lanes wide(const bf16 *from) {
+    halves h;
+    memcpy(&h, from, sizeof h);
+    return (lanes)(__builtin_convertvector(h, bits) << 16);
+}
+
+static inline void narrowed(bf16 *to, lanes x) {
+    bits i = (bits)x, even = (i >> 16) & 1;
+    bits out = (i + 0x7fff + even) >> 16, nan = x != x;
+    out = (out & ~nan) | (nan & 0x7fc0);
+    halves h = __builtin_convertvector(out, halves);
+    memcpy(to, &h, sizeof h);
+}
+
+static inline lanes loaded(const float *from) {
+    lanes x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline float total(lanes x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87 */
+    bits low = x < -87.0f;
+    x = (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low));
+    lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    x = x - n * 0.693359375f + n * 2.12194440e-4f;
+    lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * (x * x) + x + 1.0f;
+    bits power = (__builtin_convertvector(n, bits) + 127) << 23;
+    return (lanes)((bits)(y * (lanes)power) & ~low);
+}
+
+/* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
+                     int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *x = hidden + r * size, *y = out + r * size;
+        lanes squares = {};
+        for (int64_t i = 0; i < size; i += LANES) {
+            if (delta) narrowed(x + i, wide(x + i) + wide(delta + r * size + i));
+            lanes v = wide(x + i);
+            squares += v * v;
+        }
+        float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
+        for (int64_t i = 0; i < size; i += LANES) {
+            narrowed(y + i, wide(x + i) * factor);
+            narrowed(y + i, wide(y + i) * wide(weight + i));
+        }
+    }
+}
+
+/* out = silu(gate) * up; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
+void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
+        bf16 *y = out + r * size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes g = wide(gate + i);
+            narrowed(y + i, g / (1.0f + expo(-g)));
+            narrowed(y + i, wide(y + i) * wide(up + i));
+        }
+    }
+}
+
+static void normed(const bf16 *x, const bf16 *weight, float epsilon, float *out, int64_t size) {
+    lanes squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
+    float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
+    for (int64_t i = 0; i < size; i++) out[i] = widen(narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i])));
+}
+
+/* One head of one token, normed if there is a weight and turned to its position, in bfloat16's precision. */
+static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, float *out) {
+    int64_t size = read->head_dim, half = size / 2;
+    const bf16 *cosines = read->cosines + position * size, *sines = read->sines + position * size;
+    float plain[WIDEST];
+    if (weight) normed(x, weight, epsilon, plain, size);
+    else for (int64_t i = 0; i < size; i++) plain[i] = widen(x[i]);
+    for (int64_t i = 0; i < size; i++) {
+        float other = i < half ? -plain[i + half] : plain[i - half];
+        out[i] = widen(narrow(widen(narrow(plain[i] * widen(cosines[i]))) + other * widen(sines[i])));
+    }
+}
+
+static int64_t depth_of(const int64_t *parents, int64_t node) {
+    int64_t depth = 0;
+    for (; (node = parents[node]) >= 0;) depth++;
+    return depth;
+}
+
+static float *scratch(int64_t floats) {
+    static _Thread_local float *held;
+    static _Thread_local int64_t size;
+    if (floats > size) {
+        free(held);
+        size = floats + floats / 2;
+        if (posix_memalign((void **)&held, 64, (size_t)size * sizeof(float))) abort();
+    }
+    return held;
+}
+
+/* scores[q][slot] of TOGETHER queries with BLOCK slots; keys [head_dim][BLOCK]. Each a sum along head_dim. */
+static inline void scored(const float *queries, const lanes *keys, int64_t size, float *scores, int64_t stride) {
+    lanes sum[TOGETHER] = {};
+    for (int64_t i = 0; i < size; i++)
+        for (int q = 0; q < TOGETHER; q++) sum[q] += queries[q * size + i] * keys[i];
+    for (int q = 0; q < TOGETHER; q++) memcpy(scores + q * stride, &sum[q], sizeof sum[q]);
+}
+
+static inline lanes larger(lanes a, lanes b) {
+    bits more = a > b;
+    return (lanes)(((bits)a & more) | ((bits)b & ~more));
+}
+
+/* Scores become chances, in the order of the text: slots `start` to `length`, then the nodes of the path. Those from
+ * `earliest`, where other queries begin, to `start` become 0. Returns what the chances sum to. */
+static float softened(float *scores, int64_t earliest, int64_t start, int64_t length, const int64_t *path, int64_t deep) {
+    float on[deep];
+    for (int64_t d = 0; d < deep; d++) on[d] = scores[length + path[d]];
+    memcpy(scores + length, on, sizeof on);
+    int64_t first = start / LANES * LANES, end = length + deep, whole = (end + LANES - 1) / LANES * LANES;
+    for (int64_t s = end; s < whole; s++) scores[s] = -INFINITY;
+    for (int64_t s = first; s < start; s++) scores[s] = -INFINITY;
+    lanes most = loaded(scores + first), sum = {};
+    for (int64_t s = first; s < whole; s += LANES) most = larger(loaded(scores + s), most);
+    float top = most[0];
+    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
+    for (int64_t s = first; s < whole; s += LANES) {
+        lanes chance = expo(loaded(scores + s) - top);
+        sum += chance;
+        memcpy(scores + s, &chance, sizeof chance);
+    }
+    for (int64_t s = earliest; s < first; s++) scores[s] = 0;
+    return total(sum);
+}
+
+/* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
+static void attended(const Read *read, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values, const bf16 *inner,
+                     const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, width = read->nodes - read->first;
+    int64_t length = read->lengths[row], end = length + read->nodes, count = to - from;
+    int64_t padded = (count + TOGETHER - 1) / TOGETHER * TOGETHER, stride = (end + BLOCK - 1) / BLOCK * BLOCK + LANES;
+    const int64_t *parents = read->parents + row * read->nodes;
+    float *scores = scratch(padded * (stride + size) + size * BLOCK), *queries = scores + padded * stride;
+    lanes *tile = (lanes *)(queries + padded * size);
+    int64_t path[count][read->nodes], deep[count], start[count], earliest = length;
+    memset(queries + count * size, 0, (size_t)((padded - count) * size) * sizeof(float));
+    for (int64_t q = 0; q < count; q++) {
+        int64_t node = read->first + (from + q) / group, head = key_head * group + (from + q) % group;
+        int64_t depth = depth_of(parents, node), position = length + depth;
+        const bf16 *x = inner + ((row * width + node - read->first) * (read->heads + 2 * read->key_heads) + head) * size;
+        turned(read, x, weight, epsilon, position < read->context ? position : read->context - 1, queries + q * size);
+        for (int64_t i = 0; i < size; i++) queries[q * size + i] *= read->scale;
+        deep[q] = depth + 1;
+        for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) path[q][d] = n;
+        start[q] = read->window && position >= read->window ? position + 1 - read->window : 0;
+        if (start[q] < earliest) earliest = start[q];
+    }
+    for (int64_t s = earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
+        int64_t some = end - s < BLOCK ? end - s : BLOCK;
+        float *column = (float *)tile;
+        if (some < BLOCK) memset(tile, 0, (size_t)(size * BLOCK) * sizeof(float));
+        for (int64_t i = 0; i < size; i += LANES)
+            for (int64_t j = 0; j < some; j++) {
+                lanes k = wide(keys + (s + j) * size + i);
+                for (int l = 0; l < LANES; l++) column[(i + l) * BLOCK + j] = k[l];
+            }
+        for (int64_t q = 0; q < padded; q += TOGETHER) scored(queries + q * size, tile, size, scores + q * stride + s, stride);
+    }
+    float sums[count];
+    for (int64_t q = 0; q < count; q++)
+        sums[q] = softened(scores + q * stride, earliest, start[q], length, path[q], deep[q]);
+    for (int64_t q = count; q < padded; q++) memset(scores + q * stride, 0, (size_t)length * sizeof(float));
+    for (int64_t q = 0; q < count; q += TOGETHER)
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes sum[TOGETHER] = {};
+            for (int64_t s = earliest; s < length; s++) {
+                lanes value = wide(values + s * size + i);
+                for (int k = 0; k < TOGETHER; k++) sum[k] += scores[(q + k) * stride + s] * value;
+            }
+            for (int64_t k = 0; k < TOGETHER && q + k < count; k++) {
+                int64_t node = read->first + (from + q + k) / group, head = key_head * group + (from + q + k) % group;
+                for (int64_t d = 0; d < deep[q + k]; d++)
+                    sum[k] += scores[(q + k) * stride + length + d] * wide(values + (length + path[q + k][d]) * size + i);
+                narrowed(out + ((row * width + node - read->first) * read->heads + head) * size + i, sum[k] / sums[q + k]);
+            }
+        }
+}
+
+/* Queries, keys and values of the nodes `first:` of each row, [rows, nodes - first, heads + 2 key_heads, head_dim]: turn
+ * them, write keys and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to
+ * each node's own path; out [rows, nodes - first, heads, head_dim]. The weights of head norms may be null. */
+void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                       bf16 *keys, bf16 *values, bf16 *out) {
+    int64_t size = read->head_dim, width = read->nodes - read->first, shared = read->rows * read->key_heads;
+    int64_t queries = width * (read->heads / read->key_heads), lines = read->heads + 2 * read->key_heads;
+    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
+    each = each > 32 ? 32 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
+    int64_t parts = (queries + each - 1) / each;
+#pragma omp parallel num_threads(read->threads)
+    {
+#pragma omp for
+        for (int64_t one = 0; one < shared; one++) {
+            int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
+            for (int64_t w = 0; w < width; w++) {
+                int64_t node = read->first + w, slot = (one * read->capacity + length + node) * size;
+                int64_t position = length + depth_of(read->parents + row * read->nodes, node);
+                const bf16 *x = inner + ((row * width + w) * lines + read->heads + head) * size;
+                float key[WIDEST];
+                turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
+                for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
+                memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t one = 0; one < shared * parts; one++) {
+            int64_t which = one / parts, from = one % parts * each, to = from + each < queries ? from + each : queries;
+            int64_t store = which * read->capacity * size;
+            attended(read, which / read->key_heads, which % read->key_heads, keys + store, values + store, inner, query_weight,
+                     epsilon, out, from, to);
+        }
+    }
+}

@@ -1,0 +1,114 @@
+"""The C kernels of `kernels.c`, compiled once for this machine by its own compiler. Knows compilers, nothing of models.
+
+Where there is no compiler, or torch runs its threads otherwise than by OpenMP, there are none, and torch's operators
+are used instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.c")
+SWITCH = "DRAFTPROOF_KERNELS"
+"""Set to 0 in the environment to do without."""
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
+WIDEST = 256
+"""Largest head the kernels have room for."""
+
+
+class Read(ctypes.Structure):
+    """What all layers of one read share; as in kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Kernels:
+    """The functions of the library, which take pointers as numbers."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.norm = library.draftproof_norm
+        self.norm.argtypes = (pointer, pointer, pointer, ctypes.c_float, pointer, number, number, number)
+        self.gate = library.draftproof_gate
+        self.gate.argtypes = (pointer, pointer, number, number, number)
+        self.attend = library.draftproof_attend
+        self.attend.argtypes = (pointer, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer)
+        for function in (self.norm, self.gate, self.attend):
+            function.restype = None
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The library, compiled at first use and kept in the user's cache folder; None where it cannot be had."""
+    if os.environ.get(SWITCH) == "0" or not sys.platform.startswith("linux"):
+        return None
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    threads = _thread_library()
+    if compiler is None or threads is None:
+        return None
+    try:
+        ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)       # torch's own threads: a second pool would fight with them
+        return Kernels(ctypes.CDLL(str(_built(compiler))))
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _built(compiler: str) -> Path:
+    """The compiled library of this source, by this compiler, for this processor."""
+    name = hashlib.sha256("\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
+    for folder in _folders():
+        target = folder / f"kernels-{name}.so"
+        if target.is_file():
+            return target
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                halfway, done = Path(work) / "kernels.o", Path(work) / "kernels.so"
+                for command in (
+                    [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(halfway)],
+                    [compiler, "-shared", str(halfway), "-o", str(done), "-lm"],     # no -fopenmp: torch brought it
+                ):
+                    subprocess.run(command, check=True, capture_output=True, timeout=60)
+                done.replace(target)
+            return target
+        except PermissionError:
+            continue
+    raise OSError("no folder to keep compiled kernels in")
+
+
+def _folders() -> list[Path]:
+    """Where to look for compiled kernels, and to put them."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~").expanduser() / ".cache")
+    return [Path(base) / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"]
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _thread_library() -> str | None:
+    """The OpenMP library that torch has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    return None

@@ -1,0 +1,111 @@
+"""The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.target.exactness import probe
+from draftproof.target.fused import NODES
+from draftproof.target.kernels import kernels
+from draftproof.target.pack import pack_linears
+from draftproof.target.target import Target
+
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "vocab_size": 96,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+    "mistral sliding": ("Mistral", {"sliding_window": 70}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+}
+SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+
+
+def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    name, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | extra)
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).to(dtype).eval()
+
+
+def readings(target: Target) -> torch.Tensor:
+    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept."""
+    tokens = torch.randint(96, (3, 160), generator=torch.Generator().manual_seed(1))
+    cache = target.new_cache(3, 192)
+    with torch.inference_mode():
+        target.read(TokenTree.chain(tokens[:, :100]), cache)                    # wider than the kernels read
+        cache.keep(None, torch.tensor([100, 41, 1]))
+        first = target.read(TokenTree.shaped(tokens[:, 100:111], SHAPE), cache, taps=(0, 2, -1))
+        cache.keep(torch.tensor([[0, 2, 6], [0, 1, 5], [0, 3, 7]]), torch.tensor([3, 3, 2]))
+        tree = TokenTree.shaped(tokens[:, 120:131], SHAPE)
+        target.read(tree, cache)
+        second = target.read(tree, cache, first=4, taps=(3,))                   # level by level, as draft models do
+    assert first.hidden is not None and second.hidden is not None
+    return torch.cat([part.flatten().double() for part in (first.logits, first.hidden, second.logits, second.hidden)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str) -> None:
+    fused, stock, exact = Target(model(family)), Target(model(family)), Target(model(family, torch.float32))
+    assert fused._lean is not None and fused._lean.fused is not None
+    stock._lean = exact._lean = None
+    truth = readings(exact)
+    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (fused, stock))
+    assert 0 < ours < 1.25 * theirs < 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str) -> None:
+    own = model(family)
+    pack_linears(own)
+    found = probe(Target(own), widths=(1, 2, 5, 16, 32))
+    assert not found.differ and len(found.same) == 12
+    assert "trees up to 29 nodes" in found.promise
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    target, before = Target(model("llama")), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(readings(target))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
+    narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
+    slides = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=NODES))
+    for other in (model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))):
+        lean = Target(other)._lean
+        assert lean is not None and lean.fused is None
+
+
+def test_kernels_are_optional(tmp_path: Path) -> None:
+    """Without a compiler, or switched off, torch's operators serve."""
+    code = "from draftproof.target.kernels import kernels; import torch; print(kernels())"
+    for change in ({"DRAFTPROOF_KERNELS": "0"}, {"CC": "/bin/false", "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **change}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "None"
