@@ -23,8 +23,7 @@ import transformers
 from draftproof import embedded
 from draftproof.core.sampling import Sampling
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.proof import adapters
-from draftproof.proof import audit as auditing
+from draftproof.proof import adapters, signatures
 from draftproof.proof.audit import Audit, Drafting, Law, Text, audit
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
@@ -42,8 +41,8 @@ def table(salt: int, sharp: float = 1.5, temperature: float = 1.0) -> Law:
 
 
 TARGET, DRAFT = table(1), table(2)
-OF_WARPING = [bug for bug in auditing.MISTAKES if " raw " in bug or "before warping" in bug]
-RIGHT: auditing.Mistake = lambda p, q, raw, place: auditing._weighed(q, p / q, auditing._rest(p, q))  # noqa: E731
+OF_WARPING = [bug for bug in signatures.MISTAKES if " raw " in bug or "before warping" in bug]
+RIGHT: signatures.Mistake = lambda p, q, raw, place: signatures._weighed(q, p / q, signatures._rest(p, q))  # noqa: E731
 Sampler = Callable[[list[int], int, int], list[list[int]]]
 
 
@@ -52,7 +51,7 @@ def drawn(dice: np.random.Generator, odds: Any) -> int:
 
 
 def speculative(
-    mistake: auditing.Mistake, draft: Law = DRAFT, raw: Law = DRAFT, tokens: int = 2, bonus: bool = True
+    mistake: signatures.Mistake, draft: Law = DRAFT, raw: Law = DRAFT, tokens: int = 2, bonus: bool = True
 ) -> Sampler:
     """A draft-and-verify loop with a mistake in it."""
 
@@ -120,9 +119,9 @@ def test_right_engines_pass(sampler: Any) -> None:
     json.dumps(found.as_dict())
 
 
-@pytest.mark.parametrize("bug", [bug for bug in auditing.MISTAKES if bug not in OF_WARPING])
+@pytest.mark.parametrize("bug", [bug for bug in signatures.MISTAKES if bug not in OF_WARPING])
 def test_every_bug_is_found_and_named(bug: str) -> None:
-    found = judged(speculative(auditing.MISTAKES[bug]), drafting=Drafting(DRAFT, tokens=2), samples=3000)
+    found = judged(speculative(signatures.MISTAKES[bug]), drafting=Drafting(DRAFT, tokens=2), samples=3000)
     named(found, bug)
     assert found.resembles[0].p_value > 1e-6, "the law of the bug fits what was seen"
     assert found.smallest is not None and found.smallest.tokens <= 2 and found.smallest.prompt == PROMPT[-1:]
@@ -137,7 +136,7 @@ def test_a_missing_bonus_position_is_found_and_named() -> None:
 @pytest.mark.parametrize("bug", OF_WARPING)
 def test_confusing_raw_and_warped_drafts_is_found_and_named(bug: str) -> None:
     warped, raw = table(2, temperature=0.5), DRAFT
-    found = judged(speculative(auditing.MISTAKES[bug], warped, raw), drafting=Drafting(warped, raw, 2), samples=3000)
+    found = judged(speculative(signatures.MISTAKES[bug], warped, raw), drafting=Drafting(warped, raw, 2), samples=3000)
     named(found, bug)
 
 
