@@ -66,6 +66,13 @@ def test_what_is_written_is_read(form: str, dtype: torch.dtype, tmp_path: Path) 
     assert is_head(tmp_path)
 
 
+def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
+    write_head(random_head(), tmp_path / "head")
+    (tmp_path / "other").touch()
+    modes = {file.stat().st_mode for file in (*(tmp_path / "head").iterdir(), tmp_path / "other")}
+    assert len(modes) == 1
+
+
 def test_a_shared_projection_is_not_written_and_stays_frozen(tmp_path: Path) -> None:
     head = random_head(share_lm_head=True)
     write_head(head, tmp_path)

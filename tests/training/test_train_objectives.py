@@ -10,7 +10,7 @@ from lessons import Silent, head_of, subject_of, trainer_of, written
 from tiny import target
 from torch import Tensor
 
-from draftproof.drafters.losses import OBJECTIVES
+from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss
 from draftproof.training.features import Streamed
 from draftproof.training.rows import Batches
 
@@ -34,16 +34,43 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
     draft, labels, teacher = problem()
     share = torch.autograd.gradcheck
     if name != "lk":                                                        # its weight is held fixed on purpose
-        assert share(lambda logits: OBJECTIVES[name](logits, labels, teacher), (draft,))
+        assert share(lambda logits: OBJECTIVES[name](logits, labels, Teacher(teacher)), (draft,))
         p, q = teacher.softmax(-1), draft.softmax(-1)
-        assert torch.allclose(OBJECTIVES[name](draft, labels, teacher), CLAIMS[name](p, q, labels))
+        assert torch.allclose(OBJECTIVES[name](draft, labels, Teacher(teacher)), CLAIMS[name](p, q, labels))
         return
     overlap = torch.minimum(draft.softmax(-1), teacher.softmax(-1)).sum(-1).detach()
     weight = (-3 * overlap).exp()
-    (mine,) = torch.autograd.grad(OBJECTIVES["lk"](draft, labels, teacher).sum(), draft)
-    parts = weight * OBJECTIVES["kl"](draft, labels, teacher) + (1 - weight) * OBJECTIVES["tv"](draft, labels, teacher)
+    (mine,) = torch.autograd.grad(OBJECTIVES["lk"](draft, labels, Teacher(teacher)).sum(), draft)
+    kl, tv = (OBJECTIVES[part](draft, labels, Teacher(teacher)) for part in ("kl", "tv"))
+    parts = weight * kl + (1 - weight) * tv
     (theirs,) = torch.autograd.grad(parts.sum(), draft)
     assert torch.allclose(mine, theirs)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_steps_share_the_teachers_law_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over steps is that of steps that each work it out, and it is worked out once."""
+    head = head_of("medusa")
+    features = Streamed(target(), head.taps, True)(Batches(written(), 4, 0)[0])
+    assert features.logits is not None
+    alone = torch.zeros((), dtype=torch.float32)
+    for step, logits in enumerate(head.predict(features, target())):
+        labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
+        teacher = Teacher(features.logits[:, step + 1 : -1].float())
+        places = OBJECTIVES[name](logits.float(), labels.clamp(min=0), teacher)
+        alone = alone + head.decay ** (step + 1) * (places * weights).sum() / weights.sum().clamp(min=1e-6)
+    assert step >= 1
+    wide, asked = features.logits.shape[1] - 2, []
+    softmax = Tensor.softmax
+
+    def counted(self: Tensor, dim: int) -> Tensor:
+        asked.append(self.shape[1])
+        return softmax(self, dim)
+
+    monkeypatch.setattr(Tensor, "softmax", counted)
+    assert torch.equal(head_loss(head, features, target(), name), alone)
+    if name in ("tv", "nla"):
+        assert asked.count(wide) == 2                                      # the teacher, and the first draft, as long
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -57,7 +84,7 @@ def test_following_it_lowers_what_it_claims(name: str) -> None:
     before, optimizer = claimed(), torch.optim.Adam([draft], lr=0.05)
     for _ in range(150):
         optimizer.zero_grad()
-        OBJECTIVES[name](draft, labels, teacher).sum().backward()           # type: ignore[no-untyped-call]
+        OBJECTIVES[name](draft, labels, Teacher(teacher)).sum().backward()           # type: ignore[no-untyped-call]
         optimizer.step()
     assert claimed() < 0.35 * before
 

@@ -205,10 +205,14 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Readable for whom any other new file is: safetensors itself would make it private."""
+    file.touch()
+    mode = file.stat().st_mode
     if ".safetensors" in file.name:
         save_file(tensors, file, metadata={"format": "pt"})
     else:
         torch.save(tensors, file)
+    file.chmod(mode)
 
 
 def _replace(file: Path, write: Callable[[Path], object]) -> None:

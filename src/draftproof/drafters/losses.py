@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,32 +17,52 @@ from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead, Vocabulary
 from draftproof.errors import BadInput
 
-Objective = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""From draft logits [B, s, V], labels [B, s] and the target's logits there [B, s, V] to a loss of each place [B, s]."""
+
+class Teacher:
+    """The target's law at places [B, s, V], worked out when it is first asked for; steps share it with the `whole`."""
+
+    def __init__(self, logits: Tensor, whole: Teacher | None = None, start: int = 0) -> None:
+        self.logits, self.whole, self.start = logits, whole, start
+
+    def behind(self, start: int) -> Teacher:
+        """From place `start` on."""
+        return Teacher(self.logits[:, start:], self, start)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        return self.logits.log_softmax(-1) if self.whole is None else self.whole.log_probs[:, self.start :]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.logits.softmax(-1) if self.whole is None else self.whole.probs[:, self.start :]
 
 
-def cross_entropy(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+Objective = Callable[[Tensor, Tensor, Teacher | None], Tensor]
+"""From draft logits [B, s, V], labels [B, s] and the target's law there to a loss of each place [B, s]."""
+
+
+def cross_entropy(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
     """-log q(label): Medusa (2401.10774), section 2.2."""
     return F.cross_entropy(draft.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
-def divergence(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+def divergence(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
     """KL(p || q), distillation: p the target's law, q the draft's."""
-    p = _known(target).log_softmax(-1)
+    p = _known(target).log_probs
     return (p.exp() * (p - draft.log_softmax(-1))).sum(-1)
 
 
-def total_variation(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+def total_variation(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
     """1 - sum min(p, q): what rejection sampling rejects (Leviathan et al. 2211.17192, corollary 3.6)."""
     return 1 - _overlap(draft, target)
 
 
-def negative_log_acceptance(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+def negative_log_acceptance(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
     """-log sum min(p, q): the acceptance's own likelihood (LK losses, 2602.23881)."""
     return -_overlap(draft, target).clamp(min=1e-6).log()
 
 
-def hybrid(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+def hybrid(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
     """KL far from the target, TV near it: weight exp(-3 a) on KL at acceptance a (LK losses, 2602.23881)."""
     overlap = _overlap(draft, target)
     share = (-3 * overlap.detach()).exp()
@@ -61,9 +82,10 @@ OBJECTIVES: dict[str, Objective] = {
 def head_loss(head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str = "ce") -> Tensor:
     """The sum over steps of decay^(i + 1) times the mean loss over the tokens that count."""
     total = features.hidden.new_zeros((), dtype=torch.float32)
+    whole = Teacher(features.logits[:, 1:-1].float()) if features.logits is not None else None
     for step, logits in enumerate(head.predict(features, vocabulary)):
         labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
-        teacher = features.logits[:, step + 1 : -1].float() if features.logits is not None else None
+        teacher = whole.behind(step) if whole is not None else None
         places = OBJECTIVES[objective](logits.float(), labels.clamp(min=0), teacher)
         total = total + head.decay ** (step + 1) * (places * weights).sum() / weights.sum().clamp(min=1e-6)
     return total
@@ -122,11 +144,11 @@ def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Scores
     return found
 
 
-def _known(target: Tensor | None) -> Tensor:
+def _known(target: Teacher | None) -> Teacher:
     if target is None:
         raise BadInput("this objective compares with the target's law; give features with logits, or use the objective ce")
     return target
 
 
-def _overlap(draft: Tensor, target: Tensor | None) -> Tensor:
-    return torch.minimum(draft.softmax(-1), _known(target).softmax(-1)).sum(-1)
+def _overlap(draft: Tensor, target: Teacher | None) -> Tensor:
+    return torch.minimum(draft.softmax(-1), _known(target).probs).sum(-1)
