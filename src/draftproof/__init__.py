@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from draftproof.core.sampling import Sampling
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
     from draftproof.decoding.adaptive import Adaptive
-    from draftproof.decoding.budget import Budget, Fixed
+    from draftproof.decoding.budget import Budget, Confidence, Fixed
     from draftproof.decoding.engine import Chunk, Completion, Engine
     from draftproof.decoding.load import load
     from draftproof.decoding.self_draft import SelfDraft
+    from draftproof.decoding.shapes import Shapes
     from draftproof.drafters.base import Drafter
     from draftproof.drafters.checkpoint import read_head, write_head
     from draftproof.drafters.draft_model import DraftModel
@@ -48,6 +49,7 @@ __all__ = [
     "Chunk",
     "Commit",
     "Completion",
+    "Confidence",
     "Course",
     "DraftModel",
     "Drafter",
@@ -67,6 +69,7 @@ __all__ = [
     "Reading",
     "Sampling",
     "SelfDraft",
+    "Shapes",
     "Sources",
     "SuffixDrafter",
     "Target",
@@ -88,10 +91,11 @@ _HOME = {
     "draftproof.core.sampling": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
     "draftproof.decoding.adaptive": ("Adaptive",),
-    "draftproof.decoding.budget": ("Budget", "Fixed"),
+    "draftproof.decoding.budget": ("Budget", "Confidence", "Fixed"),
     "draftproof.decoding.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.decoding.load": ("load",),
     "draftproof.decoding.self_draft": ("SelfDraft",),
+    "draftproof.decoding.shapes": ("Shapes",),
     "draftproof.drafters.base": ("Drafter",),
     "draftproof.drafters.checkpoint": ("read_head", "write_head"),
     "draftproof.drafters.draft_model": ("DraftModel",),

@@ -7,8 +7,10 @@
     │   ├── ModelNotFound       no such folder, hub id, or checkpoint file; or it is corrupt
     │   ├── UnsupportedModel    an architecture that cannot be run exactly
     │   └── BrokenModel         the model produced NaN, or nothing that may be chosen
-    └── DrafterMismatch         the drafter does not fit the target
-        └── TokenizerMismatch   draft and target do not share a tokenizer
+    ├── DrafterMismatch         the drafter does not fit the target
+    │   └── TokenizerMismatch   draft and target do not share a tokenizer
+    ├── RankLost                another process of a parallel run is gone
+    └── ForbiddenOnDevice       a rehearsal met what the device it stands for cannot do
 """
 
 
@@ -46,3 +48,11 @@ class DrafterMismatch(DraftproofError):
 
 class TokenizerMismatch(DrafterMismatch):
     """Draft and target do not share a tokenizer."""
+
+
+class RankLost(DraftproofError):
+    """Another process of a parallel run is gone."""
+
+
+class ForbiddenOnDevice(DraftproofError):
+    """A rehearsal met what the device it stands for cannot do, or can do only slowly."""

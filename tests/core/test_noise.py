@@ -183,6 +183,9 @@ class Table:
     def rows(self, start: int, stop: int) -> Any:
         return self
 
+    def bound(self, longest: int) -> None:
+        """Nothing is stored."""
+
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         self.lengths = self.lengths + count
 

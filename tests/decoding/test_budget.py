@@ -19,7 +19,7 @@ from draftproof.core.messages import Frontier
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.adaptive import RATE, STAKE, Adaptive, Bank, presets
-from draftproof.decoding.budget import Ahead, Fixed, Learner, Round
+from draftproof.decoding.budget import Ahead, Confidence, Fixed, Learner, Round
 from draftproof.decoding.engine import Engine, usual_budget
 from draftproof.decoding.estimate import Acceptance
 from draftproof.decoding.pace import CostTable
@@ -339,6 +339,7 @@ def test_bad_budgets_are_refused() -> None:
     for wrong, word in (
         (lambda: Fixed(-1), "-1 draft tokens"),
         (lambda: Adaptive(-2), "-2 draft tokens"),
+        (lambda: Confidence(4, 1.0), "floor of 1.0"),
         (lambda: Adaptive(5, stake=-1), "stake"),
         (lambda: Adaptive(4, costs=CostTable((0, 8))), "8 tokens"),
     ):
@@ -385,6 +386,22 @@ def test_no_sequence_of_budgets_changes_the_text(drafter: str, sampling: Samplin
         assert isinstance(engine.budget, Learner)
     adaptive = Engine(target(), DRAFTERS[drafter](target()), budget=Adaptive(9))
     assert [texts(adaptive, asked, max_new_tokens=24, sampling=sampling) for _ in range(2)] == [wanted] * 2
+
+
+@pytest.mark.parametrize("drafter", ["draft chain", "redrafter", "redrafter, beams"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sampling) -> None:
+    """A higher floor drafts fewer tokens, of which more stand; the text is the same."""
+    asked = prompts(6, seed=4)
+    wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
+    shares, drafted = [], []
+    for floor in (0.0, 0.5, 0.99):
+        engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Confidence(6, floor))
+        alone = [engine.generate([text], max_new_tokens=24, sampling=sampling)[0] for text in asked]
+        assert [(one.tokens, one.finish_reason) for one in alone] == wanted
+        drafted.append(sum(one.stats.drafted for one in alone))
+        shares.append(sum(one.stats.accepted for one in alone) / drafted[-1])
+    assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
 
 
 def test_peeking_changes_nothing_either() -> None:

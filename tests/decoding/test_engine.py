@@ -165,10 +165,11 @@ def test_nothing_allowed_is_said_not_chosen(acceptance: str, temperature: float)
 
     for drafter in ("prompt-lookup", "draft chain", "draft tree"):
         engine = Engine(target(), DRAFTERS[drafter](target()), acceptance=acceptance)
+        wanted = Sampling(temperature=temperature, processors=[only_at_first])
+        (done,) = engine.generate([[1, 2, 3]], max_new_tokens=9, sampling=wanted)
+        assert done.finish_reason == "error" and len(done.tokens) == 2
         with pytest.raises(BadInput, match="forbidden"):
-            engine.generate(
-                [[1, 2, 3]], max_new_tokens=9, sampling=Sampling(temperature=temperature, processors=[only_at_first])
-            )
+            done.checked()
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
@@ -180,8 +181,33 @@ def test_a_model_that_gives_nan_is_broken(acceptance: str, temperature: float) -
     engine = Engine(broken, DRAFTERS["draft chain"](broken), acceptance=acceptance)
     with torch.no_grad():
         broken.model.model.embed_tokens.weight[5] = torch.nan
+    (done,) = engine.generate([[1, 5, 3]], max_new_tokens=4, sampling=Sampling(temperature=temperature))
+    assert done.finish_reason == "error" and done.tokens == []
     with pytest.raises(BrokenModel, match="NaN"):
-        engine.generate([[1, 5, 3]], max_new_tokens=4, sampling=Sampling(temperature=temperature))
+        done.checked()
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
+def test_a_row_that_cannot_go_on_ends_alone(acceptance: str) -> None:
+    """One row meets NaN, one meets a text with no next token; the others, and those that take their places, notice nothing."""
+    from tiny import fresh
+
+    def not_behind_seven(text: Tensor, scores: Tensor) -> Tensor:
+        stuck = (text[:, 0] == 7) & (text.shape[1] > 4)
+        return torch.where(stuck[:, None], -torch.inf, scores)
+
+    broken, kept = Target(fresh("llama")), [[1, 2, 3], [4, 2, 9], [8, 8, 1], [6, 2, 2], [3, 1, 4]]
+    engine = Engine(broken, DRAFTERS["draft chain"](broken), acceptance=acceptance)
+    wanted = Sampling(temperature=1.0, processors=[not_behind_seven], banned_words=[(5,)])
+    before = [one.tokens for one in engine.generate(kept, max_new_tokens=8, sampling=wanted, batch_size=3)]
+    with torch.no_grad():
+        broken.model.model.embed_tokens.weight[5] = torch.nan
+    prompts = [[1, 5, 3], kept[0], [7, 2, 3], *kept[1:3], [2, 5], *kept[3:]]
+    done = engine.generate(prompts, max_new_tokens=8, sampling=wanted, batch_size=3)
+    assert [type(one.error) for one in (done[0], done[2], done[5])] == [BrokenModel, BadInput, BrokenModel]
+    assert len(done[2].tokens) == 2 and not done[0].tokens
+    alone = [one.tokens for one in done if one.error is None]
+    assert alone == before if acceptance == "match" else [len(one) for one in alone] == [len(one) for one in before]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.sampling import Prefix, Sampling
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
 from draftproof.decoding.engine import Engine
-from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Index, _Lanes
+from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Lanes, way
 from draftproof.errors import BadInput
 
 CAPACITY = 64
@@ -58,9 +58,8 @@ def started(memory: int = 4096, rows: int = 4) -> SuffixDrafter:
 
 def ways() -> Text:
     """Four tokens that never push each other out."""
-    scatter = _Index(8, torch.device("cpu")).scatter
-    kept = ((torch.arange(30) + 1) * scatter >> 40) & (WAYS - 1)
-    return [int((kept == way).nonzero()[0]) for way in range(WAYS)]
+    kept = way(torch.arange(30))
+    return [int((kept == one).nonzero()[0]) for one in range(WAYS)]
 
 
 def counted(text: Text, others: list[Text]) -> dict[int, float]:

@@ -81,6 +81,20 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
     assert "trees up to 29 nodes" in found.promise
 
 
+def test_layers_may_differ_in_width() -> None:
+    own, fewer = model("llama"), 32
+    mlp = own.model.layers[-1].mlp
+    for name, weight in (("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])):
+        setattr(mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16))
+        getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    mlp.down_proj = torch.nn.Linear(fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16)
+    fused, stock = Target(own), Target(own)
+    assert fused._lean is not None and fused._lean.fused is not None
+    stock._lean = None
+    found, wanted = readings(fused), readings(stock)
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
 def test_threads_do_not_change_a_bit() -> None:
     target, before = Target(model("llama")), torch.get_num_threads()
     found = []

@@ -278,6 +278,26 @@ def test_chunked_attention_is_not_taken_for_a_window() -> None:
         Target(build("Llama4TextConfig", **values))
 
 
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [("cohere", {"logit_scale": 1.0}), ("granite", {"logits_scaling": 1.0}), ("gemma2", {"final_logit_softcapping": None})],
+)
+def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | None]) -> None:
+    """Scaled, divided or capped as the family does; and the family really does it."""
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    model = fresh(name, **({"final_logit_softcapping": 2.0} if name == "gemma2" else {}))
+    subject = Target(model)
+    with torch.inference_mode():
+        features = subject.features(tokens, torch.ones(1, 6), taps=(-1,), logits=True)
+        assert features.logits is not None
+        said = subject.unembed(features.hidden[:, :, 0])
+        torch.testing.assert_close(said, features.logits, rtol=0, atol=1e-12)
+        torch.testing.assert_close(said, model(tokens).logits, rtol=0, atol=1e-12)
+        for setting, value in off.items():
+            setattr(model.config, setting, value)
+        assert (subject.unembed(features.hidden[:, :, 0]) - said).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_features_of_whole_texts_are_what_a_read_says(name: str) -> None:
     subject = target(name)

@@ -76,8 +76,10 @@ def test_no_room_at_all_is_no_cache(tmp_path: Path) -> None:
     assert streamed.reads == 2 and reader.kept == 0
 
 
-def test_logits_that_are_not_the_heads_own_are_refused(tmp_path: Path) -> None:
+def test_logits_that_are_not_the_heads_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = Target(fresh("cohere"))
+    Cached(Streamed(scaled, (-1,), True), written(), tmp_path, 1.0, "b")          # a factor that is known
+    monkeypatch.setattr(Target, "unembed", lambda self, hidden: self.model.get_output_embeddings()(hidden))
     with pytest.raises(BadInput, match="cache"):
         Cached(Streamed(scaled, (-1,), True), written(), tmp_path, 1.0, "a")
     Cached(Streamed(scaled, (-1,), False), written(), tmp_path, 1.0, "a")

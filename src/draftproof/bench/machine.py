@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftproof.target.device import Device, processor
+
 POWERCAP = Path("/sys/class/powercap")
 """Where Linux keeps the energy counters of processors (RAPL)."""
 PACKAGES = ("draftproof", "torch", "transformers", "numpy", "scipy")
@@ -33,8 +35,8 @@ def facts(device: torch.device) -> dict[str, Any]:
     """What a figure depends on besides the models."""
     found: dict[str, Any] = {
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "processor": _processor(),
+        "device_name": Device(device).name,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(_memory() / 2**30, 1),
@@ -51,11 +53,8 @@ def facts(device: torch.device) -> dict[str, Any]:
 def peak_of(run: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that `run` needed at its peak beyond what was held before it; None where the system does not tell."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - held
+    if device.type != "cpu":
+        return Device(device).peak_of(run)
     try:
         ctypes.CDLL(None).malloc_trim(0)                               # what was freed goes back to the system
         Path("/proc/self/clear_refs").write_text("5")                  # the peak starts anew
@@ -122,15 +121,6 @@ def _gpu(device: torch.device) -> tuple[list[Meter], str]:
     except (nvml.NVMLError, AttributeError) as error:
         return [], f"NVML does not tell ({error})"
     return [Meter(str(device), lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3)], ""
-
-
-def _processor() -> str:
-    """Its name, where the system tells."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory() -> int:

@@ -57,7 +57,7 @@ class Ours:
         self.arrivals.rows, self.arrivals.clock = [], clock
         done = self.engine.generate(prompts, sampling=wanted, max_new_tokens=new_tokens, batch_size=len(prompts))
         rows = zip(done, self.arrivals.rows, strict=True)
-        return [Written(one.tokens, _chunks(row), stats=one.stats) for one, row in rows]
+        return [Written(one.checked().tokens, _chunks(row), stats=one.stats) for one, row in rows]
 
     def reads(self) -> Reads:
         return {name: dict(model.shapes) for name, model in self.watched.items()}

@@ -89,6 +89,7 @@ class Report:
                 f"The model is inflated: blocks that add nothing make it as heavy as one of {self.about['inflated_to']} "
                 "parameters. Its text, and what is accepted, are those of the small model."
             )
+        found += [f"Quantised: {line}." for line in self.about.get("quantised", ())]
         for figures in self.figures:
             if figures.texts is not None and figures.texts.first is not None:
                 found.append(self._difference(figures))

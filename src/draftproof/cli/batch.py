@@ -79,27 +79,42 @@ class Batch:
     out: Path
     batch_size: int | None
     chat: bool
+    ray: int | None = None
 
     def run(self) -> None:
         """Complete all rows that are not in `out` yet. Raises BadInput at the end if rows were bad."""
+        group = self.setup.group()
+        lines, ready, tally = group.told(self._begun)
+        if tally.rows == len(lines):
+            show.note(f"{self.out} is complete: {len(lines)} rows")
+        elif not group.leads:                                           # what rank 0 writes, all ranks compute
+            for _ in self.outcomes(self.setup.engine(), _left(lines, ready, tally)):
+                pass
+        else:
+            if tally.rows:
+                show.note(f"{self.out} has {tally.rows} of {len(lines)} rows; going on behind them")
+            with self.out.open("ab") as out:
+                self._complete(out, lines, ready, tally)
+        if tally.bad:
+            raise BadInput(f"{tally.bad} of {len(lines)} rows could not be completed; see their \"error\" in {self.out}")
+
+    def _begun(self) -> tuple[list[Line], dict[int, dict[str, Any]], Tally]:
+        """The rows to answer, those that wait beside `out`, and what it holds; before the model, for much can be wrong."""
         if self.batch_size is not None and self.batch_size < 1:
             raise BadInput(f"batch_size was {self.batch_size}; it must be at least 1")
+        if self.ray is not None and self.ray < 1:
+            raise BadInput(f"--ray was {self.ray}; ask for at least 1 worker")
+        if self.ray is not None and self.setup.parallel is not None:
+            raise BadInput("both --ray and --parallel were given; a Ray worker runs a whole model, leave one of them out")
         lines, tally = self._lines(), Tally()
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
         if not self.out.exists():
             self._beside.unlink(missing_ok=True)                    # of results that somebody removed
-        with self.out.open("ab+") as out:                           # before the model: it may not be writable
+        with self.out.open("ab+") as out:
             for row in self._written(out, lines):
                 tally.count(row)
-            if tally.rows == len(lines):
-                show.note(f"{self.out} is complete: {len(lines)} rows")
-            else:
-                if tally.rows:
-                    show.note(f"{self.out} has {tally.rows} of {len(lines)} rows; going on behind them")
-                self._complete(out, lines, tally)
-        if tally.bad:
-            raise BadInput(f"{tally.bad} of {len(lines)} rows could not be completed; see their \"error\" in {self.out}")
+        return lines, {index: row for index, row in self._waiting(lines).items() if index >= tally.rows}, tally
 
     def _lines(self) -> list[Line]:
         texts = [text.strip() for text in self.prompts.read_bytes().split(b"\n")]
@@ -113,7 +128,8 @@ class Batch:
         """A digest of all options that decide what the texts are."""
         setup = self.setup
         if setup.acceptance in (None, "match") and setup.lossy is None:
-            setup = Setup(setup.model, dtype=setup.dtype, quantize=setup.quantize, kv_cache=setup.kv_cache)
+            kept = {name: getattr(setup, name) for name in ("dtype", "quantize", "kv_cache", "parallel")}
+            setup = Setup(setup.model, **kept)
         return hashlib.sha256(json.dumps([repr(setup), self.chat, dict(self.given)], sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
@@ -141,17 +157,15 @@ class Batch:
             raise BadInput(f"{self.out} was begun with other options; give another --out, or remove it")
         return row
 
-    def _complete(self, out: BinaryIO, lines: Sequence[Line], tally: Tally) -> None:
+    def _complete(self, out: BinaryIO, lines: Sequence[Line], ready: dict[int, dict[str, Any]], tally: Tally) -> None:
         """Complete what `out` lacks. Rows that overtake others wait beside it."""
-        engine = self.setup.engine()
+        found = self._found(_left(lines, ready, tally))
         start = time.perf_counter()
-        ready = {index: row for index, row in self._waiting(lines).items() if index >= tally.rows}
         done: list[Completion] = []
         try:
             with _progress() as progress, self._beside.open("ab") as beside:
                 task = progress.add_task("", total=len(lines), speed=0.0)
-                left = [line for line in lines[tally.rows :] if line.index not in ready]
-                for line, outcome in self._outcomes(engine, left):
+                for line, outcome in found:
                     ready[line.index] = self._row(line, outcome)
                     done += [outcome] if not isinstance(outcome, str) else []
                     if line.index != tally.rows:
@@ -188,13 +202,26 @@ class Batch:
                 found[row["index"]] = row
         return found
 
-    def _outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
+    @property
+    def window(self) -> int:
+        """Rows the engine gets at a time."""
+        return WINDOW * (self.batch_size or ROWS)
+
+    def _found(self, left: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
+        """What this process, or the workers of a cluster, make of the rows that are left."""
+        if self.ray is not None:
+            from draftproof.cli import over_ray
+
+            return over_ray.outcomes(self, left, self.ray)
+        return self.outcomes(self.setup.engine(), left)
+
+    def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
         """A completion or an error for each line; within a window of lines, in any order."""
         size = self.batch_size or ROWS
         base = sampling(engine.sampling, self.given)
-        for start in range(0, len(lines), WINDOW * size):
+        for start in range(0, len(lines), self.window):
             requests = []
-            for line in lines[start : start + WINDOW * size]:
+            for line in lines[start : start + self.window]:
                 try:
                     requests.append(_understood(line, base, self.chat))
                 except BadInput as error:
@@ -210,9 +237,15 @@ class Batch:
             "text": outcome.text,
             "tokens": len(outcome.tokens),
             "finish_reason": outcome.finish_reason,
+            **({"error": str(outcome.error)} if outcome.error is not None else {}),
             **({"logprobs": outcome.logprobs} if outcome.logprobs is not None else {}),
             "stats": show.figures(outcome.stats),
         }
+
+
+def _left(lines: Sequence[Line], ready: Mapping[int, object], tally: Tally) -> list[Line]:
+    """The rows that are neither written nor waiting to be."""
+    return [line for line in lines[tally.rows :] if line.index not in ready]
 
 
 def _completed(engine: Engine, requests: Sequence[Request], size: int) -> Iterator[tuple[Line, Completion | str]]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import prompt_of
-from draftproof.cli.setup import as_chat
+from draftproof.cli.setup import MODELLESS, as_chat, lost
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ class _Plan:
     price: float | None
     dtype: str | None
     device: str | None
+    quantize: str | None
+    quantize_draft: str | None
+    kv_cache: str | None
 
     def __post_init__(self) -> None:
         drafted = 1 if self.num_assistant_tokens is None else self.num_assistant_tokens
@@ -97,12 +100,19 @@ class _Plan:
         for name, value in {**counts, "batch": min(self.batches)}.items():
             if value < 1:
                 raise BadInput(f"{name} was {value}; it must be at least 1")
+        if self.quantize_draft and not self.with_models:
+            raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
         if self.price is not None and not self.price > 0:
             raise BadInput(f"price_per_hour was {self.price}; it must be above 0")
         for given in (self.drafters, self.assistants):
             twice = next((name for place, name in enumerate(given) if name in given[:place]), None)
             if twice is not None:
                 raise BadInput(f"{twice} was given twice; once is enough")
+
+    @property
+    def with_models(self) -> list[str]:
+        """Those that draft with a model, one of their own or the target."""
+        return [*self.assistants, *(name for name in self.drafters if name not in (*MODELLESS, "medusa", "redrafter"))]
 
 
 def bench(
@@ -129,6 +139,9 @@ def bench(
     plots: PlotsFolder = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    quantize: opt.Quantize = None,
+    quantize_draft: opt.QuantizeDraft = None,
+    kv_cache: opt.KvCache = None,
 ) -> None:
     """Measure plain decoding and drafters on the same prompts, in turn, and compare their texts first."""
     from draftproof.bench.workloads import chosen
@@ -138,7 +151,7 @@ def bench(
     plan = _Plan(
         model, drafters, assistants, num_assistant_tokens, acceptance or "match", _numbers("batch", batch, int),
         _numbers("temperature", temperature, float), new_tokens, rounds, seed, against is not None, inflate, price_per_hour,
-        dtype, device,
+        dtype, device, quantize, quantize_draft, kv_cache,
     )  # fmt: skip
     workload = chosen(_workload(model, prompts, spec_bench, chat), category or [], limit)
     report = _measured(plan, workload)
@@ -247,7 +260,7 @@ def _measured(plan: _Plan, workload: Workload) -> Report:
     )  # fmt: skip
     machine = facts(target.device)
     costs, interrupted = _run(run, target)
-    about = _about(plan, workload, left_out, run, target)
+    about = _about(plan, workload, left_out, run, target) | {"quantised": lost(first)}
     found = figures(run, [question.category for question in workload.questions], plan.price)
     return Report(about, machine, run, found, costs, interrupted)
 
@@ -286,13 +299,16 @@ def _plain(plan: _Plan) -> Engine:
     from draftproof.decoding.load import load
 
     if plan.inflate is None:
-        engine = load(plan.model, drafter="none", dtype=plan.dtype, device=plan.device)
+        engine = load(
+            plan.model, drafter="none", dtype=plan.dtype, device=plan.device, quantize=plan.quantize, kv_cache=plan.kv_cache
+        )
     else:
         from draftproof.target.pack import pack_linears
 
         heavy = _heavy(plan)
-        pack_linears(heavy)
-        engine = load(heavy, drafter="none")
+        if plan.quantize is None:
+            pack_linears(heavy)
+        engine = load(heavy, drafter="none", quantize=plan.quantize, kv_cache=plan.kv_cache)
     if engine.codec is None:
         raise BadInput(f"{plan.model} has no tokenizer; put one beside the model, its prompts are texts")
     return engine
@@ -315,15 +331,20 @@ def _our_ways(plan: _Plan, first: Engine) -> list[Way]:
     from draftproof.bench.figures import PLAIN
     from draftproof.bench.ours import Ours
     from draftproof.decoding.load import load
+    from draftproof.decoding.self_draft import PREFIX
 
-    model, codec = first.target.model, first.codec
+    codec = first.codec
     asked: list[tuple[str, dict[str, Any]]] = [(name, {"drafter": name}) for name in plan.drafters]
     asked += [(name, {"assistant_model": name}) for name in plan.assistants]
     engines = []
     for source, how in asked:
+        model, quantize = first.target.model, None
+        if plan.quantize is not None and source.startswith(PREFIX):          # it drafts with what is not quantised yet
+            model, quantize = _heavy(plan), plan.quantize
         engine = load(
             model, tokenizer=codec.tokenizer if codec else None, dtype=plan.dtype, budget=plan.num_assistant_tokens,
-            acceptance=plan.acceptance, **how,
+            acceptance=plan.acceptance, quantize=quantize, kv_cache=plan.kv_cache,
+            quantize_draft=plan.quantize_draft if source in plan.with_models else None, **how,
         )  # fmt: skip
         engines.append((source, engine))
     kinds = [engine.drafter.name for _, engine in engines]
@@ -355,11 +376,12 @@ def _encoded(engine: Engine, prompt: Any) -> list[int]:
 
 def _about(plan: _Plan, workload: Workload, left_out: int, run: Bench, target: Target) -> dict[str, Any]:
     """What was asked for and what became of it."""
+    bytes_as_loaded = target.quantization.before if target.quantization is not None else run.ways[0].weights
     return {
         "date": str(date.today()),
         "model": plan.model,
         "inflated_to": plan.inflate,
-        "parameters": run.ways[0].weights // target.dtype.itemsize,
+        "parameters": bytes_as_loaded // target.dtype.itemsize,
         "ways": [way.name for way in run.ways],
         "drafters": plan.drafters,
         "assistant_models": plan.assistants,

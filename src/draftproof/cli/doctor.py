@@ -7,7 +7,6 @@ import os
 import platform
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,11 +15,12 @@ from rich.table import Table
 from draftproof import __version__
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import Setup
+from draftproof.cli.setup import Setup, lost, quantised
 
 if TYPE_CHECKING:
     import torch
 
+    from draftproof.decoding.engine import Engine
     from draftproof.target.exactness import Exactness
     from draftproof.target.target import Target
 
@@ -28,28 +28,56 @@ SIZE, ROWS, TIMES = 1024, 8, 30
 """The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
 
 
-def doctor(model: opt.Model = "demo", json_: opt.Json = False, dtype: opt.Dtype = None, device: opt.Device = None) -> None:
+def doctor(
+    model: opt.Model = "demo",
+    assistant_model: opt.AssistantModel = None,
+    drafter: opt.DrafterName = None,
+    json_: opt.Json = False,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    quantize: opt.Quantize = None,
+    quantize_draft: opt.QuantizeDraft = None,
+    kv_cache: opt.KvCache = None,
+    rehearse: opt.Rehearse = None,
+) -> None:
     """Show what this machine is, and what is promised on it."""
     from draftproof.target.exactness import probe
 
+    if rehearse is not None:
+        from draftproof.cli.rehearsal import rehearse as held
+
+        held(Setup(model, assistant_model, drafter, dtype=dtype), rehearse, json_)
+        return
     with show.status("looking at the machine ..."):
-        target = Setup(model, drafter="none", dtype=dtype, device=device).engine().target
-        facts, found = {"model": model, **_facts(target)}, probe(target)
+        named = drafter if drafter or assistant_model else "none"
+        engine = Setup(
+            model, assistant_model, named, dtype=dtype, device=device, quantize=quantize, quantize_draft=quantize_draft,
+            kv_cache=kv_cache,
+        ).engine()  # fmt: skip
+        target = engine.target
+        facts, found = {"model": model, **_facts(target), **_drafts(engine), **quantised(engine)}, probe(target)
     if json_:
         print(json.dumps({**facts, **found._asdict(), "exact_nodes": found.exact_nodes, "promise": found.promise}))
         return
     console = Console(highlight=False)
-    console.print(_page(facts, found))
+    console.print(_page(facts, found, lost(engine)))
     console.print()
     console.print(_verdict(found), style="bold green" if found.exact_nodes > 1 else "bold yellow")
+
+
+def _drafts(engine: Engine) -> dict[str, Any]:
+    """The drafter, if one was named: that it loads and fits is what there is to say."""
+    drafts = engine.budget.most
+    return {"drafter": engine.drafter.name, "draft_tokens": drafts} if drafts else {}
 
 
 def _facts(target: Target) -> dict[str, Any]:
     """Versions, device, threads, memory, and the speed of bfloat16."""
     import torch
 
-    from draftproof.target.loading import bf16_is_native
+    from draftproof.target.device import Device
 
+    device = Device(target.device)
     fast, slow = _milliseconds(torch.bfloat16, target.device), _milliseconds(torch.float32, target.device)
     return {
         "versions": {
@@ -58,11 +86,12 @@ def _facts(target: Target) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": version("transformers"),
         },
-        "device_name": _device_name(target.device),
+        "device_name": device.name,
+        "notes": device.notes,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory(target.device),
-        "bf16_native": bf16_is_native() if target.device.type == "cpu" else torch.cuda.is_bf16_supported(),
+        "memory_gib": dict(zip(("free", "total"), (size / 2**30 for size in device.memory()), strict=True)),
+        "bf16_native": device.bf16_is_native,
         "bf16_ms": fast,
         "fp32_ms": slow,
         "context": target.context,
@@ -84,41 +113,23 @@ def _milliseconds(dtype: torch.dtype, device: torch.device) -> float:
     return 1000 * min(times)
 
 
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    """GiB free and in all, where the model lives."""
-    import torch
-
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = page * os.sysconf("SC_PHYS_PAGES")
-        free = page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else total
-    return {"free": free / 2**30, "total": total / 2**30}
-
-
-def _page(facts: dict[str, Any], found: Exactness) -> Table:
+def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     """Everything in two columns."""
     page = Table.grid(padding=(0, 2))
     page.add_column(style="bold")
     page.add_column()
     page.add_row("versions", " · ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     page.add_row("device", f"{found.device}: {facts['device_name']}, {facts['cores']} cores, {facts['threads']} in use")
+    for note in facts["notes"]:
+        page.add_row("note", note)
     page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
     page.add_row("bfloat16", _bf16(facts))
     trees = "reads chains and trees" if facts["reads_trees"] else "reads chains only"
     page.add_row("model", f"{facts['model']}, {found.dtype}, {facts['context']} tokens of context, {trees}")
+    for line in lost:
+        page.add_row("quantised", line)
+    if "drafter" in facts:
+        page.add_row("drafter", f"{facts['drafter']} fits, and drafts up to {facts['draft_tokens']} tokens per round")
     page.add_row("same bits", _grouped(found.same))
     gap = f"; logits differ by up to {max(found.differ.values()):.1g}" if found.differ else ""
     page.add_row("other bits", _grouped(list(found.differ)) + gap)

@@ -18,6 +18,13 @@ class Acceptance(StrEnum):
     block = "block"
 
 
+class Parallel(StrEnum):
+    """What shards a target."""
+
+    tensor = "tensor"
+    deepspeed = "deepspeed"
+
+
 class Color(StrEnum):
     """When to colour."""
 
@@ -78,10 +85,22 @@ Banned = Annotated[list[str] | None, _sampling("WORD", "Never write this; repeat
 Samples = Annotated[int, _sampling("N", "Samples of the prompt.", "--n")]
 
 Dtype = Annotated[str | None, _where("DTYPE", "bfloat16, float16, float32 or float64.")]
-Device = Annotated[str | None, _where("DEVICE", "cpu, cuda, cuda:1, ...")]
+Device = Annotated[str | None, _where("DEVICE", "cpu, cuda, cuda:1, hpu, ...")]
+Bf16 = Annotated[bool, _where(None, "The same as --dtype bfloat16.", "--bf16")]
+Graphs = Annotated[
+    bool, _where(None, "Record forwards and replay them: on a Gaudi, or on the --device given.", "--use-hpu-graphs")
+]
+Compile = Annotated[bool, _where(None, "Have torch.compile make the forwards; the first text waits for it.", "--compile")]
+Bucket = Annotated[int | None, _where("N", "Closed shapes, with room for texts in multiples of N tokens.", "--bucket-size")]
+Rehearse = Annotated[str | None, _where("hpu", "Hold decoding to a Gaudi's rules, on the CPU.", "--rehearse")]
 Quantize = Annotated[str | None, _where("KIND", "int8, int4 or fp8 weights: faster, and another text.")]
 QuantizeDraft = Annotated[str | None, _where("KIND", "The same for the draft model: faster, and the same text.")]
 KvCache = Annotated[str | None, _where("KIND", "int8 or fp8 keys and values: half the memory, and another text.")]
+
+Sharding = Annotated[
+    Parallel | None,
+    _where("ENGINE", "Shard the model over the ranks of torchrun: tensor (transformers' own) or deepspeed.", "--parallel"),
+]
 
 Compare = Annotated[bool, _output(None, "Decode plainly first; compare speed and tokens.", "--compare")]
 Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]
@@ -91,3 +110,4 @@ When = Annotated[Color, _output("WHEN", "Colour accepted draft tokens: auto, alw
 Prompts = Annotated[Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".')]
 Out = Annotated[Path | None, _many("JSONL", "Where results go, in order; resumed if it exists.")]
 BatchSize = Annotated[int | None, _many("B", "Rows at a time; 8 if not given.")]
+Ray = Annotated[int | None, _many("WORKERS", "On so many Ray workers, a model each; RAY_ADDRESS names the cluster.", "--ray")]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftproof.cli import options as opt
-from draftproof.cli.setup import Setup
+from draftproof.cli.setup import Setup, lost
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def prove(
     markdown: MarkdownFile = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    quantize: opt.Quantize = None,
+    quantize_draft: opt.QuantizeDraft = None,
+    kv_cache: opt.KvCache = None,
 ) -> None:
     """Prove that decoding is lossless: by law, by sampling, bit for bit, and by planted bugs that must be caught."""
     for file in (json_, html, markdown):
@@ -62,7 +65,10 @@ def prove(
             raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
     if model is None and drafter is None and assistant_model is None:
         assistant_model = "demo-draft"
-    setup = Setup(model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype, device=device)
+    setup = Setup(
+        model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype, device=device,
+        quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
+    )  # fmt: skip
     found = _run(setup, quick, [part.value for part in section or Part], seed)
     for file, page in ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown)):
         if file is not None:
@@ -84,7 +90,8 @@ def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
 
     done: list[Section] = []
     columns = (TextColumn("{task.fields[section]:9}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True, highlight=False), transient=True) as bars:
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         for section in prove_sections(engine, names, quick=quick, seed=seed, progress=lambda name: _bar(bars, name)):
             done.append(section)
             for task in bars.task_ids:
@@ -120,4 +127,5 @@ def _described(setup: Setup, engine: Engine) -> dict[str, Any]:
         "draft_tokens": engine.budget.most,
         "device": str(engine.target.device),
         "dtype": str(engine.target.dtype).removeprefix("torch."),
+        **({"quantised": "; ".join(lines)} if (lines := lost(engine)) else {}),
     }

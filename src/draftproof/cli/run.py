@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
-from draftproof.cli.setup import Setup, as_chat, described, lost, plain_beside, sampling
+from draftproof.cli.setup import Setup, as_chat, as_on_gaudi, described, lost, plain_beside, sampling
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -60,11 +60,19 @@ def run(
     quantize: opt.Quantize = None,
     quantize_draft: opt.QuantizeDraft = None,
     kv_cache: opt.KvCache = None,
+    parallel: opt.Sharding = None,
+    bf16: opt.Bf16 = False,
+    use_hpu_graphs: opt.Graphs = False,
+    bucket_size: opt.Bucket = None,
+    compile_: opt.Compile = False,
+    ray: opt.Ray = None,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
+    dtype, device = as_on_gaudi(dtype, device, bf16, use_hpu_graphs)
     setup = Setup(
         model, assistant_model, drafter, num_assistant_tokens, draft_tree, acceptance and acceptance.value, dtype, device,
-        lossy, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
+        lossy, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache, parallel=parallel and parallel.value,
+        graphs=use_hpu_graphs, bucket=bucket_size, compile=compile_,
     )  # fmt: skip
     given = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop,
@@ -72,23 +80,31 @@ def run(
         "frequency_penalty": frequency_penalty, "no_repeat_ngram": no_repeat_ngram, "banned_words": banned_word,
         "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens, "logprobs": logprobs or None,
     }  # fmt: skip
-    if prompts is not None or out is not None or batch_size is not None:
-        if prompts is None or out is None:
-            raise BadInput("a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl")
-        if compare or n != 1 or any(source is not None for source in (text, prompt, prompt_file)):
-            raise BadInput("--prompts completes each row once; leave out --compare, --n and any other prompt")
-        Batch(setup, given, prompts, out, batch_size, chat).run()
-        return
-    what = _prompt(text, prompt, prompt_file)
+    many = any(option is not None for option in (prompts, out, batch_size, ray))
+    with setup.one_voice() as group:
+        if many:
+            if prompts is None or out is None:
+                raise BadInput("a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl")
+            if compare or n != 1 or any(source is not None for source in (text, prompt, prompt_file)):
+                raise BadInput("--prompts completes each row once; leave out --compare, --n and any other prompt")
+            Batch(setup, given, prompts, out, batch_size, chat, ray).run()
+            return
+        what = group.told(lambda: _prompt(text, prompt, prompt_file))               # stdin is rank 0's
+        _run(setup, given, as_chat(what) if chat else what, n, compare, None if json_ else show.Ink(sys.stdout, color))
+
+
+def _run(setup: Setup, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, ink: show.Ink | None) -> None:
+    """Complete one prompt, on `ink` or as JSON."""
     engine = setup.engine()
     wanted = sampling(engine.sampling, given)
     _check_effect(wanted, given)
-    asked: Prompt = as_chat(what) if chat else what
-    plain = _plainly(engine, asked, wanted, n) if compare else None
-    ours = _written(engine, asked, wanted, n, None if json_ else show.Ink(sys.stdout, color))
-    if json_:
+    plain = _plainly(engine, prompt, wanted, n) if compare else None
+    ours = _written(engine, prompt, wanted, n, ink)
+    if ink is None:
         print(json.dumps(_as_json(ours, plain, described(setup, engine, wanted)), ensure_ascii=False))
+        _check(ours)
         return
+    _check(ours)
     show.note(show.summary(ours))
     show.stray(show.added(ours))
     for line in lost(engine):
@@ -136,6 +152,12 @@ def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, ink: show
     raise AssertionError("a stream ends with its completion")
 
 
+def _check(done: Sequence[Completion]) -> None:
+    """Raise what ended a text before its time; it was shown as far as it goes."""
+    for completion in done:
+        completion.checked()
+
+
 def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:
     """What plain decoding writes, with neither side paying for the first calls."""
     plain = plain_beside(engine)
@@ -177,6 +199,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "tokens": completion.tokens,
         "finish_reason": completion.finish_reason,
+        **({"error": str(completion.error)} if completion.error is not None else {}),
         **scores,
         "stats": show.figures(completion.stats),
     }

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
 
 if TYPE_CHECKING:
     from draftproof.core.lossy import Typical
     from draftproof.core.sampling import Sampling
     from draftproof.core.tree import TreeShape
     from draftproof.decoding.engine import Engine
+    from draftproof.decoding.shapes import Shapes
+    from draftproof.target.group import Group
 
 MOST_NODES = 1024
 """Draft tokens per round beyond which a tree is a typing error."""
@@ -40,6 +45,10 @@ class Setup:
     quantize: str | None = None
     quantize_draft: str | None = None
     kv_cache: str | None = None
+    parallel: str | None = None
+    graphs: bool = False
+    bucket: int | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Refuse before a model is loaded what can be refused before."""
@@ -59,6 +68,8 @@ class Setup:
         if self.lossy is not None and self.acceptance is not None:
             raise BadInput(f"both --lossy and --acceptance {self.acceptance} were given; leave one of them out")
         thresholds(self.lossy or "typical")
+        if self.bucket is not None and self.bucket < 1:
+            raise BadInput(f"--bucket-size was {self.bucket}; give at least 1, or leave it out")
         if self.quantize_draft and self.assistant_model is None and self.drafter in MODELLESS:
             raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
 
@@ -79,7 +90,43 @@ class Setup:
             quantize=self.quantize,
             quantize_draft=self.quantize_draft,
             kv_cache=self.kv_cache,
+            parallel=self.parallel,
+            graphs=self.graphs,
+            shapes=self._shapes(),
+            compile=self.compile,
         )
+
+    def _shapes(self) -> Shapes | None:
+        from draftproof.decoding.shapes import Shapes
+
+        return Shapes(closed=True, bucket=self.bucket) if self.bucket is not None or self.graphs else None
+
+    def group(self) -> Group:
+        """The processes that run the target together; this one alone, if nobody said so."""
+        from draftproof.target.group import ALONE, form_group
+        from draftproof.target.sharded import check_engine
+
+        if self.parallel is None:
+            return ALONE
+        check_engine(self.parallel)
+        return form_group()
+
+    @contextmanager
+    def one_voice(self) -> Iterator[Group]:
+        """Only rank 0 speaks inside: what every rank would say is said once."""
+        group = self.group()
+        if group.leads:
+            yield group
+            return
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            try:
+                yield group
+            except KeyboardInterrupt:
+                raise SystemExit(130) from None
+            except DraftproofError as error:
+                if isinstance(error, (RankLost, ModelNotFound)):        # these may be this rank's alone
+                    raise
+                raise SystemExit(1) from None
 
     @property
     def _tree_is_named(self) -> bool:
@@ -127,6 +174,13 @@ def thresholds(text: str) -> tuple[float, ...]:
     return values
 
 
+def as_on_gaudi(dtype: str | None, device: str | None, bf16: bool, graphs: bool) -> tuple[str | None, str | None]:
+    """Dtype and device, where --bf16 and --use-hpu-graphs say so too."""
+    if bf16 and dtype not in (None, "bfloat16", "bf16"):
+        raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
+    return "bfloat16" if bf16 else dtype, "hpu" if graphs and device is None else device
+
+
 def plain_beside(engine: Engine) -> Engine:
     """Plain decoding with the same target and defaults; nothing is loaded twice."""
     from draftproof.decoding.engine import Engine
@@ -158,6 +212,7 @@ def described(setup: Setup, engine: Engine, wanted: Sampling) -> dict[str, Any]:
         **quantised(engine),
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         "device": str(engine.target.device),
+        **({"parallel": setup.parallel, "ranks": engine.target.group.size} if setup.parallel is not None else {}),
         "sampling": {name: value for name, value in asdict(wanted).items() if name != "processors"},
     }
 

@@ -71,7 +71,7 @@ def accept_by_typicality(tree: TokenTree, probs: Tensor, chance: Chance, typical
     parents = tree.parents.clamp(min=0)
     likelihood = probs[rows[:, None], parents, tree.tokens.clamp(min=0)]             # [B, N] p(node | parent)
     stands = tree.present & (likelihood > typical.threshold(probs).gather(1, parents))
-    stands[:, 0] = True                                                              # the root was chosen last round
+    stands |= tree.parents < 0                                                       # the root was chosen last round
     alive = (stands[:, None] | ~tree.ancestors).all(-1)                              # [B, N]
     last = _deepest(tree, alive, likelihood)
     nodes, depth = tree.path_to(last), tree.depths.gather(1, last[:, None])          # [B, D], [B, 1]
@@ -83,8 +83,7 @@ def accept_by_typicality(tree: TokenTree, probs: Tensor, chance: Chance, typical
 
 def _deepest(tree: TokenTree, alive: Tensor, likelihood: Tensor) -> Tensor:
     """[B] the deepest standing node; of equals the one with the likeliest path."""
-    steps = torch.where(alive, likelihood, 1)
-    steps[:, 0] = 1                                                                  # the root's is not known, nor needed
+    steps = torch.where(alive & (tree.parents >= 0), likelihood, 1)                  # the root's is not known, nor needed
     paths = (tree.ancestors * steps.log()[:, None]).sum(-1)                          # [B, N] log-likelihood
     depth = torch.where(alive, tree.depths, -1)
     ends = depth == depth.amax(1, keepdim=True)

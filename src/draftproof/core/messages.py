@@ -47,6 +47,11 @@ class Accepted:
     root: Tensor
     distance: Tensor | None = None
 
+    def select(self, rows: Tensor) -> Accepted:
+        """What these rows [B] accepted, in this order."""
+        nodes, count, root = (part.index_select(0, rows) for part in (self.nodes, self.count, self.root))
+        return Accepted(nodes, count, root, self.distance.index_select(0, rows) if self.distance is not None else None)
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -56,6 +61,8 @@ class Frontier:
     budget: how many tokens each row may draft this round, zero included.
     drawn: draw draft tokens from a law and attach it, for rules that weigh it; otherwise choose them.
     trees: the target reads trees; otherwise only a chain will do.
+    floor: a draft may end early where no row's likeliest path has this chance to stand any more; 0: it may not, since to
+    ask a device costs more than it saves, or since the rule must not know.
     """
 
     prefix: Prefix
@@ -63,6 +70,7 @@ class Frontier:
     budget: int
     drawn: bool = False
     trees: bool = True
+    floor: float = 0.0
 
 
 class Successors(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,10 +150,24 @@ class Sampler:
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
+        self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, in this order."""
         return Sampler([self.rows[row] for row in rows], self.device)
+
+    def prepare(self, dtype: torch.dtype, vocab: int) -> None:
+        """Copy to the device now, not in the round that comes, whatever scores of this dtype and width will need."""
+        for name in _COLUMNS:
+            if self._any(name):
+                self._column(name, torch.int64 if name in ("top_k", "no_repeat_ngram") else dtype)
+        _ = self._greedy_rows, self._prompt_lengths, self._processes, self._trust
+        if self._any("logit_bias"):
+            self._bias(dtype)
+        if any(row.banned for row in self.rows):
+            _ = self._banned
+        if any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows):
+            self._held(vocab)
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
@@ -182,6 +197,20 @@ class Sampler:
         depths = paths.tree.depths[:, paths.first :, None]
         return scores + noises.gather(1, depths.expand_as(scores))
 
+    def odds(self, race: Tensor) -> Tensor:
+        """[B, N, V] logarithms of what a drafter that races with the target's noise may think a token's chance to be chosen.
+
+        Draft and target part only where their logits do, and a low temperature makes more of that: the softmax of the race
+        itself is too sure. A high one would have it less sure than it is.
+        """
+        return (race if self.greedy else race * self._trust.to(race.dtype)).log_softmax(-1)
+
+    @cached_property
+    def _trust(self) -> Tensor:
+        """[B, 1, 1]"""
+        heats = [min(row.sampling.temperature, 1.0) or 1.0 for row in self.rows]
+        return torch.tensor(heats, device=self.device).view(-1, 1, 1)
+
     def _noise(self, paths: Paths, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""
         position, depth = paths.prefix.position, max(paths.prefix.ahead, paths.tree.depth_limit)
@@ -203,7 +232,8 @@ class Sampler:
 
     @cached_property
     def _greedy_rows(self) -> Tensor:
-        return self._column("temperature") == 0
+        """[B, 1, 1] bool."""
+        return torch.tensor([row.sampling.temperature == 0 for row in self.rows], device=self.device).view(-1, 1, 1)
 
     @cached_property
     def _processes(self) -> list[Callable[[Tensor, Paths], Tensor]]:
@@ -223,38 +253,49 @@ class Sampler:
         ]
         return [process for wanted, process in asked if wanted]
 
+    @cached_property
+    def reads_text(self) -> bool:
+        """Whether a choice depends on which tokens stand before it, beside what the logits say."""
+        asked = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "processors")
+        return any(self._any(name) for name in asked) or any(row.banned for row in self.rows)
+
     def _any(self, name: str) -> bool:
         return any(getattr(row.sampling, name) != _DEFAULTS[name] for row in self.rows)
 
-    def _column(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        """[B, 1, 1] one parameter of every row."""
-        values = [getattr(row.sampling, name) for row in self.rows]
-        return torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
+    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1] one parameter of every row; made once, since a round should copy nothing to the device."""
+        if (name, dtype) not in self._columns:
+            values = [getattr(row.sampling, name) for row in self.rows]
+            self._columns[name, dtype] = torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
+        return self._columns[name, dtype]
 
     # What depends on the text so far ---------------------------------------------------------------------------
 
-    @cached_property
-    def _bias(self) -> Tensor:
+    def _bias(self, dtype: torch.dtype) -> Tensor:
+        """[B, 1, highest id + 1]"""
+        if ("logit_bias", dtype) in self._columns:
+            return self._columns["logit_bias", dtype]
         ids = [(row, token, bias) for row, w in enumerate(self.rows) for token, bias in w.sampling.logit_bias.items()]
         rows, tokens, values = zip(*ids, strict=True)
         width = max(tokens) + 1
         bias = torch.zeros(len(self.rows), 1, width, dtype=torch.float64)
         bias[list(rows), 0, list(tokens)] = torch.tensor(values, dtype=torch.float64)
-        return bias.to(self.device)
+        return self._columns.setdefault(("logit_bias", dtype), bias.to(dtype).to(self.device))
 
     def _add_bias(self, scores: Tensor, paths: Paths) -> Tensor:
-        width = self._bias.shape[-1]
-        return torch.cat([scores[..., :width] + self._bias.to(scores.dtype), scores[..., width:]], -1)
+        bias = self._bias(scores.dtype)
+        width = bias.shape[-1]
+        return torch.cat([scores[..., :width] + bias, scores[..., width:]], -1)
 
     def _penalise_repetition(self, scores: Tensor, paths: Paths) -> Tensor:
         seen = self._counts(paths, scores.shape[-1], prompt=True) > 0
-        penalty = self._column("repetition_penalty").to(scores.dtype)
+        penalty = self._column("repetition_penalty", scores.dtype)
         return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
     def _penalise_presence(self, scores: Tensor, paths: Paths) -> Tensor:
         counts = self._counts(paths, scores.shape[-1], prompt=False).to(scores.dtype)
-        presence = self._column("presence_penalty").to(scores.dtype)
-        frequency = self._column("frequency_penalty").to(scores.dtype)
+        presence = self._column("presence_penalty", scores.dtype)
+        frequency = self._column("frequency_penalty", scores.dtype)
         return scores - presence * (counts > 0) - frequency * counts
 
     def _counts(self, paths: Paths, vocab: int, prompt: bool) -> Tensor:
@@ -288,22 +329,39 @@ class Sampler:
         return scores.masked_fill(banned, -torch.inf)
 
     def _ban_words(self, scores: Tensor, paths: Paths) -> Tensor:
-        banned = torch.zeros_like(scores, dtype=torch.bool)
-        for row, wishes in enumerate(self.rows):
-            for word in wishes.banned:
-                head = torch.tensor(word[:-1], dtype=torch.int64, device=self.device)
-                tail = paths.lengths[row, :, None] - len(head) + torch.arange(len(head), device=self.device)
-                text = paths.sequences[row].gather(1, tail.clamp(min=0))
-                banned[row, :, word[-1]] |= ((text == head) & (tail >= 0)).all(-1)
-        return scores.masked_fill(banned, -torch.inf)
+        words = self._banned
+        ahead = torch.arange(words.heads.shape[1], device=self.device) - words.sizes[:, None]               # [M, L]
+        place = paths.lengths[words.rows][..., None] + ahead[:, None]                                       # [M, N, L]
+        text = paths.sequences[words.rows].gather(2, place.clamp(0, paths.sequences.shape[-1] - 1))
+        same = ((text == words.heads[:, None]) & (place >= 0)) | (ahead >= 0)[:, None]
+        hit = same.all(-1).to(scores.dtype)                                                                 # [M, N]
+        nodes = torch.arange(scores.shape[1], device=self.device)
+        where = (words.rows[:, None], nodes[None], words.ends[:, None])
+        return scores.masked_fill(torch.zeros_like(scores).index_put(where, hit, accumulate=True) > 0, -torch.inf)
+
+    @cached_property
+    def _banned(self) -> _Banned:
+        words = [(row, word) for row, wishes in enumerate(self.rows) for word in wishes.banned]
+        heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
+        for number, (_, word) in enumerate(words):
+            heads[number, : len(word) - 1] = torch.tensor(word[:-1])
+        sizes, rows, ends = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words]).unbind(1)
+        return _Banned(*(part.to(self.device) for part in (heads, sizes, rows, ends)))
 
     def _hold_stop_tokens(self, scores: Tensor, paths: Paths) -> Tensor:
-        banned = torch.zeros_like(scores, dtype=torch.bool)
-        for row, wishes in enumerate(self.rows):
-            early = paths.lengths[row] < wishes.prompt_length + wishes.sampling.min_new_tokens            # [N]
-            for token in wishes.stop_tokens:
-                banned[row, :, token] = early
-        return scores.masked_fill(banned, -torch.inf)
+        ends, first = self._held(scores.shape[-1])
+        return scores.masked_fill(ends & (paths.lengths[..., None] < first), -torch.inf)
+
+    def _held(self, vocab: int) -> tuple[Tensor, Tensor]:
+        """[B, 1, V] the end tokens, and [B, 1, 1] the position before which none may come."""
+        if ("stop_tokens", torch.bool) not in self._columns:
+            ends = torch.zeros(len(self.rows), 1, vocab, dtype=torch.bool)
+            for row, wishes in enumerate(self.rows):
+                ends[row, 0, list(wishes.stop_tokens)] = True
+            first = [row.prompt_length + row.sampling.min_new_tokens for row in self.rows]
+            self._columns["stop_tokens", torch.bool] = ends.to(self.device)
+            self._columns["stop_tokens", torch.int64] = torch.tensor(first, device=self.device).view(-1, 1, 1)
+        return self._columns["stop_tokens", torch.bool], self._columns["stop_tokens", torch.int64]
 
     def _ask_user(self, scores: Tensor, paths: Paths) -> Tensor:
         """The user's processors, called as transformers calls them: one unpadded prefix at a time."""
@@ -319,30 +377,38 @@ class Sampler:
     # What depends on the logits alone ---------------------------------------------------------------------------
 
     def _heat(self, scores: Tensor, paths: Paths) -> Tensor:
-        temperature = self._column("temperature").to(scores.dtype)
+        temperature = self._column("temperature", scores.dtype)
         return torch.where(temperature > 0, scores / temperature, scores)
 
     def _keep_top_k(self, scores: Tensor, paths: Paths) -> Tensor:
         vocab = scores.shape[-1]
-        sizes = self._column("top_k", torch.int64).masked_fill_(self._greedy_rows, 0)
+        sizes = self._column("top_k", torch.int64).masked_fill(self._greedy_rows, 0)
         largest = min(max(row.sampling.top_k for row in self.rows), vocab)
         best = scores.topk(largest, -1).values
         least = best.gather(-1, (sizes - 1).clamp(0, largest - 1).expand(*best.shape[:2], 1))
         return scores.masked_fill((scores < least) & (sizes > 0), -torch.inf)
 
     def _keep_top_p(self, scores: Tensor, paths: Paths) -> Tensor:
-        mass = self._column("top_p").to(scores.dtype)
+        mass = self._column("top_p", scores.dtype)
         ordered, order = scores.sort(-1)
-        drop = ordered.softmax(-1).cumsum(-1) <= 1 - mass
-        drop[..., -1] = False
-        drop &= (mass < 1) & ~self._greedy_rows
+        likeliest = torch.arange(scores.shape[-1], device=self.device) == scores.shape[-1] - 1
+        drop = (ordered.softmax(-1).cumsum(-1) <= 1 - mass) & (mass < 1) & ~self._greedy_rows & ~likeliest
         return scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
 
     def _keep_min_p(self, scores: Tensor, paths: Paths) -> Tensor:
-        share = self._column("min_p").to(scores.dtype)
+        share = self._column("min_p", scores.dtype)
         law = scores.softmax(-1)
         drop = (law < share * law.amax(-1, keepdim=True)) & ~self._greedy_rows
         return scores.masked_fill(drop, -torch.inf)
+
+
+class _Banned(NamedTuple):
+    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` [M] of them; in which row; the last token."""
+
+    heads: Tensor
+    sizes: Tensor
+    rows: Tensor
+    ends: Tensor
 
 
 def winner(race: Tensor) -> Tensor:
@@ -352,6 +418,9 @@ def winner(race: Tensor) -> Tensor:
 
 
 _INF = float("inf")
+_COLUMNS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram"
+)
 _DEFAULTS = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(Sampling)}
 
 

@@ -19,6 +19,15 @@ NOTHING = -2
 """The pick where nothing may be picked: every token forbidden, or NaN logits. No node carries it, so it ends a path."""
 
 
+CHUNKS = (32, 128, 256)
+"""Tokens of a prompt that are read at once: the last of these, or, where shapes are closed, one of these, padded."""
+
+
+def padded(tokens: int) -> int:
+    """The least of `CHUNKS` that holds so many tokens; the last if none does."""
+    return next((size for size in CHUNKS if tokens <= size), CHUNKS[-1])
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """The static form of a tree: one rank path per drafted node; ``(0, 2)`` is the third child of the first child.
@@ -168,8 +177,7 @@ class TokenTree:
         parent = torch.cat([torch.full_like(slot[..., :1], -1), slot[..., :-1]], -1)
         tokens = paths.new_full((rows, nodes + 1), ABSENT).scatter_(1, target, paths.flatten(1))
         parents = paths.new_zeros((rows, nodes + 1)).scatter_(1, target, parent.flatten(1))
-        parents[:, 0] = -1
-        return cls(tokens[:, :nodes], parents[:, :nodes], length - 1)
+        return cls(tokens[:, :nodes], _rooted(parents[:, :nodes]), length - 1)
 
     @classmethod
     def likeliest(cls, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, depth_limit: int) -> TokenTree:
@@ -186,9 +194,8 @@ class TokenTree:
         numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(best.indices)
         place = torch.empty_like(numbers).scatter_(1, best.indices, numbers)                # place in the pool → new node
         above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
-        above[:, 0] = -1
         drafted = torch.where(there, tokens.gather(1, order), ABSENT)
-        return cls(drafted, above, min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0))
+        return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0))
 
     @classmethod
     def beside(cls, trees: Sequence[TokenTree]) -> TokenTree:
@@ -269,6 +276,12 @@ class TokenTree:
         numbers = torch.arange(nodes, device=node.device).expand(rows, -1)
         path = torch.arange(length + 1, device=node.device).repeat(rows, 1)
         return path.scatter_(1, place, numbers)[:, :length]
+
+
+def _rooted(parents: Tensor) -> Tensor:
+    """`parents` [B, N] with -1 at the root; written anew, since graph compilers do not follow writes through a view."""
+    first = torch.arange(parents.shape[1], device=parents.device) == 0
+    return torch.where(first, -1, parents)
 
 
 @dataclass(frozen=True)

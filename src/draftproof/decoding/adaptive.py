@@ -20,6 +20,10 @@ STAKE, RATE = 8.0, 0.02
 """Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
 SAVINGS = 256.0
 """Plain steps of earlier gains that may be kept for the drafter's set-ups."""
+FLOOR = 0.1
+"""A path is not drafted further when it is less likely than this to stand: what another token costs it then hardly gives."""
+BEGIN = 3
+"""The first draft has about so many tokens: fewer would say little of what more cost, more would risk too much."""
 MARGIN = 0.02
 """Drafting must promise so much more than plain decoding."""
 SMALL = 8
@@ -75,18 +79,26 @@ class Adaptive:
     """Drafts as much as pays, zero included, and never risks more than its bank holds.
 
     most: nodes per row it may draft. stake, rate: it may lose `stake` plain steps once and `rate` of plain decoding's time.
+    floor: drafts end where no path has this chance to stand (see `Confidence`).
     costs: a recorded table to decide by, instead of measuring. seed: of its own dice; texts never depend on it.
     What it learns outlasts a call: one object belongs to one engine.
     """
 
     def __init__(
-        self, most: int, *, stake: float = STAKE, rate: float = RATE, costs: CostTable | None = None, seed: int = 0
+        self,
+        most: int,
+        *,
+        stake: float = STAKE,
+        rate: float = RATE,
+        floor: float = FLOOR,
+        costs: CostTable | None = None,
+        seed: int = 0,
     ) -> None:
         if most < 0:
             raise BadInput(f"a budget of at most {most} draft tokens was given; it must be 0 or more")
         if stake < 0 or rate < 0:
             raise BadInput(f"a stake of {stake} and a rate of {rate} were given; neither may be negative")
-        self.most = most
+        self.most, self.floor = most, floor
         self.costs = costs if costs is not None else CostTable(presets(most))
         self.sizes = self.costs.sizes
         if self.sizes[-1] > most:
@@ -98,6 +110,8 @@ class Adaptive:
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._rest = 0
         self._turned = False
+        begin = sum(size <= BEGIN for size in self.sizes) - 1
+        self._to_begin_with = range(begin, begin + 1) if begin else range(0)
 
     @property
     def plain_step(self) -> float:
@@ -127,7 +141,7 @@ class Adaptive:
         tokens, costs = self.acceptance.draw(self.sizes, remaining), pace.draw(self._dice)
         owed = setup if self.costs.knows_setups else 0.0
         best, least = 0, 1 / (1 + MARGIN)
-        for index in range(1, len(self.sizes) if pace.started else 2):
+        for index in range(1, len(self.sizes)) if pace.started else self._to_begin_with:
             price = costs[index] / tokens[index] + setup / remaining
             if price < least and self.bank.affords(pace.high[index] - 1, owed):
                 best, least = self.sizes[index], price

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -18,6 +19,16 @@ class Budget(Protocol):
     @property
     def most(self) -> int: ...
     def nodes(self, stats: RoundStats, rows: int) -> int: ...
+
+
+@runtime_checkable
+class Confident(Protocol):
+    """What a budget says besides, if drafts should end where they are no longer likely to stand."""
+
+    @property
+    def floor(self) -> float:
+        """The chance to stand below which a path is not drafted further; 0 never ends one."""
+        ...
 
 
 class Ahead(NamedTuple):
@@ -95,3 +106,38 @@ class Fixed:
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
         return self.count
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """At most `count` draft tokens per row, and none behind a path whose chance to stand is below `floor`.
+
+    The chance is what the drafter takes it for. Only on the CPU, where asking it costs nothing; elsewhere like `Fixed`.
+    """
+
+    count: int
+    floor: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or not 0 <= self.floor < 1:
+            raise BadInput(
+                f"a budget of {self.count} draft tokens with a floor of {self.floor} was given; the first must be 0 or more, "
+                "the second from 0 to below 1"
+            )
+
+    @property
+    def most(self) -> int:
+        return self.count
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        return self.count
+
+
+class Script:
+    """What was written down, round by round; then nothing."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.most, self._left = max(sizes), list(sizes)
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        return self._left.pop(0) if self._left else 0

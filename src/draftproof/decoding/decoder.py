@@ -11,41 +11,49 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
 from draftproof.core.sampling import Paths, Prefix, Sampler
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.decoding.budget import Budget
+from draftproof.decoding.budget import Budget, Confident
+from draftproof.decoding.ranks import Ranks
 from draftproof.decoding.sequence import Running
+from draftproof.decoding.shapes import OPEN, Shapes
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
-from draftproof.errors import BadInput, BrokenModel, DrafterMismatch
+from draftproof.errors import BadInput, BrokenModel, DrafterMismatch, DraftproofError
 from draftproof.target.cache import RowCache
+from draftproof.target.device import Device
 from draftproof.target.target import Target
-
-CHUNK = 256
-"""Prompt tokens per read."""
 
 
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
     `admit` prefills new rows, `step` is one round for every running row, finished rows retire by themselves.
+    In closed shapes there are always all `rows`: those behind the running ones do what the last of them does, unheard.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int, capacity: int) -> None:
-        self.target, self.drafter, self.rule, self.budget = target, drafter, rule, budget
+    def __init__(
+        self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int, capacity: int, shapes: Shapes = OPEN
+    ) -> None:
+        self.target, self.drafter, self.rule, self.budget, self.shapes = target, drafter, rule, budget, shapes
+        self.device = Device(target.device)
         self.cache = target.new_cache(rows, capacity)
+        self.nursery = target.new_cache(1, capacity) if shapes.closed else None      # prompts are read there: one shape
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
         self.running: list[Running] = []
-        self.stats = RoundStats()
+        self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
+        self.stats, self.ranks = RoundStats(), Ranks(target.group)
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round for every running row: draft, verify, commit."""
+        if self.shapes.closed and self.twins is None:
+            self._fill()
         frontier = self._frontier(self.budget.nodes(self.stats, len(self.running)))
-        tree = self._draft(frontier)
+        tree = self.ranks.tree(self._draft(frontier))
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
-        accepted = self.rule.accept(tree, reading.logits, frontier)
+        accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        commit = Commit.of(range(len(self.running)), tree, reading, accepted, top=self.drafter.wants_top)
+        commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top)
         self.drafter.observe(commit)
         chosen = self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, accepted, chosen)
@@ -53,30 +61,36 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, samples: Sequence[Running]) -> None:
         """Prefill one prompt and start its `samples`, each a row of its own behind the running ones."""
-        row, prompt = len(self.running), samples[0].prompt
-        tokens = torch.tensor(prompt, device=self.text.device)
-        self.text[row, : len(tokens)] = tokens
-        logits = self._prefill(row, tokens)
-        order = [*range(row), *[row] * len(samples)]
-        self.cache.select(order)
-        self.drafter.select(order)
-        self.text[row : row + len(samples)] = self.text[row]
+        row, others = len(self.running), range(len(self.running))
+        if self.twins is not None:
+            self._arrange(others)
+        logits = self._prefill(row, samples[0].prompt)
         self.running += samples
-        self._resample()
+        self._arrange([*others, *[row] * len(samples)])
         self._choose_first(row, logits)
 
-    def _prefill(self, row: int, tokens: Tensor) -> Tensor:
+    def _prefill(self, row: int, prompt: Sequence[int]) -> Tensor:
         """Read a prompt in chunks into one row; return the logits [1, 1, V] at its end."""
-        view = self.cache.rows(row, row + 1)
-        for start in range(0, len(tokens), CHUNK):
-            self.cache.bound(max(start, self._longest()))
-            tree = TokenTree.chain(tokens[None, start : start + CHUNK])
-            width = tree.tokens.shape[1]
-            reading = self.target.read(tree, view, last_only=True, taps=self.drafter.taps)
-            everything = Accepted(torch.arange(width, device=tokens.device)[None], view.lengths.new_full((1,), width), tokens)
-            view.keep(None, everything.count)
+        view, device = self.nursery or self.cache.rows(row, row + 1), self.text.device
+        view.lengths.zero_()
+        start = 0
+        while start < len(prompt):
+            view.bound(self.cache.capacity if self.shapes.closed else max(start, self._longest()))
+            width = self.shapes.chunk(len(prompt) - start)
+            text = prompt[start : start + width]
+            tree = TokenTree.chain(torch.tensor([[*text, *[ABSENT] * (width - len(text))]], device=device))
+            start += len(text)
+            last_only = not self.shapes.closed or start < len(prompt)               # behind padding lies no last one
+            reading = self.target.read(tree, view, last_only=last_only, taps=self.drafter.taps)
+            count = torch.tensor([len(text)], device=device)
+            view.keep(None, count)
+            everything = Accepted(torch.arange(width, device=device)[None], count, tree.tokens[:, 0])
             self.drafter.observe(Commit.of([row], tree, reading, everything))
-        return reading.logits
+        place = torch.tensor([row], device=device)
+        self.text.index_copy_(0, place, torch.tensor([[*prompt, *[0] * (self.text.shape[1] - len(prompt))]], device=device))
+        if self.nursery is not None:
+            self.cache.take(place, self.nursery)
+        return reading.logits if last_only else reading.logits.index_select(1, count - 1)
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
         """The target's choice behind the prompt becomes the root of the rows from `first` on."""
@@ -86,26 +100,32 @@ class Decoder:
         prefix = Prefix(self.text[first : first + len(new)], last)
         tree = TokenTree.root(prefix.root)
         logits = logits.expand(len(new), -1, -1)
-        picks = sampler.pick(logits, Paths(prefix, tree))
+        picks = self.ranks.picks(sampler.pick(logits, Paths(prefix, tree)))
         prefix.tokens.scatter_(1, last[:, None] + 1, picks.clamp(min=0))
-        scores = _logprobs(logits, torch.zeros_like(picks), picks) if self._wants_logprobs else None
+        scores = _logprobs(logits, torch.zeros_like(picks), picks, self.device.widest) if self._wants_logprobs else None
         told = scores.tolist() if scores is not None else [None] * len(new)
-        for row, (token,), said in zip(new, picks.tolist(), told, strict=True):
-            row.extend([self._checked(token, logits)], said, drafted=0)
+        for place, (row, (token,), said) in enumerate(zip(new, picks.tolist(), told, strict=True), first):
+            if token == NOTHING:
+                self._fail(place, logits)
+            else:
+                row.extend([token], said, drafted=0)
         self._retire()
 
     @torch.inference_mode()
     def preview(self, nodes: int) -> TokenTree:
         """What the drafter would draft now, of at most so many nodes per row. For drafters that are `free`."""
-        return self.drafter.propose(self._frontier(nodes))
+        tree, rows = self.drafter.propose(self._frontier(nodes)), len(self.running)
+        return TokenTree(tree.tokens[:rows], tree.parents[:rows], tree.depth_limit, is_chain=tree.is_chain)
 
     def _frontier(self, budget: int) -> Frontier:
-        rows = len(self.running)
         deepest = self.drafter.deepest
         ahead = budget if deepest is None else min(budget, deepest)
-        self.cache.bound(longest := self._longest())
-        prefix = Prefix(self.text[:rows], self._cache().lengths.clone(), ahead, longest)
-        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees)
+        longest = None if self.shapes.closed else self._longest()
+        self.cache.bound(self.cache.capacity if longest is None else longest)
+        prefix = Prefix(self.text[: self.rows], self._cache().lengths.clone(), ahead, longest)
+        free = self.text.device.type == "cpu" and not self.shapes.closed and not self.rule.drawn        # to look, that is
+        floor = self.budget.floor if free and isinstance(self.budget, Confident) else 0.0
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked."""
@@ -133,19 +153,21 @@ class Decoder:
         reach = torch.where(there, tree.depths, 0).amax(1)
         columns = [accepted.count[:, None], there.sum(1, keepdim=True) - 1, reach[:, None], chosen]
         if self._wants_logprobs:
-            columns.append(_logprobs(reading.logits, accepted.nodes, chosen))
+            columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
         if accepted.distance is not None:
             columns.append(accepted.distance)
-        host = torch.cat([column.double() for column in columns], 1).tolist()
+        exact = self.device.widest if len(columns) > 4 else torch.int64             # token ids are far below 2**24
+        self.device.flush()
+        host = torch.cat([column.to(exact) for column in columns], 1).tolist()
         width = chosen.shape[1]
-        for row, (count, drafted, reached, *rest) in zip(self.running, host, strict=True):
+        for place, (row, (count, drafted, reached, *rest)) in enumerate(zip(self.running, host, strict=self.twins is None)):
             tokens = [int(token) for token in rest[: int(count)]]
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
             told = rest[width : 2 * width] if self._wants_logprobs else None
             emitted = row.extend(some, told, drafted=int(count) - 1)
             strayed = sum(rest[-width:][:emitted]) if accepted.distance is not None else None
-            if row.finish_reason is None:                                      # behind its end a text needs no token
-                self._checked(tokens[-1], reading.logits)
+            if row.finish_reason is None and tokens[-1] == NOTHING:            # behind its end a text needs no token
+                self._fail(place, reading.logits[place])
             for stats in (row.stats, self.stats):
                 stats.record(
                     width=tree.tokens.shape[1] - 1,
@@ -160,33 +182,62 @@ class Decoder:
             return
         low, high = {row for row in rows if row < len(rows)}, [row for row in rows if row >= len(rows)]
         order = [row if row in low else high.pop() for row in range(len(rows))]
-        self.text[: len(order)] = self.text[order]
+        self.running = [self.running[row] for row in order]
+        self._arrange(order)
+
+    def _arrange(self, order: Sequence[int], twins: Tensor | None = None) -> None:
+        """Keep these rows, in this order; `twins` if some are copies that nobody needs."""
+        self.text[: len(order)] = self.text[list(order)]
         self.cache.select(order)
         self.drafter.select(order)
-        self.running = [self.running[row] for row in order]
+        self.twins = twins
         self._resample()
+
+    def _fill(self) -> None:
+        """All rows of the closed shape: those that nobody needs become copies of the last that runs."""
+        last = len(self.running) - 1
+        twins = [min(row, last) for row in range(len(self.text))]
+        self._arrange(twins, torch.tensor(twins, device=self.text.device))
+
+    def _alike(self, accepted: Accepted) -> Accepted:
+        """With rows that do as another does."""
+        return accepted if self.twins is None else accepted.select(self.twins)
+
+    @property
+    def rows(self) -> int:
+        """Rows that take part in a round."""
+        return len(self.running) if self.twins is None else len(self.twins)
 
     def _longest(self) -> int:
         """Committed tokens of the longest running row: all but the root."""
         return max((len(row.prompt) + len(row.tokens) - 1 for row in self.running), default=0)
 
     def _resample(self) -> None:
-        self.sampler = Sampler([row.wishes for row in self.running], self.target.device)
+        unheard = [row.wishes for row in self.running[-1:]] * (self.rows - len(self.running))
+        self.sampler = Sampler([*(row.wishes for row in self.running), *unheard], self.target.device)
+        if self.shapes.closed:
+            exact = torch.promote_types(self.target.dtype, torch.float32)
+            self.sampler.prepare(exact, self.target.vocab_size)
         self._wants_logprobs = any(row.wishes.sampling.logprobs for row in self.running)
 
     def _cache(self) -> RowCache:
-        return self.cache.rows(0, len(self.running))
+        return self.cache.rows(0, self.rows)
 
-    def _checked(self, token: int, logits: Tensor) -> int:
-        if token != NOTHING:
-            return token
+    def _fail(self, place: int, logits: Tensor) -> None:
+        """End a row for which the target chose nothing; what it left in the caches may be NaN, which passes masks."""
         if bool(logits.isnan().any()):
-            raise BrokenModel(f"{self.target.name} gave NaN logits; its weights are broken, or the dtype is too small for it")
-        raise BadInput("every token is forbidden here (by banned words, logit bias or a processor); allow at least one")
+            why = f"{self.target.name} gave NaN logits; its weights are broken, or the dtype is too small for it"
+            error: DraftproofError = BrokenModel(why)
+        else:
+            error = BadInput("every token is forbidden here (by banned words, logit bias or a processor); allow at least one")
+        self.running[place].fail(error)
+        for cache in (self.cache.rows(place, place + 1), *([self.nursery] if self.nursery is not None else [])):
+            for store in (store for layer in cache.layers for store in layer.stores):
+                store.zero_()
 
 
-def _logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-    """[B, D] log-probability of `tokens` [B, D] under the raw logits [B, N, V] at `nodes` [B, D]."""
+def _logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, D] log-probability of `tokens` [B, D] under the raw logits [B, N, V] at `nodes` [B, D], in this dtype."""
     row = torch.arange(len(nodes), device=nodes.device)[:, None]
-    chosen = logits[row, nodes].double()
+    chosen = logits[row, nodes].to(dtype)
     return chosen.log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]

@@ -13,23 +13,26 @@ import torch
 from draftproof.core.acceptance import RULES
 from draftproof.core.lossy import Typical
 from draftproof.core.sampling import LogitsProcessor, Sampling, Wishes
+from draftproof.core.tree import CHUNKS
 from draftproof.decoding.adaptive import Adaptive
-from draftproof.decoding.budget import Budget, Fixed, Learner
+from draftproof.decoding.budget import Budget, Fixed, Learner, Script
 from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.pace import CostTable
+from draftproof.decoding.ranks import Ranks
 from draftproof.decoding.sequence import Running
+from draftproof.decoding.shapes import Shapes
 from draftproof.decoding.stats import Clock, RoundStats, Timed
 from draftproof.decoding.watch import Watch
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
-from draftproof.errors import BadInput, ContextOverflow
+from draftproof.errors import BadInput, ContextOverflow, DraftproofError
+from draftproof.target.device import Device
 from draftproof.target.target import Target
 from draftproof.target.text import Codec, Messages
 
 Prompt = str | Sequence[int] | Messages
 """Text, token ids, or a chat as ``[{"role": ..., "content": ...}, ...]``."""
 
-BUCKET = 128
-"""Capacities are multiples of this."""
 ROWS = 8
 """Rows at a time when nobody says."""
 NEW_TOKENS = 128
@@ -41,7 +44,8 @@ class Completion:
     """What came of one prompt, or of one sample of it.
 
     tokens: the new tokens, an end token included. text: without special tokens and without the stop string.
-    finish_reason: "stop" (an end token or a stop string) or "length". logprobs: natural logarithms under the
+    finish_reason: "stop" (an end token or a stop string), "length", or "error": there was no next token, and `error` says
+    why; the text up to there is what it would have been. logprobs: natural logarithms under the
     unprocessed model, one per token, or None. prompt, sample: which of the prompts, which of its samples.
     """
 
@@ -52,6 +56,13 @@ class Completion:
     stats: RoundStats
     prompt: int = 0
     sample: int = 0
+    error: DraftproofError | None = None
+
+    def checked(self) -> Completion:
+        """Itself; raises the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class Engine:
     drafter's default. What it learns stays with the engine.
     codec: the tokenizer; needed for text prompts and stop strings, token ids do without.
     sampling, stop_tokens: defaults for calls that name none.
+    shapes: `Shapes(closed=True)` takes the sizes of a batch from a small set; None leaves it to the device.
     """
 
     def __init__(
@@ -90,12 +102,16 @@ class Engine:
         budget: Budget | int | None = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (),
+        shapes: Shapes | None = None,
     ) -> None:
         self.lossy = Typical() if lossy is True else lossy or None
         self.acceptance = _checked_rule(acceptance, self.lossy)
         self.target, self.codec = target, codec
         self.drafter = drafter or Plain()
+        self.shapes = shapes or Shapes(closed=Device(target.device).compiles)
         usual = usual_budget(self.drafter) if self.lossy is None else Fixed(self.drafter.default_budget)
+        if self.shapes.closed and isinstance(usual, Adaptive):
+            usual = Adaptive(usual.most, costs=CostTable(self.shapes.sizes(usual.most)))
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         if self.budget.most >= target.context:
@@ -135,6 +151,8 @@ class Engine:
             raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
         requests = self._requests(prompts, max_new_tokens, sampling, n)
         rows = max(n, min(batch_size or ROWS, n * len(requests)))
+        if self.shapes.closed and batch_size is not None:               # as many as were declared, needed or not
+            rows = max(n, batch_size)
         return self._completed(requests, rows)
 
     def _completed(self, requests: list[list[Running]], rows: int) -> Iterator[Completion]:
@@ -160,27 +178,49 @@ class Engine:
         if not waiting:
             return
         longest = max(len(row.prompt) + row.limit for request in waiting for row in request)
-        capacity = -(-(longest + self.budget.most + 2) // BUCKET) * BUCKET
+        rows, capacity = self.shapes.rows(rows), self.shapes.capacity(longest + self.budget.most + 2)
         clock = Clock()
         target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
         drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
-        rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
-        thinks = isinstance(self.budget, Learner)
-        budget = cast(Budget, Timed(self.budget, clock, "draft", ["nodes"])) if thinks else self.budget
-        decoder = Decoder(target, drafter, rule, budget, rows, capacity)
-        watch = Watch(decoder, self.budget, clock)
+        agreed = Ranks(self.target.group).budget(self.budget)
+        budget = cast(Budget, Timed(agreed, clock, "draft", ["nodes"])) if isinstance(agreed, Learner) else agreed
+        decoder = self._decoder(target, drafter, budget, rows, capacity)
+        watch = Watch(decoder, agreed, clock)
         begun: list[tuple[Running, dict[str, float]]] = []
         while waiting or decoder.running:
             if waiting and len(decoder.running) + len(waiting[0]) <= rows:
                 begun += [(row, dict(clock.seconds)) for row in waiting[0]]
-                with clock.part("prefill", whole=True):
+                with clock.part("prefill", whole=True), self.target.group.intact():
                     decoder.admit(waiting.popleft())
             else:
-                watch.step()
+                with self.target.group.intact():
+                    watch.step()
             for row, since in begun:
                 row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds}
             begun = [(row, since) for row, since in begun if row.finish_reason is None]
             yield
+
+    def warm_up(self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None) -> None:
+        """Run once every shape that batches of so many rows, and texts of up to so many tokens, will take.
+
+        For devices that compile what they meet, with closed shapes. sampling: what will be asked for; filters and penalties
+        have shapes of their own.
+        """
+        rows, capacity = self.shapes.rows(batch_size), self.shapes.capacity(tokens + self.budget.most + 2)
+        sizes = self.budget.sizes if isinstance(self.budget, Adaptive) else (self.budget.most,)
+        pauses = (0, 2, 5) if len(sizes) > 1 else (0,)                  # a drafter catches up with what it missed
+        scripts = [(size, *[0] * pause, size) for size in sizes for pause in pauses]
+        longest = min(capacity, self.target.context) - self.budget.most - 3
+        widths = [min(width, longest) for width in (*self.shapes.reads(capacity), CHUNKS[-1] + 1)]
+        for length, script in [(1, script) for script in scripts] + [(width, (self.budget.most,)) for width in widths]:
+            decoder = self._decoder(self.target, self.drafter, Script(script), rows, capacity)
+            decoder.admit([Running([0] * length, self._wishes(sampling or self.sampling, length), capacity)])
+            for _ in script:
+                decoder.step()
+
+    def _decoder(self, target: Target, drafter: Drafter, budget: Budget, rows: int, capacity: int) -> Decoder:
+        rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
+        return Decoder(target, drafter, rule, budget, rows, capacity, self.shapes)
 
     def _requests(
         self,
@@ -285,7 +325,7 @@ class Engine:
     def _completion(self, row: Running) -> Completion:
         logprobs = row.logprobs if row.wishes.sampling.logprobs else None
         reason = row.finish_reason or "length"
-        return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.wishes.sample)
+        return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.wishes.sample, row.error)
 
 
 def usual_budget(drafter: Drafter) -> Budget:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -12,6 +14,7 @@ from draftproof.core.tree import TreeShape
 from draftproof.decoding.budget import Budget
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.self_draft import PREFIX, SelfDraft, self_named
+from draftproof.decoding.shapes import Shapes
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.checkpoint import is_head, read_head
 from draftproof.drafters.draft_model import DraftModel
@@ -22,12 +25,15 @@ from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch
+from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
 from draftproof.target import loading
+from draftproof.target.group import ALONE, Group, form_group
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
 from draftproof.target.pack import pack_linears
 from draftproof.target.quantize import KINDS, PASSAGE
 from draftproof.target.quantized_cache import LAYERS
+from draftproof.target.replay import Replayed
+from draftproof.target.sharded import check_engine, load_sharded
 from draftproof.target.target import Target
 from draftproof.target.text import Codec
 
@@ -66,6 +72,10 @@ def load(
     quantize: str | None = None,
     quantize_draft: str | None = None,
     kv_cache: str | None = None,
+    parallel: str | None = None,
+    graphs: bool = False,
+    shapes: Shapes | None = None,
+    compile: bool = False,
 ) -> Engine:
     """An engine for `model`: "demo", a folder, a hub id or a loaded transformers model.
 
@@ -79,6 +89,12 @@ def load(
     quantize, quantize_draft: "int8", "int4" or "fp8" weights for the target and for the draft model. The text is that of
         the quantised target; what it lost is in `engine.target.quantization`.
     kv_cache: "int8" or "fp8" keys and values in the target's cache.
+    parallel: "tensor" (transformers' own) or "deepspeed" shards the target over the processes that torchrun started, one
+        per device; each calls this and asks the same of its engine. The drafter is on every one of them, whole.
+    graphs: record the target's and the draft model's reads and replay them, on devices that can (CUDA, Gaudi).
+    compile: have torch.compile make the forwards of target and draft model, for each shape that comes (inductor keeps them
+        on disk). The first text waits for it: minutes, on a CPU.
+    shapes: see `Engine`; graphs and compiled forwards want closed ones, and get them if nobody says.
     lossy: True, or a `Typical`, gives up the target's law for speed (see `Engine`).
     dtype, device: of models loaded here; a loaded model stays where and as it is.
     Raises a DraftproofError, in one sentence, for anything that does not fit.
@@ -86,8 +102,10 @@ def load(
     if assistant_model is not None and drafter is not None:
         raise BadInput(f"both an assistant model and the drafter {drafter!r} were given; give one of them")
     _check_names(drafter, quantize, quantize_draft, kv_cache)
-    loaded = _model(model, dtype, device, quantize)
-    target, codec = Target(loaded, kv_cache=kv_cache), _codec(tokenizer, model, loaded)
+    group = _group(parallel, model, drafter, quantize)
+    with group.intact():
+        loaded = _model(model, dtype, device, quantize, parallel, group, packs=not compile)
+        target, codec = Target(loaded, kv_cache=kv_cache, group=group), _codec(tokenizer, model, loaded)
     itself = _self_draft(drafter, target, quantize_draft, draft_tree, quantised=True)
     if quantize is not None:                                            # the original is given up now, not before
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
@@ -110,8 +128,10 @@ def load(
     else:
         names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
         raise BadInput(f"drafter was {str(drafter)!r}; give {names}, or the folder of draft heads or of a draft model")
+    if compile:
+        target = _compiled(target, drafts)
     return Engine(
-        target,
+        _replayed(target, drafts) if graphs else target,
         drafts,
         codec=codec,
         acceptance=acceptance,
@@ -119,7 +139,23 @@ def load(
         budget=budget,
         sampling=loading.default_sampling(loaded),
         stop_tokens=loading.stop_tokens(loaded),
+        shapes=shapes or (Shapes(closed=True) if graphs or compile else None),
     )
+
+
+def _compiled(target: Target, drafter: Drafter) -> Target:
+    """The target with its forward compiled, and so that of a draft model, if it can be."""
+    if isinstance(drafter, DraftModel):
+        with suppress(UnsupportedModel):                                # its text is the same either way
+            drafter.model = cast(Target, drafter.model).compiled()
+    return target.compiled()
+
+
+def _replayed(target: Target, drafter: Drafter) -> Target:
+    """The target with its reads recorded, and so those of a draft model."""
+    if isinstance(drafter, DraftModel):
+        drafter.model = Replayed(cast(Target, drafter.model))
+    return cast(Target, Replayed(target))
 
 
 def _check_names(drafter: object, quantize: str | None, quantize_draft: str | None, kv_cache: str | None) -> None:
@@ -131,6 +167,20 @@ def _check_names(drafter: object, quantize: str | None, quantize_draft: str | No
         known = KINDS if name in weights else tuple(LAYERS)
         if kind is not None and kind not in known:
             raise BadInput(f"{name} was {kind!r}; choose one of {', '.join(known)}")
+
+
+def _group(parallel: str | None, model: object, drafter: object, quantize: str | None) -> Group:
+    """The ranks to run on; refuses, before anything is loaded, what a sharded model cannot do."""
+    if parallel is None:
+        return ALONE
+    check_engine(parallel)
+    if not isinstance(model, (str, Path)):
+        raise BadInput("a loaded model was given, and a parallel run loads a part on each rank; give the model's name")
+    if quantize is not None:
+        raise BadInput(f"{quantize} weights were asked for in a parallel run, which has none; leave quantisation out")
+    if isinstance(drafter, str) and drafter.startswith(PREFIX):
+        raise BadInput(f"a sharded model cannot draft for itself as {drafter}; name another drafter, or leave it out")
+    return form_group()
 
 
 def _self_draft(
@@ -195,13 +245,21 @@ def _is_model(drafter: object) -> bool:
 
 
 def _model(
-    model: str | Path | PreTrainedModel, dtype: str | torch.dtype | None, device: str | None, quantize: str | None
+    model: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype | None,
+    device: str | None,
+    quantize: str | None,
+    parallel: str | None = None,
+    group: Group = ALONE,
+    packs: bool = True,
 ) -> PreTrainedModel:
     """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
+    if parallel is not None and not group.alone:
+        return load_sharded(model, dtype, device, parallel, group)
     loaded = loading.load_model(model, dtype, device)
-    if quantize is None:
+    if quantize is None and packs:
         pack_linears(loaded)
     return loaded
 

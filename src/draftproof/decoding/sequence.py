@@ -8,6 +8,7 @@ from typing import Protocol
 
 from draftproof.core.sampling import Wishes
 from draftproof.decoding.stats import RoundStats
+from draftproof.errors import DraftproofError
 
 
 class Detokenizer(Protocol):
@@ -32,6 +33,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    error: DraftproofError | None = None
     request: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
     _pieces: list[tuple[str, bool]] = field(default_factory=list)
@@ -51,6 +53,11 @@ class Running:
             if self.finish_reason is not None:
                 return index + 1
         return len(tokens)
+
+    def fail(self, error: DraftproofError) -> None:
+        """End here, with everything written so far: there is no next token."""
+        self._end("error")
+        self.error = error
 
     def pieces(self) -> list[tuple[str, bool]]:
         """Text that is certain and was not handed out yet, each piece with whether its token was drafted."""

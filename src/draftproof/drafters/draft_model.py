@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import log
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +18,10 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, Prefix
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
 from draftproof.drafters.base import Drafter
 from draftproof.errors import DrafterMismatch
 
-CHUNK = 256
-"""Tokens per read when the draft catches up with a prompt."""
 WIDTHS = (2, 4, 8)
 """How many tokens the first read of a round takes: the root, and what was committed without the draft."""
 
@@ -103,7 +102,7 @@ class DraftModel(Drafter):
         root = frontier.prefix.root[:, None]
         if len(shape) == 1:
             return TokenTree.chain(root)
-        tokens, laws = root, []
+        tokens, laws, odds = root, [], torch.zeros(len(root), device=root.device)
         logits = self._read_root(frontier.prefix, frontier.budget)
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
@@ -121,6 +120,10 @@ class DraftModel(Drafter):
             tokens = torch.cat([tokens, torch.where(alive, children, ABSENT)], 1)
             if frontier.drawn:
                 laws.append(frontier.sampler.probs(logits, paths)[:, parents])
+            elif frontier.floor and shape.is_chain:
+                odds = odds + frontier.sampler.odds(race).amax(-1)[:, -1]
+                if float(odds.amax()) < log(frontier.floor):
+                    return TokenTree.chain(tokens)
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
         return TokenTree.shaped(tokens, shape, drawn)
 
@@ -140,8 +143,7 @@ class DraftModel(Drafter):
         if missing >= width:
             self._catch_up(prefix)
         cache = self._cache(rows)
-        if prefix.longest is not None:
-            cache.bound(prefix.longest)
+        cache.bound(prefix.longest if prefix.longest is not None else prefix.tokens.shape[1])
         gap = prefix.position - cache.lengths                                # [B] committed tokens still missing
         place = cache.lengths[:, None] + torch.arange(width, device=gap.device)
         tokens = torch.where(place <= prefix.position[:, None], prefix.tokens.gather(1, place), ABSENT)
@@ -151,15 +153,24 @@ class DraftModel(Drafter):
         return self._fit(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])))
 
     def _catch_up(self, prefix: Prefix) -> None:
-        """Read what rows lack, leaving at most one committed token unread: in chunks, neighbours that lack as much together."""
-        for behind, group in groupby(range(len(self.behind)), key=self.behind.__getitem__):
+        """Read what rows lack, leaving at most one committed token unread: in chunks, neighbours that lack as much together.
+
+        In closed shapes all rows together, in chunks of closed sizes.
+        """
+        closed, rows = prefix.longest is None, len(self.behind)
+        lacking = [max(self.behind)] * rows if closed else self.behind
+        for behind, group in groupby(range(rows), key=lacking.__getitem__):
             members = list(group)
-            rows = slice(members[0], members[-1] + 1)
-            cache, position = self._cache(rows.stop, rows.start), prefix.position[rows, None]
-            for start in range(0, behind - 1, CHUNK):
-                place = cache.lengths[:, None] + torch.arange(min(CHUNK, behind - 1 - start), device=position.device)
+            lot = slice(members[0], members[-1] + 1)
+            cache, position = self._cache(lot.stop, lot.start), prefix.position[lot, None]
+            if closed:
+                cache.bound(prefix.tokens.shape[1])
+            for start in range(0, behind - 1, CHUNKS[-1]):
+                left = behind - 1 - start
+                width = padded(left) if closed else min(left, CHUNKS[-1])
+                place = cache.lengths[:, None] + torch.arange(width, device=position.device)
                 there = place < position
-                text = prefix.tokens[rows].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
+                text = prefix.tokens[lot].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
                 self.model.read(TokenTree.chain(torch.where(there, text, ABSENT)), cache, last_only=True)
                 cache.keep(None, there.sum(1))
 

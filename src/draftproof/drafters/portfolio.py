@@ -84,7 +84,7 @@ class Portfolio(Drafter):
         pool = TokenTree.beside(trees)
         given = _given(trees, pool)                                                                 # [B, M]
         kinds = _kinds(trees, given)
-        self._asked = _Asked(pool.texts, pool.parents, kinds, prefix.position)
+        self._asked = _Asked(pool.texts.contiguous(), pool.parents, kinds, prefix.position)
         steps = torch.where(pool.parents < 0, 1, counts.corrected(given, kinds, everyone))
         odds = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
         tree = pool.merged(torch.where(pool.present, odds, 0), frontier.budget + 1)
@@ -121,7 +121,7 @@ class _Asked(NamedTuple):
         """With a row behind that was not asked."""
         more = self.select([*range(len(self.position)), 0])
         beyond = torch.arange(len(more.position), device=more.position.device) == len(self.position)
-        return more._replace(position=torch.where(beyond, 1 << 40, more.position))
+        return more._replace(position=torch.where(beyond, 1 << 30, more.position))
 
 
 class _Counts(NamedTuple):

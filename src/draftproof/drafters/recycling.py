@@ -104,12 +104,16 @@ class TokenRecycling(Drafter):
         return self._table
 
 
+_TOKEN, _BEFORE = -1640531535, -2048144777              # 0x9E3779B1, 0x85EBCA77
+
+
 class _Table:
     """Of a pair of tokens, and of a token alone, the best successors and their odds: hashed, the newest stays."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots = slots
-        self.tags = torch.zeros(2 * slots + 1, dtype=torch.int64, device=device)            # the last place is for nothing
+        self.shift = min(31, 33 - slots.bit_length())                                       # the highest bits are mixed best
+        self.tags = torch.zeros(2 * slots + 1, dtype=torch.int32, device=device)            # the last place is for nothing
         self.tokens = torch.full((2 * slots + 1, BEST), ABSENT, dtype=torch.int32, device=device)
         self.odds = torch.zeros(2 * slots + 1, BEST, device=device)
         self.halves = torch.tensor([0, slots], device=device)
@@ -149,8 +153,8 @@ class _Table:
         return torch.stack([torch.where(known[0], place[0], token), token])
 
     def _place(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """[2, ...] where pair and token belong, and their tags, which are never 0."""
-        alone = (token + 2) * 0x9E3779B97F4A7C1
-        pair = alone + (before + 2) * 0x2545F4914F6CDD1D
-        tag = torch.stack([pair, alone])
-        return ((tag >> 32) & (self.slots - 1)) + self.halves.view(2, *[1] * token.dim()), tag
+        """[2, ...] where pair and token belong, and their tags, which are never 0; in 32 bits that wrap around."""
+        alone = (token.int() + 2) * _TOKEN
+        tag = torch.stack([alone + (before.int() + 2) * _BEFORE, alone])
+        place = ((tag >> self.shift) & (self.slots - 1)).long()
+        return place + self.halves.view(2, *[1] * token.dim()), tag | 1

@@ -169,21 +169,23 @@ class _Found(NamedTuple):
 class _Index:
     """Text, and for each context that occurs in it the successors seen.
 
-    An entry is a hash of (context, successor), the successor's last place, and how often it was seen. It holds as long
+    An entry is a hash of (context, successor), the successor's last place, and how often it was seen. Hashes are of 32 bits
+    that wrap around, which every device has. An entry holds as long
     as the token at that place gives the same hash: text that was overwritten is forgotten with all that points to it.
     """
 
     def __init__(self, memory: int, device: torch.device) -> None:
         self.slots = 1 << max(memory * len(SIZES) // WAYS - 1, 0).bit_length()
         self.text = torch.full((1,), ABSENT, device=device)             # the last place is for what has none
-        self.tags, self.places = (torch.zeros(self.slots * WAYS + 1, dtype=torch.int64, device=device) for _ in range(2))
+        self.tags = torch.zeros(self.slots * WAYS + 1, dtype=torch.int32, device=device)
+        self.places = torch.zeros(self.slots * WAYS + 1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(self.slots * WAYS + 1, device=device)
         self.sizes = torch.tensor(SIZES, device=device)
         dice = torch.Generator().manual_seed(0)
-        weights = torch.randint(-(1 << 63), (1 << 63) - 1, (len(SIZES) + 2, SIZES[0]), generator=dice)
+        weights = torch.randint(-(1 << 31), (1 << 31) - 1, (2, len(SIZES), SIZES[0]), generator=dice, dtype=torch.int32)
         seen = torch.arange(SIZES[0]) >= SIZES[0] - torch.tensor(SIZES)[:, None]
-        self.context = (weights[:-2] * seen).to(device)                 # [O, L]
-        self.follow, self.scatter = weights[-2:, 0].tolist()
+        self.context = (weights * seen).to(device)                      # [2, O, L]: for the slot, for the tag
+        self.shift = min(31, 33 - self.slots.bit_length())              # the highest bits are mixed best
 
     def hold(self, size: int) -> None:
         """Make room for `size` tokens; what is known stays."""
@@ -198,12 +200,12 @@ class _Index:
         there = ahead < commit.count[:, None]                                               # [b, D]
         place = torch.where(there, end[:, None] + ahead, dump)
         self.text[place] = tokens
-        self.text[(end + commit.count)[:, None] + torch.arange(2, device=tokens.device)] = ABSENT       # the end, so far
+        behind = (end + commit.count)[:, None] + torch.arange(2, device=tokens.device)
+        self.text[behind] = torch.full_like(behind, ABSENT)                                 # the end, so far
         context = torch.cat([tail, tokens], 1).unfold(1, SIZES[0] + 1, 1)[..., :-1]         # [b, D, L]
         slot, tag = self._hash(context, tokens[..., None])
         known = there[..., None] & (context[..., SIZES[0] - self.sizes] != ABSENT)          # [b, D, O]
-        way = ((tokens + 1) * self.scatter >> 40) & (WAYS - 1)
-        entry = torch.where(known, slot * WAYS + way[..., None], len(self.tags) - 1)
+        entry = torch.where(known, slot * WAYS + way(tokens)[..., None], len(self.tags) - 1)
         self.counts[entry] = torch.where(self.tags[entry] == tag, self.counts[entry], 0)
         self.counts.scatter_add_(0, entry.flatten(), torch.ones_like(entry, dtype=torch.float32).flatten())
         self.tags[entry], self.places[entry] = tag, place[..., None].expand_as(entry)
@@ -214,7 +216,7 @@ class _Index:
         entry = slot[..., None] * WAYS + torch.arange(WAYS, device=slot.device)             # [B, O, WAYS]
         place = self.places[entry]
         token = self.text[place]
-        same = self.tags[entry] == none[..., None] + (token + 1) * self.follow
+        same = self.tags[entry] == none[..., None] + (token.int() + 1) * _FOLLOW
         alive = same & (context[:, SIZES[0] - self.sizes, None] != ABSENT) & (token != ABSENT)
         own = (place >= rows.begin[:, None, None]) & (place <= rows.end[:, None, None])
         counts = torch.where(alive, self.counts[entry] + OWN * own, 0)
@@ -226,8 +228,17 @@ class _Index:
 
     def _hash(self, context: Tensor, successor: Tensor) -> tuple[Tensor, Tensor]:
         """Slot and tag [..., O] of the contexts that end `context` [..., L], before `successor` [..., 1]."""
-        key = ((context + 1)[..., None, :] * self.context).sum(-1)
-        return (key >> 33) & (self.slots - 1), key + (successor + 1) * self.follow
+        key = ((context.int() + 1)[..., None, None, :] * self.context).sum(-1, dtype=torch.int32)       # [..., 2, O]
+        slot = (key[..., 0, :] >> self.shift) & (self.slots - 1)
+        return slot.long(), key[..., 1, :] + (successor.int() + 1) * _FOLLOW
+
+
+_FOLLOW, _SCATTER = -2048144777, -1640531535            # 0x85EBCA77, 0x9E3779B1
+
+
+def way(tokens: Tensor) -> Tensor:
+    """On which of its context's ways each successor is kept."""
+    return ((tokens.int() + 1) * _SCATTER >> 30) & (WAYS - 1)
 
 
 @lru_cache(maxsize=64)

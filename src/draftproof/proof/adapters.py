@@ -25,8 +25,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftproof.core.sampling import Paths, Prefix, Sampler, Sampling, Wishes
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.proof.audit import Array, Drafting, Law, Setting, Text
+from draftproof.proof.audit import Drafting, Law, Setting, Text
 from draftproof.proof.audit import Sampler as Engine
+from draftproof.proof.signatures import Array
 from draftproof.target.loading import load_model
 
 ROWS = 64

@@ -152,7 +152,7 @@ def _run(
     logits: dict[Text, Tensor] = {}
     own = Engine(engine.target, drafter, budget=budget, stop_tokens=engine.stop_tokens)
     with patch.dict(acceptance.RULES, {"match": _recorded(acceptance.RULES["match"], logits)}):
-        done = own.generate(prompts, max_new_tokens=new, sampling=want, batch_size=rows)
+        done = [one.checked() for one in own.generate(prompts, max_new_tokens=new, sampling=want, batch_size=rows)]
     stats = [one.stats for one in done]
     return Run([one.tokens for one in done], logits, sum(one.drafted for one in stats), sum(one.accepted for one in stats))
 

@@ -7,12 +7,15 @@ committing. The layer class is the seam to transformers: a model writes through 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from draftproof.target.kernels import Stores
 
 SPAN = 64
 """A read sees the slots of its cache up to a multiple of this."""
@@ -113,9 +116,15 @@ class RowCache(transformers.Cache):
         """Let the next forward write nodes `first` to `nodes` of a tree; return how many slots it may see."""
         span = self.reserve(nodes)
         slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
+        if not self.holds(nodes):                            # padding alone lies so far out
+            slots = slots.clamp(max=self.capacity - 1)
         for layer in self.layers:
             layer.slots, layer.span = slots, span
         return span
+
+    def holds(self, nodes: int) -> bool:
+        """Whether so many nodes behind any row are within the capacity, as far as the host knows."""
+        return self._longest[0] + nodes <= self.capacity
 
     def reserve(self, nodes: int) -> int:
         """Note that a tree of so many nodes is read; return how many slots rows and tree may reach."""
@@ -125,18 +134,28 @@ class RowCache(transformers.Cache):
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B] to the lengths.
 
-        Gathers before it writes, so a path may overlap its destination; a node that holds its own index stays.
+        Nodes of a row ascend, so a path may overlap its destination; a node that holds its own index stays.
         None: the nodes of a chain, which lie where they belong.
         """
         if nodes is not None:
-            places = torch.arange(nodes.shape[1], device=nodes.device)
-            self._move(self.lengths[:, None] + nodes, self.lengths[:, None] + places)
+            self._bring(nodes)
         self.lengths.add_(count)
         self._longest[0] += self._read if nodes is None else nodes.shape[1]
+
+    @cached_property
+    def _stores(self) -> Stores | None:
+        return Stores.of([store for layer in self.layers for store in layer.stores])
 
     def bound(self, longest: int) -> None:
         """No row of this cache or its parent holds more than `longest` tokens."""
         self._longest[0] = longest
+
+    def take(self, row: Tensor, other: RowCache) -> None:
+        """Put the one row of another cache of this capacity into row `row` [1]."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for store, given in zip(mine.stores, theirs.stores, strict=True):
+                store.index_copy_(0, row, given)
+        self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front; a row may be repeated. The rows behind become empty."""
@@ -159,7 +178,13 @@ class RowCache(transformers.Cache):
             self._views[start, stop] = RowCache(layers, self.lengths[start:stop], self._longest)
         return self._views[start, stop]
 
-    def _move(self, source: Tensor, target: Tensor) -> None:
+    def _bring(self, nodes: Tensor) -> None:
+        """Move nodes [B, D] of the scratch to its front."""
+        if self._stores is not None:
+            self._stores.keep(nodes, self.lengths)
+            return
+        front = torch.arange(nodes.shape[1], device=nodes.device)
+        source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front
         for layer in self.layers:
             for store in layer.stores:
                 write(store, target, _read(store, source))
@@ -169,9 +194,10 @@ def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
     """store[b, :, slots[b, w]] = states[b, :, w]."""
     if len(store) == 1:
         store.index_copy_(2, slots[0], states)
-    else:                                                # far quicker than scattering along the slots
-        rows = torch.arange(len(store), device=slots.device)[:, None]
-        store.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+    else:                                                # far quicker than scattering along the slots, and no strided view
+        rows, heads, capacity, size = store.shape
+        first = capacity * torch.arange(rows * heads, device=slots.device).view(rows, heads, 1)
+        store.view(-1, size).index_copy_(0, (first + slots[:, None]).flatten(), states.reshape(-1, size))
 
 
 def _read(store: Tensor, slots: Tensor) -> Tensor:

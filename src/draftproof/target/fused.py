@@ -7,7 +7,7 @@ attention sums in the order of the text, so a node has the same bits in a tree a
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,16 @@ class Fused:
     @staticmethod
     def of(lean: Lean) -> Fused | None:
         """For a model the kernels can serve, on a machine that has them."""
-        sizes = (lean.hidden_size, lean.inner_size, lean.head_dim)
+        sizes = (lean.hidden_size, lean.head_dim, *lean.inner_sizes)
         weights = {weight.dtype for layer in lean.layers for weight in (layer.before_weight, layer.after_weight)}
         fits = {lean.dtype, *weights} == {torch.bfloat16} and not any(size % 16 for size in sizes)
-        if lean.device.type != "cpu" or not fits or lean.head_dim > WIDEST or (lean.window is not None and lean.window <= NODES):
-            return None
-        found = kernels()
+        fits &= lean.device.type == "cpu" and lean.head_dim <= WIDEST and (lean.window is None or lean.window > NODES)
+        found = kernels() if fits else None
         return Fused(lean, found) if found is not None else None
 
     def takes(self, nodes: int, cache: RowCache) -> bool:
         """Whether a read of so many nodes into this cache can be done here."""
-        return nodes <= NODES and type(cache.layers[0]) is RowLayer
+        return nodes <= NODES and type(cache.layers[0]) is RowLayer and cache.holds(nodes)
 
     def __call__(
         self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
@@ -54,9 +53,10 @@ class Fused:
         hidden = F.embedding(tokens, lean.embed.weight)
         parents = tree.parents.contiguous()
         read = self._read(tokens, parents, first, cache)
-        work, size, inner, threads = tokens.numel(), lean.hidden_size, lean.inner_size, read.threads
-        normed, mixed, gated = (hidden.new_empty(*tokens.shape, width) for width in (size, read.heads * read.head_dim, inner))
-        x, mix, gate, shared = hidden.data_ptr(), mixed.data_ptr(), gated.data_ptr(), ctypes.addressof(read)
+        work, size, threads = tokens.numel(), lean.hidden_size, read.threads
+        normed, mixed = (hidden.new_empty(*tokens.shape, width) for width in (size, read.heads * read.head_dim))
+        gated = {inner: hidden.new_empty(*tokens.shape, inner) for inner in lean.inner_sizes}
+        x, mix, shared = hidden.data_ptr(), mixed.data_ptr(), ctypes.addressof(read)
         count = len(lean.layers)
         wanted = {tap % (count + 1) for tap in taps}
         kept = {0: hidden.clone()} if 0 in wanted else {}
@@ -74,11 +74,12 @@ class Fused:
                 x, delta.data_ptr(), layer.after_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads
             )
             both = layer.gate_up(normed)
-            kernels.gate(both.data_ptr(), gate, work, inner, threads)
-            delta = layer.down(gated)
+            gate = gated[layer.inner_size]
+            kernels.gate(both.data_ptr(), gate.data_ptr(), work, layer.inner_size, threads)
+            delta = layer.down(gate)
         last = torch.empty_like(hidden)
-        weight = lean.norm_weight.data_ptr()
-        kernels.norm(x, delta.data_ptr() if delta is not None else None, weight, lean.epsilon, last.data_ptr(), work, size, threads)
+        added = delta.data_ptr() if delta is not None else None
+        kernels.norm(x, added, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
         logits = lean.head(last[:, -1:] if last_only else last)
         if not taps:
             return logits, None

@@ -109,6 +109,20 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size,
     }
 }
 
+/* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many
+ * bytes a slot. A node never lies before its destination, so nothing is overwritten that is still to be read. */
+void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count, int64_t capacity,
+                     int64_t rows, const int64_t *lengths, const int64_t *nodes, int64_t deep) {
+    for (int64_t s = 0; s < count; s++)
+        for (int64_t line = 0; line < rows * heads[s]; line++) {
+            int64_t row = line / heads[s], size = bytes[s];
+            char *scratch = stores[s] + (line * capacity + lengths[row]) * size;
+            for (int64_t d = 0; d < deep; d++)
+                if (nodes[row * deep + d] != d)
+                    memcpy(scratch + d * size, scratch + nodes[row * deep + d] * size, (size_t)size);
+        }
+}
+
 static void normed(const bf16 *x, const bf16 *weight, float epsilon, float *out, int64_t size) {
     lanes squares = {};
     for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);

@@ -14,8 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
 SWITCH = "DRAFTPROOF_KERNELS"
@@ -47,8 +50,37 @@ class Kernels:
         self.gate.argtypes = (pointer, pointer, number, number, number)
         self.attend = library.draftproof_attend
         self.attend.argtypes = (pointer, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer)
-        for function in (self.norm, self.gate, self.attend):
+        self.keep = library.draftproof_keep
+        self.keep.argtypes = (pointer, pointer, pointer, number, number, number, pointer, pointer, number)
+        for function in (self.norm, self.gate, self.attend, self.keep):
             function.restype = None
+
+
+class Stores:
+    """Where tensors [rows, heads, capacity, ...] of one cache lie, to move slots in all of them at once."""
+
+    def __init__(self, stores: Sequence[Tensor]) -> None:
+        self.rows, _, self.capacity = stores[0].shape[:3]
+        self.count = len(stores)
+        self.places = (ctypes.c_void_p * self.count)(*(store.data_ptr() for store in stores))
+        self.heads = (ctypes.c_int64 * self.count)(*(store.shape[1] for store in stores))
+        self.bytes = (ctypes.c_int64 * self.count)(*(store[0, 0, 0].nbytes for store in stores))
+
+    @classmethod
+    def of(cls, stores: Sequence[Tensor]) -> Stores | None:
+        """If they lie in the memory of a CPU that has kernels."""
+        there = all(store.device.type == "cpu" and store.is_contiguous() for store in stores)
+        return cls(stores) if there and kernels() is not None else None
+
+    def keep(self, nodes: Tensor, lengths: Tensor) -> None:
+        """Move nodes [rows, D], ascending in each row, to the front of the scratch behind `lengths` [rows]."""
+        found = kernels()
+        assert found is not None
+        nodes = nodes.contiguous()
+        found.keep(
+            self.places, self.heads, self.bytes, self.count, self.capacity, self.rows, lengths.data_ptr(), nodes.data_ptr(),
+            nodes.shape[1],
+        )  # fmt: skip
 
 
 @cache

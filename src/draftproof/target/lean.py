@@ -23,6 +23,8 @@ from draftproof.target.pack import PackedLinear, PackedPart, packable
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+SHAPES = 64
+"""Shapes of one forward that are compiled, at the most."""
 QUERIES = 4
 """Attention is never asked for fewer: with AMX one query rounds differently from several, with AVX-512 alone up to three do."""
 
@@ -42,6 +44,7 @@ class _Layer(NamedTuple):
     down: Linear
     heads: int
     key_heads: int
+    inner_size: int                 # of gates, and of what they let through
     scale: float
     before_weight: Tensor
     after_weight: Tensor
@@ -60,14 +63,22 @@ class Lean:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.hidden_size: int = model.config.hidden_size
-        self.inner_size: int = model.config.intermediate_size
         self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, _head(model.lm_head)
         self.norm, self.norm_weight = _norm(body.norm), body.norm.weight
         self.epsilon: float = body.norm.variance_epsilon
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
+        self.inner_sizes = sorted({layer.inner_size for layer in self.layers})
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = Fused.of(self)
+        self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward     # or the same, compiled
+
+    def compile(self, head: nn.Module, backend: str) -> None:
+        """Have the forward compiled for each shape it meets; `head` as the model has it, since what is packed is not traced."""
+        self.head = _bare(head)
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
+        self.fused, self.forward = None, torch.compile(self._forward, backend=backend, dynamic=False, fullgraph=True)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -104,6 +115,11 @@ class Lean:
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
+        return self.forward(tokens, positions, mask, cache, last_only, taps)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         hidden = F.embedding(tokens, self.embed.weight)
         cos, sin = self.rotary(hidden, positions)                                       # [B, W, D] each
         half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
@@ -150,6 +166,7 @@ def _layer(layer: Any, head_dim: int) -> _Layer:
         gate_up=_together(mlp.gate_proj, mlp.up_proj),
         down=_bare(mlp.down_proj),
         heads=heads,
+        inner_size=_width(mlp.gate_proj),
         key_heads=key_heads,
         scale=attention.scaling,
         before_weight=layer.input_layernorm.weight,

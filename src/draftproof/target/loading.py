@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftproof.core.sampling import Sampling
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
+from draftproof.target.device import Device
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
 
@@ -55,8 +56,13 @@ def resolve(model: str | Path) -> str:
     return str(model)
 
 
-def load_model(model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None) -> PreTrainedModel:
-    """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16 is not native."""
+def load_model(
+    model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None, sharding: Any = None
+) -> PreTrainedModel:
+    """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16 is not native.
+
+    sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it where it is put.
+    """
     name = resolve(model)
     with _clear_errors(name), _quiet(Path(name).is_dir()):
         config = AutoConfig.from_pretrained(name)
@@ -65,20 +71,31 @@ def load_model(model: str | Path, dtype: str | torch.dtype | None = None, device
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModel(f"{name} is a {config.model_type} model; transformers has no causal language model for it")
         wanted = _dtype(dtype) or "auto"
-        where = torch.device(device or best_device())
+        place = Device.found(device)
+        place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
+        where = place.where
         method = _quantised_with(config)
         if method is not None:
             _check_quantiser(name, method)
-        placed = {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate") else {}
+        placed: dict[str, Any] = {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate") else {}
+        if sharding is not None:
+            placed = {"distributed_config": sharding}
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **placed)
-    if getattr(loaded, "hf_quantizer", None) is not None:          # quantised weights are neither to move nor to cast
+    if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:   # neither to move nor to cast
         return loaded.eval()
-    if dtype is None and loaded.dtype == torch.bfloat16 and where.type == "cpu" and not bf16_is_native():
-        loaded = loaded.float()
+    if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
+        loaded = loaded.to(place.dtype_for(loaded.dtype))
     try:
         return loaded.to(where).eval()
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"{name} cannot be put on device {str(where)!r}: {_first_line(error)}; choose another device") from error
+
+
+def load_config(model: str | Path) -> Any:
+    """The configuration of a model, without its weights."""
+    name = resolve(model)
+    with _clear_errors(name):
+        return AutoConfig.from_pretrained(name)
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
@@ -119,16 +136,6 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
 
 
-def bf16_is_native() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
-
-
-def best_device() -> str:
-    """The accelerator PyTorch sees, or the CPU."""
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-
-
 def _quantised_with(config: Any) -> str | None:
     """What a checkpoint says it was quantised with."""
     found = getattr(config, "quantization_config", None)
@@ -150,6 +157,7 @@ def _check_quantiser(name: str, method: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
+    """Whether a distribution of this name is there."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:

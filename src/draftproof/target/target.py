@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
+from draftproof.target.group import ALONE, Group
 from draftproof.target.lean import Lean
 from draftproof.target.masks import tree_mask
 from draftproof.target.quantize import Quantization, is_quantized, quantized_and_compared
@@ -33,14 +35,15 @@ class Target:
 
     model: any `PreTrainedModel` with a language-model head, put in evaluation mode and otherwise left alone.
     kv_cache: "int8" or "fp8" to store keys and values in so many bits; None, as the model computes them.
+    group: the ranks that hold the model's parts, if it is sharded; each keeps the keys and values of its own heads.
     Raises UnsupportedModel, in one sentence, for what cannot be read exactly: the check reads a small tree and
     compares it with the model's own forward on every path.
     """
 
-    def __init__(self, model: PreTrainedModel, *, kv_cache: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, kv_cache: str | None = None, group: Group = ALONE) -> None:
         if kv_cache is not None and kv_cache not in LAYERS:
             raise BadInput(f"the KV cache was to be {kv_cache!r}; choose one of {', '.join(LAYERS)}, or leave it out")
-        self.model = model.eval()
+        self.model, self.group = model.eval(), group
         config = model.config.get_text_config()
         self.name = model.config.name_or_path or type(model).__name__
         self.device: torch.device = model.device
@@ -55,8 +58,8 @@ class Target:
         with torch.inference_mode():
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
-            self.reads_trees = self._self_test()
-            if Lean.fits(model) and len(self._layout.windows) == 1:
+            self.reads_trees = bool(group.number(self._self_test()))
+            if group.alone and Lean.fits(model) and len(self._layout.windows) == 1:
                 self._choose_lean(Lean(model, next(iter(self._layout.windows.values())), self.context))
 
     def new_cache(self, rows: int, capacity: int) -> RowCache:
@@ -71,6 +74,24 @@ class Target:
         other = copy.copy(self)
         other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
         other._lean = self._lean.of(other.model) if self._lean is not None else None
+        return other
+
+    def compiled(self, backend: str = "inductor") -> Target:
+        """This target with its forward compiled by torch.compile, for each shape it meets.
+
+        inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no lean forward, or if compiled it
+        does not agree with the model's own.
+        """
+        if self._lean is None:
+            raise UnsupportedModel(f"{self.name} has no lean forward, which is what is compiled; leave --compile out")
+        other = copy.copy(self)
+        other._lean = self._lean.of(self.model)
+        other._lean.compile(self.model.get_output_embeddings(), backend)
+        with torch.inference_mode():
+            error = other._error(_TESTED, self._test_text())
+        if not error <= 6 * self._noise:
+            how = f"gives other logits when compiled ({error:.1g} off)" if isfinite(error) else "cannot be compiled"
+            raise UnsupportedModel(f"{self.name} {how}; leave --compile out")
         return other
 
     def first_layers(self, count: int) -> Target:
@@ -131,11 +152,12 @@ class Target:
         return embedded
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """[..., V] logits of hidden states behind the final norm, without what some families do to them afterwards."""
+        """[..., V] logits of hidden states behind the final norm, scaled or capped where the model's own are."""
         packed = self._lean is not None and torch.is_inference_mode_enabled()           # packed weights know no gradients
         head = self._lean.head if packed and self._lean is not None else self.model.get_output_embeddings()
-        logits: Tensor = head(hidden)
-        return logits
+        wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])  # DeepSpeed's want three dimensions
+        logits: Tensor = _finished(head(wide), self.model.config.get_text_config())
+        return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
         def mask(window: int | None) -> Tensor:
@@ -180,7 +202,8 @@ class Target:
         try:
             self.read(TokenTree.chain(text[None, :lead]), cache)
             cache.keep(None, torch.full_like(cache.lengths, lead))
-            logits = self.read(tree, cache).logits[0].double()
+            with self.group.intact():
+                logits = self.read(tree, cache).logits[0].double()
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
             return float("inf")
         paths = [tree.tokens[0][tree.ancestors[0, node]] for node in range(nodes)]
@@ -195,6 +218,18 @@ _TESTED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 """The tree read at load."""
 
 _NOISE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}     # float64 has float32 inside
+
+
+def _finished(logits: Tensor, config: Any) -> Tensor:
+    """What families do to the logits of their head: Cohere multiplies, Granite divides, Gemma 2 caps them."""
+    factor, divisor, cap = (
+        getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    )
+    if isinstance(factor, float) and factor != 1:
+        logits = logits * factor
+    if isinstance(divisor, (int, float)) and divisor != 1:
+        logits = logits / divisor
+    return (logits / cap).tanh() * cap if cap else logits
 
 
 class _Layout(NamedTuple):

@@ -95,14 +95,14 @@ class Cached:
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Some families scale their logits: then states alone do not say what the target thinks."""
+        """Some family may do to its logits what is not known here: then states alone do not say what the target thinks."""
         target = self.streamed.target
         tokens = torch.arange(8, device=target.device)[None] % target.vocab_size
         found = target.features(tokens, torch.ones(1, 8, device=target.device), logits=True)
         assert found.logits is not None
         ours = target.unembed(found.hidden[:, :, 0]).float()
         if self._last is False or not torch.allclose(ours, found.logits.float(), rtol=0.02, atol=0.05):
-            raise BadInput(f"{target.name} scales or caps its logits, which a cache does not keep; leave out --cache-gb")
+            raise BadInput(f"{target.name} changes its logits in a way that a cache does not keep; leave out --cache-gb")
 
 
 def _mapped(file: Path, dtype: type[np.generic], shape: tuple[int, ...], anew: bool) -> np.memmap[Any, Any]:

@@ -189,7 +189,7 @@ def _cut_half_a_line(file: IO[bytes]) -> None:
 def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[tuple[Job, list[int], str]]:
     samplings = [job.sampling for job in jobs]
     for done in engine.as_completed([job.prompt for job in jobs], sampling=samplings, batch_size=size):
-        yield jobs[done.prompt], done.tokens, done.finish_reason
+        yield jobs[done.prompt], done.checked().tokens, done.finish_reason
 
 
 def _opening(document: Document, turn: int, codec: Codec, most: int, dice: np.random.Generator) -> list[int]:

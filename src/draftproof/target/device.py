@@ -1,0 +1,206 @@
+"""What differs between devices: cpu, cuda, hpu, xpu and mps. Knows torch and its device modules; nothing of models.
+
+PyTorch's accelerators are modules of one shape (`torch.cuda`, `torch.hpu`, `torch.xpu`), so most verbs are theirs. An
+Intel Gaudi (hpu) compiles a graph for every shape it meets, which takes seconds to minutes: it wants closed shapes, no
+64-bit numbers, and nothing read back inside a round. `rehearsal` holds a CPU to these rules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from draftproof.errors import BadInput
+
+R = TypeVar("R")
+
+KINDS = ("cpu", "cuda", "hpu", "xpu", "mps")
+
+_MISSING = {
+    "cuda": "this PyTorch sees no CUDA device",
+    "xpu": "this PyTorch sees no Intel GPU",
+    "mps": "this PyTorch sees no Apple GPU",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of one kind."""
+
+    where: torch.device
+
+    @staticmethod
+    def found(name: str | None = None) -> Device:
+        """The device of this name, or the best there is; raises BadInput, in one sentence, if it is not there."""
+        if name is None:
+            return Device(torch.device("hpu" if _hpu_missing() is None else _best()))
+        try:
+            where = torch.device(name)
+        except RuntimeError as error:
+            raise BadInput(f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1") from error
+        if where.type not in KINDS:
+            raise BadInput(f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1")
+        missing = _missing(where)
+        if missing is not None:
+            raise BadInput(f"device {name!r} was asked for, and {missing}; choose another, or leave it out")
+        return Device(where)
+
+    @property
+    def kind(self) -> str:
+        return self.where.type
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        named = getattr(self._module, "get_device_name", None)
+        return str(named(self.where)) if named is not None else processor()
+
+    @property
+    def compiles(self) -> bool:
+        """It makes a graph for every new shape, at a price: shapes should come from a small set."""
+        return self.kind == "hpu"
+
+    @property
+    def captures(self) -> bool:
+        """A sequence of operators can be recorded once and replayed."""
+        return self.kind in ("cuda", "hpu")
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The widest floating-point numbers it has."""
+        return torch.float32 if self.kind in ("hpu", "mps") else torch.float64
+
+    @property
+    def bf16_is_native(self) -> bool:
+        """Whether it multiplies bfloat16 in hardware."""
+        if self.kind == "cpu":
+            return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+        supported = getattr(self._module, "is_bf16_supported", None)
+        return bool(supported()) if supported is not None else True
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user of this device should know of the installation."""
+        if self.kind == "hpu" and _version("optimum-habana") is not None:
+            return ["optimum-habana is installed and is not needed: it holds transformers below 5; uninstall it if models fail"]
+        return []
+
+    def dtype_for(self, stored: torch.dtype) -> torch.dtype:
+        """What weights stored so are computed in when nobody says."""
+        slow = stored == torch.bfloat16 and not self.bf16_is_native
+        half = stored == torch.float16 and self.kind == "hpu"                  # the first Gaudi has no float16
+        return torch.float32 if slow else torch.bfloat16 if half else stored
+
+    def must_compute(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that it does not have."""
+        if dtype == torch.float64 and self.widest != dtype:
+            raise BadInput(f"dtype float64 was asked for, and {self.kind} devices have none; use float32, or --device cpu")
+
+    def synchronize(self) -> None:
+        """Wait until it has done everything it was given."""
+        self.flush()
+        wait = getattr(self._module, "synchronize", None)
+        if wait is not None:
+            wait()
+
+    def flush(self) -> None:
+        """The end of a round: in lazy mode a Gaudi runs nothing before it is told to."""
+        if self.kind == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1":
+            importlib.import_module("habana_frameworks.torch.core").mark_step()
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free, and in all."""
+        told = getattr(self._module, "mem_get_info", None)
+        if told is not None:
+            free, total = told(self.where)
+            return int(free), int(total)
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        return page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else total, total
+
+    def peak_of(self, run: Callable[[], object]) -> int | None:
+        """Bytes that `run` needed at its peak beyond what was held before it; None where the device keeps no count."""
+        module = self._module
+        if not hasattr(module, "reset_peak_memory_stats"):
+            run()
+            return None
+        module.reset_peak_memory_stats(self.where)
+        held = module.memory_allocated(self.where)
+        run()
+        self.synchronize()
+        return int(module.max_memory_allocated(self.where) - held)
+
+    def record(self, call: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Record the operators of a call; returns what replays them, and where the results will lie.
+
+        For devices that capture. The APIs of CUDA graphs and of HPU graphs are one.
+        """
+        module = self._module
+        call()                                                  # libraries set themselves up in their first call
+        self.synchronize()
+        graph = module.CUDAGraph() if self.kind == "cuda" else module.HPUGraph()
+        with module.graph(graph):
+            results = call()
+        return graph.replay, results
+
+    @property
+    def _module(self) -> Any:
+        return None if self.kind == "cpu" else getattr(torch, self.kind, None)
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _missing(where: torch.device) -> str | None:
+    """Why a device cannot be had; None if it can."""
+    if where.type == "cpu":
+        return None
+    if where.type == "hpu":
+        missing = _hpu_missing()
+        if missing is not None:
+            return missing
+    module = torch.backends.mps if where.type == "mps" else getattr(torch, where.type)
+    if not module.is_available():
+        return _MISSING.get(where.type, "there is no Gaudi in this machine")
+    count = module.device_count() if where.type != "mps" else 1
+    if where.index is not None and where.index >= count:
+        return f"there are {count} of them, counted from 0"
+    return None
+
+
+def _hpu_missing() -> str | None:
+    """Why there is no Gaudi; None if there is one. Importing the bridge is what makes torch know it."""
+    if util.find_spec("habana_frameworks") is None:
+        return "habana_frameworks, Intel Gaudi's bridge to PyTorch, is not installed"
+    try:
+        importlib.import_module("habana_frameworks.torch.core")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"habana_frameworks cannot be imported ({reason})"
+    module = getattr(torch, "hpu", None)
+    return None if module is not None and module.is_available() else "there is no Gaudi in this machine"
+
+
+def _best() -> str:
+    """The accelerator PyTorch sees, or the CPU."""
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,84 @@
+"""A thread that watches over the other ranks while the main one waits for them. Knows a store and signals, nothing else.
+
+A collective with a rank that is gone may wait for ever, deaf to signals. This thread is not: every rank counts in the
+launcher's store, and one that stopped counting, or an order to end, ends this process with a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+BEAT = 1.0
+"""Seconds between looks."""
+LIFELESS = 15.0
+"""A rank that has not counted for so many seconds is gone: it counts in a thread, whatever else it does."""
+COURTESY = 1.0
+"""Seconds the main thread has to say it better, when it was told to end."""
+
+
+class Vigil:
+    """Rank `rank` of `size`, watching the others from `begin` to `end`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._where = f"{host}:{port}"
+        self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LIFELESS))
+        self._ours, self._theirs = socket.socketpair()
+        self._thread = threading.Thread(target=self._watch, name="vigil", daemon=True)
+
+    def begin(self) -> None:
+        """Watch; from the main thread, so that orders to end are heard as well."""
+        self._ours.setblocking(False)
+        self._theirs.setblocking(False)
+        with suppress(ValueError):                                      # not the main thread
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, lambda *_: None)
+                signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Nobody need miss this rank any more."""
+        with suppress(Exception):
+            self._store.add(f"draftproof/left/{self.rank}", 1)
+
+    def _watch(self) -> None:
+        counts = [0] * self.size
+        seen = [time.monotonic()] * self.size
+        while True:
+            ready, _, _ = select.select([self._ours], [], [], BEAT)
+            if ready and signal.SIGTERM in self._ours.recv(64):
+                time.sleep(COURTESY)
+                _leave(f"rank {self.rank} was told to end, as torchrun does when another rank has failed")
+            try:
+                self._store.add(f"draftproof/alive/{self.rank}", 1)
+                lost = [rank for rank in range(self.size) if self._is_lost(rank, counts, seen)]
+            except Exception:                                           # the store raises what its transport raises
+                time.sleep(COURTESY)
+                _leave(f"rank {self.rank} cannot reach {self._where} any more, where the ranks meet: their launcher has ended")
+            if lost:
+                _leave(f"rank {lost[0]} has ended or hangs, and rank {self.rank} cannot go on without it; start all again")
+
+    def _is_lost(self, rank: int, counts: list[int], seen: list[float]) -> bool:
+        """Whether a rank has not counted for too long, and did not say goodbye."""
+        count, now = self._store.add(f"draftproof/alive/{rank}", 0), time.monotonic()
+        if count != counts[rank]:
+            counts[rank], seen[rank] = count, now
+        return now - seen[rank] > LIFELESS and not self._store.add(f"draftproof/left/{rank}", 0)
+
+
+def _leave(sentence: str) -> None:
+    """End the process from a thread; the main one may wait for ever."""
+    with suppress(OSError, ValueError):
+        print(f"draftproof: {sentence}", file=sys.__stderr__, flush=True)
+    os._exit(1)

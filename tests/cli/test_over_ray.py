@@ -1,0 +1,189 @@
+"""Rows over the workers of a Ray cluster: each once, in order, whatever dies. With Ray where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof.cli import over_ray
+from draftproof.cli.batch import Batch, Line
+from draftproof.cli.over_ray import IN_VAIN, LOSSES, Portion
+from draftproof.cli.setup import Setup
+from draftproof.errors import BadInput, RankLost
+
+Call = Callable[..., Any]
+ROWS = 9
+
+
+class Gone(Exception):
+    """A worker died."""
+
+
+class Told(Exception):
+    """A worker raised."""
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    number: int
+    worker: Any
+    lines: Sequence[Line]
+
+
+class FakeRay:
+    """As much of Ray as is used, in this process: a worker dies of rows that are `deadly`, and on the `unlucky` turns."""
+
+    def __init__(self, deadly: Sequence[int] = (), unlucky: Sequence[int] = ()) -> None:
+        self.deadly, self.unlucky, self.turn, self.hired = set(deadly), set(unlucky), 0, 0
+        self.exceptions = type("exceptions", (), {"RayActorError": Gone, "ObjectLostError": Gone, "RayTaskError": Told})
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 8.0}
+
+    def remote(self, kind: Any) -> Any:
+        return self
+
+    def options(self, **wants: Any) -> Any:
+        assert wants == {"num_cpus": 1, "num_gpus": 0}
+        ray = self
+
+        class Actor:
+            def __init__(self) -> None:
+                self.complete, self.alive = self, True
+
+            @staticmethod
+            def hired(batch: Batch) -> Actor:
+                ray.hired += 1
+                return Actor()
+
+            def remote(self, lines: Sequence[Line]) -> Promise:
+                assert self.alive, "a worker that was let go was asked again"
+                ray.turn += 1
+                return Promise(ray.turn, self, lines)
+
+        return type("Options", (), {"remote": staticmethod(Actor.hired)})
+
+    def wait(self, promises: list[Promise], num_returns: int) -> tuple[list[Promise], list[Promise]]:
+        last = max(promises, key=lambda promise: promise.number)        # who began last is done first
+        return [last], [promise for promise in promises if promise is not last]
+
+    def get(self, promise: Promise) -> list[tuple[Line, str]]:
+        if promise.number in self.unlucky or self.deadly & {line.index for line in promise.lines}:
+            promise.worker.alive = False
+            raise Gone
+        return [(line, f"row {line.index}") for line in promise.lines]
+
+    def kill(self, worker: Any) -> None:
+        worker.alive = False
+
+
+def answered(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> dict[int, Any]:
+    monkeypatch.setattr(over_ray, "_ray", lambda: ray)
+    batch = Batch(Setup("demo"), {}, Path("in"), Path("out"), 1, False, workers)
+    lines = [Line(index, b"{}") for index in range(ROWS)]
+    found = list(over_ray.outcomes(batch, lines, workers))
+    assert sorted(line.index for line, _ in found) == list(range(ROWS)), "each row once"
+    return {line.index: outcome for line, outcome in found}
+
+
+def test_rows_of_a_lost_worker_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(unlucky=[1, 2, 4])
+    assert answered(ray, monkeypatch) == {index: f"row {index}" for index in range(ROWS)}
+    assert ray.hired == 2 + 3
+
+
+def test_a_row_that_kills_workers_is_given_up_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = answered(FakeRay(deadly=[4]), monkeypatch)
+    assert f"{LOSSES} workers ended" in found.pop(4)
+    assert found == {index: f"row {index}" for index in range(ROWS) if index != 4}
+
+
+def test_a_cluster_where_nothing_survives_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RankLost, match=f"{IN_VAIN} Ray workers ended"):
+        answered(FakeRay(unlucky=range(99)), monkeypatch)
+
+
+def test_halves_are_the_whole() -> None:
+    lines = [Line(index, b"") for index in range(5)]
+    first, second = Portion(lines).halves()
+    assert [*first.lines, *second.lines] == lines and first.losses == second.losses == 0
+    assert Portion(lines[:1]).halves() == [Portion(lines[:1], 1)]
+
+
+def args(model: str, rows: Path, out: Path, *more: str) -> list[str]:
+    return ["run", model, "--prompts", str(rows), "--out", str(out), "--max-new-tokens", "6", *more]
+
+
+def texts(out: Path) -> list[tuple[Any, ...]]:
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    return [(row["index"], row["text"], row["settings"]) for row in rows]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"Ben had {count} balls"}) for count in range(ROWS)))
+    return file
+
+
+def test_ray_must_be_installed_and_the_options_make_sense(
+    call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert "at least 1 worker" in call(*args(target, rows, out, "--ray", "0")).err
+    assert "--prompts FILE.jsonl and --out" in call("run", target, "-p", "x", "--ray", "2").err
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    said = call(*args(target, rows, out, "--ray", "2"))
+    assert said.code == 1 and "pip install 'draftproof[ray]'" in said.err
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray of two workers on this machine."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="error", include_dashboard=False, object_store_memory=100 << 20)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.timeout(500)
+def test_a_killed_worker_loses_no_row_and_writes_none_twice(
+    cluster: Any, call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    assert call(*args(target, rows, whole)).code == 0
+    once = tmp_path / "once"
+    complete = over_ray.Writer.complete
+
+    def fragile(self: over_ray.Writer, lines: Sequence[Line]) -> Any:
+        if lines[0].index >= 4 and not once.exists():                   # in the middle of the file, the first who comes
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return complete(self, lines)
+
+    monkeypatch.setattr(over_ray, "Writer", type("Writer", (), {"__init__": over_ray.Writer.__init__, "complete": fragile}))
+    said = call(*args(target, rows, killed, "--ray", "2"))
+    assert said.code == 0, said.err
+    assert once.exists() and texts(killed) == texts(whole)
+
+
+@pytest.mark.timeout(500)
+def test_a_mistake_on_a_worker_is_told_as_here(cluster: Any, rows: Path, tmp_path: Path, call: Call) -> None:
+    said = call(*args("/no/such/folder", rows, tmp_path / "out.jsonl", "--ray", "1"))
+    assert said.code == 1 and "there is no folder /no/such/folder" in said.err and said.err.count("\n") == 1
+
+
+def test_no_ray_with_shards() -> None:
+    batch = Batch(Setup("demo", parallel="tensor"), {}, Path("in"), Path("out"), None, False, 2)
+    with pytest.raises(BadInput, match="leave one of them out"):
+        batch._begun()
