@@ -20,7 +20,7 @@ from draftproof.target.loading import PreTrainedModel
 LAYERS, FEWEST = 24, 4
 """Layers the heavy model should have, as real ones of half a billion to two billion do; blocks added at least."""
 ROUND = 64
-"""Even widths are multiples of this, as quantised formats and kernels like them."""
+"""Even widths, and all large ones, are multiples of this, as quantised formats and kernels like them."""
 SPREAD = 0.02
 """Standard deviation of the weights that are read for nothing."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -70,7 +70,12 @@ def _blocks(last: Any, extra: int, present: int) -> tuple[int, int]:
     count = max(FEWEST, LAYERS - present)
     while count > 1 and extra / count < around + 3 * hidden * real:             # never thinner than the model's own
         count -= 1
-    return count, max(1, round((extra / count - around) / (3 * hidden)))
+    width = (extra / count - around) / (3 * hidden)
+    return count, _rounded(width) if width > 16 * ROUND else max(1, round(width))
+
+
+def _rounded(width: float) -> int:
+    return max(1, round(width / ROUND)) * ROUND
 
 
 def _even(last: Any, extra: int, present: int) -> tuple[int, int]:
@@ -81,7 +86,7 @@ def _even(last: Any, extra: int, present: int) -> tuple[int, int]:
     width = ((extra - count * around) / (3 * hidden) + present * real) / (count + present)
     if width < real:
         raise BadInput(f"{extra:,} more parameters are too few for {count} even blocks of a width of {real}; ask for more")
-    return count, max(1, round(width / ROUND)) * ROUND
+    return count, _rounded(width)
 
 
 def _widen(mlp: Any, width: int, index: int) -> None:
