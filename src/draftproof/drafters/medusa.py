@@ -205,7 +205,8 @@ class Medusa(Drafter):
         Penalties and n-gram rules look at the heads' own first choices as the text between.
         """
         logits = self._weights.logits(self._hidden[: len(root)], heads, self.vocabulary)
-        chain = TokenTree.chain(torch.cat([root, logits[:, :-1].argmax(-1)], 1))
+        told = frontier.sampler.reads_text                                                  # otherwise nobody asks for tokens
+        chain = TokenTree.chain(torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, heads))
         return frontier.sampler.race(logits, Paths(frontier.prefix, chain), Role.TARGET)
 
     def _shape(self, budget: int, trees: bool) -> TreeShape:

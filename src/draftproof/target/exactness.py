@@ -40,7 +40,7 @@ class Exactness(NamedTuple):
     @property
     def exact_tree_nodes(self) -> int:
         """Nodes of trees up to which everything tried gives the same bits. A branch lies in other slots of the cache
-        than the chain it becomes, so sums may round in another order; rarer than by shape, and not to be relied upon."""
+        than the chain it becomes, so sums may round in another order, unless attention sums by the text as `fused` does."""
         return self._largest(lambda case: case.startswith("tree"))
 
     @property
