@@ -1,6 +1,7 @@
 """The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.target import kernels as module
 from draftproof.target.exactness import probe
 from draftproof.target.fused import NODES
 from draftproof.target.kernels import kernels
@@ -123,3 +125,15 @@ def test_kernels_are_optional(tmp_path: Path) -> None:
             [sys.executable, "-c", code], env={**os.environ, **change}, capture_output=True, text=True, check=True
         )
         assert done.stdout.strip() == "None"
+
+
+def test_kernels_are_kept_and_not_taken_from_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, owner = tmp_path / "kept", os.getuid()
+    monkeypatch.setattr(module, "_folders", lambda: [folder])
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None
+    built = module._built(compiler)
+    assert module._built(compiler) == built and list(folder.iterdir()) == [built]
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(OSError, match="no folder"):
+        module._built(compiler)

@@ -104,10 +104,12 @@ def _built(compiler: str) -> Path:
     name = hashlib.sha256("\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
     for folder in _folders():
         target = folder / f"kernels-{name}.so"
-        if target.is_file():
-            return target
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():                 # what another user put there is not run
+                continue
+            if target.is_file():
+                return target
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 halfway, done = Path(work) / "kernels.o", Path(work) / "kernels.so"
                 for command in (
@@ -117,7 +119,7 @@ def _built(compiler: str) -> Path:
                     subprocess.run(command, check=True, capture_output=True, timeout=60)
                 done.replace(target)
             return target
-        except PermissionError:
+        except OSError:                                             # read-only, full, not ours
             continue
     raise OSError("no folder to keep compiled kernels in")
 
