@@ -83,6 +83,17 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
     assert "trees up to 29 nodes" in found.promise
 
 
+def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
+    """With layers as wide as these a single row would take another kernel, and plain decoding alone would round its own way."""
+    torch.manual_seed(0)
+    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
+    config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
+    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(own)
+    found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
+    assert not found.differ and len(found.same) == 11
+
+
 def test_layers_may_differ_in_width() -> None:
     own, fewer = model("llama"), 32
     mlp = own.model.layers[-1].mlp

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
+ALONE = 2
+"""Rows that linear layers read where there is one: for a single row oneDNN has kernels that sum in another order."""
 
 
 class Fused:
@@ -54,8 +56,10 @@ class Fused:
         parents = tree.parents.contiguous()
         read = self._read(tokens, parents, first, cache)
         work, size, threads = tokens.numel(), lean.hidden_size, read.threads
-        normed, mixed = (hidden.new_empty(*tokens.shape, width) for width in (size, read.heads * read.head_dim))
-        gated = {inner: hidden.new_empty(*tokens.shape, inner) for inner in lean.inner_sizes}
+        rows, width = tokens.shape
+        room = (rows, width if work > 1 else ALONE)
+        normed, mixed, last = (hidden.new_zeros(*room, much) for much in (size, read.heads * read.head_dim, size))
+        gated = {inner: hidden.new_zeros(*room, inner) for inner in lean.inner_sizes}
         x, mix, shared = hidden.data_ptr(), mixed.data_ptr(), ctypes.addressof(read)
         count = len(lean.layers)
         wanted = {tap % (count + 1) for tap in taps}
@@ -77,13 +81,12 @@ class Fused:
             gate = gated[layer.inner_size]
             kernels.gate(both.data_ptr(), gate.data_ptr(), work, layer.inner_size, threads)
             delta = layer.down(gate)
-        last = torch.empty_like(hidden)
         added = delta.data_ptr() if delta is not None else None
         kernels.norm(x, added, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
-        logits = lean.head(last[:, -1:] if last_only else last)
+        logits = lean.head(last[:, width - 1 : width] if last_only else last)[:, :width]
         if not taps:
             return logits, None
-        kept[count] = last
+        kept[count] = last[:, :width]
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2)
 
     def _read(self, tokens: Tensor, parents: Tensor, first: int, cache: RowCache) -> Read:
