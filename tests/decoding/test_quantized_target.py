@@ -16,13 +16,14 @@ from draftproof.core.sampling import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput
-from draftproof.target import quantize
+from draftproof.target import lowbit
 from draftproof.target.loading import embedded
-from draftproof.target.quantize import Int4Linear, Int8Linear, is_quantized
+from draftproof.target.lowbit import Int4Linear, Int8Linear
+from draftproof.target.quantize import is_quantized
 from draftproof.target.target import Target
 
-needs_int8 = pytest.mark.skipif(not quantize._works(Int8Linear), reason="no such kernel here")
-needs_int4 = pytest.mark.skipif(not quantize._works(Int4Linear), reason="no such kernel here")
+needs_int8 = pytest.mark.skipif(not lowbit.works(Int8Linear), reason="no such kernel here")
+needs_int4 = pytest.mark.skipif(not lowbit.works(Int4Linear), reason="no such kernel here")
 WAYS = [
     pytest.param("int8", None, marks=needs_int8, id="int8"),
     pytest.param("int4", None, marks=[needs_int8, needs_int4], id="int4"),

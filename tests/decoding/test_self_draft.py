@@ -14,13 +14,14 @@ from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.decoding.self_draft import SelfDraft, self_named
 from draftproof.errors import BadInput
-from draftproof.target import quantize
+from draftproof.target import lowbit
+from draftproof.target.lowbit import Int4Linear, Int8Linear
 from draftproof.target.pack import pack_linears
-from draftproof.target.quantize import Int4Linear, Int8Linear, weight_bytes
+from draftproof.target.quantize import weight_bytes
 from draftproof.target.target import Target
 
-needs_int8 = pytest.mark.skipif(not quantize._works(Int8Linear), reason="no such kernel here")
-needs_int4 = pytest.mark.skipif(not quantize._works(Int4Linear), reason="no such kernel here")
+needs_int8 = pytest.mark.skipif(not lowbit.works(Int8Linear), reason="no such kernel here")
+needs_int4 = pytest.mark.skipif(not lowbit.works(Int4Linear), reason="no such kernel here")
 DRAFTS = [
     pytest.param({"quantize": "int8"}, marks=needs_int8, id="int8"),
     pytest.param({"quantize": "int4"}, marks=[needs_int8, needs_int4], id="int4"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, VOCAB, fresh, model
 from torch import Tensor, nn
@@ -19,92 +17,19 @@ from draftproof.core.tree import TokenTree
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.target import quantize
+from draftproof.target import lowbit, quantize
 from draftproof.target.loading import load_model
+from draftproof.target.lowbit import Int4Linear, Int8Linear
 from draftproof.target.pack import PackedPart, pack_linears
-from draftproof.target.quantize import Int4Linear, Int8Linear, is_quantized, quantized, quantized_and_compared, weight_bytes
+from draftproof.target.quantize import is_quantized, quantized, quantized_and_compared, weight_bytes
 from draftproof.target.target import Target
 from draftproof.target.twin import first_layers, twin
 
-LAYERS = [
-    pytest.param(layer, marks=pytest.mark.skipif(not quantize._works(layer), reason="no such kernel here"))
-    for layer in (Int8Linear, Int4Linear)
-]
 KINDS = [
-    pytest.param("int8", marks=pytest.mark.skipif(not quantize._works(Int8Linear), reason="no such kernel here")),
-    pytest.param("int4", marks=pytest.mark.skipif(not quantize._works(Int4Linear), reason="no such kernel here")),
+    pytest.param("int8", marks=pytest.mark.skipif(not lowbit.works(Int8Linear), reason="no such kernel here")),
+    pytest.param("int4", marks=pytest.mark.skipif(not lowbit.works(Int4Linear), reason="no such kernel here")),
 ]
-needs_int8 = pytest.mark.skipif(not quantize._works(Int8Linear), reason="no such kernel here")
-DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-SHAPES = [(896, 128), (64, 1216), (288, 768), (48, 32)]
-
-
-def weights(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight, a bias, and inputs with a token that is much louder than the others."""
-    dice = torch.Generator().manual_seed(seed)
-    weight, bias, rows = (torch.randn(*size, generator=dice) for size in ((outputs, inputs), (outputs,), (40, inputs)))
-    rows[7] *= 1000
-    return weight.to(dtype), bias.to(dtype), rows.to(dtype)
-
-
-# One layer ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(
-    layer: Callable[..., nn.Module], dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
-    weight, bias, rows = weights(outputs, inputs, dtype)
-    made = layer(weight, bias)
-    whole = made(rows)
-    assert whole.dtype == dtype
-    for width in (1, 2, 3, 4, 5, 8, 13, 16, 24, 32):
-        for start in (0, 3, 8):
-            assert torch.equal(made(rows[start : start + width]), whole[start : start + width]), (width, start)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_reads_any_layout(layer: Callable[..., nn.Module]) -> None:
-    weight, bias, rows = weights(64, 96)
-    made, grid = layer(weight, bias), rows.view(8, 5, 96)
-    whole = made(rows).view(8, 5, 64)
-    assert torch.equal(made(grid), whole)
-    assert torch.equal(made(grid[:, -1:]), whole[:, -1:])
-    assert torch.equal(made(grid.transpose(0, 1)), whole.transpose(0, 1))
-
-
-@needs_int8
-def test_eight_bits_are_the_integer_product() -> None:
-    """Against the definition, in integers: the largest code of a row is 127, and sums do not overflow."""
-    weight, bias, rows = weights(64, 512)
-    scale, most = weight.abs().amax(1) / 127, rows.abs().amax(1, keepdim=True)
-    sums = (rows * (127 / most)).round().long() @ (weight / scale[:, None]).round().long().t()
-    wanted = sums.double() * scale * most / 127 + bias
-    torch.testing.assert_close(Int8Linear(weight, bias)(rows).double(), wanted, rtol=1e-5, atol=2e-4)
-    loudest = Int8Linear(torch.ones(64, 4096))(torch.cat([torch.ones(1, 4096), -torch.ones(1, 4096)]))
-    torch.testing.assert_close(loudest, torch.tensor([[4096.0], [-4096.0]]).expand(2, 64))
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_error_is_that_of_the_bits(layer: Callable[..., nn.Module]) -> None:
-    weight, bias, rows = weights(128, 512)
-    truth = F.linear(rows, weight, bias)
-    error = (layer(weight, bias)(rows) - truth).norm(dim=1) / truth.norm(dim=1)          # of every token, the loud one too
-    low, high = (0.004, 0.03) if layer is Int8Linear else (0.04, 0.12)
-    assert low < float(error.min()) and float(error.max()) < high
-
-
-@needs_int8
-def test_a_silent_token_is_silent_and_nan_stays_in_its_token() -> None:
-    weight, bias, rows = weights(64, 96)
-    rows[1], rows[2, 5] = 0, torch.nan
-    outputs = Int8Linear(weight, bias)(rows)
-    assert torch.equal(outputs[1], bias)
-    assert outputs[2].isnan().all() and not outputs[[0, 1, *range(3, 40)]].isnan().any()
-
-
+needs_int8 = pytest.mark.skipif(not lowbit.works(Int8Linear), reason="no such kernel here")
 # Models -------------------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +176,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyP
     with pytest.raises(BadInput, match="emulated on a CPU"):
         quantized(model("llama"), "fp8")
     for missing, kind, word in ((Int8Linear, "int8", "VNNI"), (Int8Linear, "int4", "8-bit"), (Int4Linear, "int4", "4-bit")):
-        monkeypatch.setattr(quantize, "_works", lambda layer, missing=missing: layer is not missing)
+        monkeypatch.setattr(quantize, "works", lambda layer, missing=missing: layer is not missing)
         with pytest.raises(BadInput, match=word):
             quantized(model("llama"), kind)
 
@@ -260,29 +185,6 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyP
 def test_a_quantised_model_is_not_quantised_again() -> None:
     with pytest.raises(BadInput, match="quantised already"):
         quantized(quantized(model("llama"), "int8"), "int8")
-
-
-class _Saturates(Int8Linear):
-    """Sums as some processors do: pairs of products in 16 bits."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs).clamp(max=100)
-
-
-class _Crawls(Int8Linear):
-    """The reference kernel."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for _ in range(5000):
-            torch.zeros(1)
-        return super().forward(inputs)
-
-
-@needs_int8
-def test_wrong_and_slow_kernels_are_found_out() -> None:
-    assert quantize._works(Int8Linear)
-    assert not quantize._works(_Saturates) and not quantize._works(_Crawls)
-    assert not quantize._works(lambda weight: torch.ops.onednn.no_such_operator(weight))
 
 
 # Checkpoints that were quantised elsewhere ----------------------------------------------------------------------------------

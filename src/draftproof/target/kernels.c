@@ -1,4 +1,5 @@
-/* What stands between the linear layers of a Llama-like model, for bfloat16 on a CPU: norms, rotation, attention, gates.
+/* What stands between the linear layers of a Llama-like model, for bfloat16 on a CPU: norms, rotation, attention, gates;
+ * and linear layers whose weights have 8 bits.
  *
  * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
  * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
@@ -8,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
 
 typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(64)));
@@ -282,3 +286,136 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
         }
     }
 }
+
+/* Linear layers in 8 bits. Sums are of integers, hence the same in any order. */
+enum { FOUR = 4 };
+
+static inline lanes absolute(lanes x) { return (lanes)((bits)x & 0x7fffffff); }
+
+static inline lanes partly(const bf16 *from, int64_t some) {
+    bf16 held[LANES] = {};
+    memcpy(held, from, (size_t)some * sizeof(bf16));
+    return wide(held);
+}
+
+/* One row of activations to 8 bits around 0, the largest to 127, zeros up to `padded`; every four of them `stride` fours
+ * apart. Returns the sum of the codes. */
+static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *fours, int64_t stride, float *most) {
+    int64_t whole = size / LANES * LANES;
+    lanes top = {};
+    bits broken = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        lanes v = i < whole ? wide(x + i) : partly(x + i, size - i);
+        top = larger(absolute(v), top);
+        broken |= v != v;
+    }
+    float largest = 0;
+    for (int l = 0; l < LANES; l++) largest = broken[l] ? NAN : top[l] > largest ? top[l] : largest;
+    float factor = largest > 0 ? 127.0f / largest : 0;
+    bits sum = {};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        lanes v = i < whole ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
+        bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;              /* to the nearest, by cutting off */
+        typedef int8_t bytes __attribute__((vector_size(16)));
+        union { bytes codes; int32_t fours[LANES / FOUR]; } u = {__builtin_convertvector(code, bytes)};
+        for (int f = 0; f < LANES / FOUR; f++) fours[(i / FOUR + f) * stride] = u.fours[f];
+        sum += code;
+    }
+    int32_t all = 0;
+    for (int l = 0; l < LANES; l++) all += sum[l];
+    *most = largest;
+    return all;
+}
+
+/* Activations [rows, size] to bytes around 128, with the largest of each row, for a product made elsewhere; size a multiple
+ * of 16. */
+void draftproof_codes(const bf16 *inputs, uint8_t *codes, float *most, int64_t rows, int64_t size, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        coded(inputs + r * size, size, size, (int32_t *)(codes + r * size), 1, most + r);
+        for (int64_t i = 0; i < size; i++) codes[r * size + i] ^= 0x80;
+    }
+}
+
+/* That product [rows, size] times the largest of each row, plus a bias if there is one; size a multiple of 16. */
+void draftproof_scaled(const float *products, const float *most, const bf16 *bias, bf16 *out, int64_t rows, int64_t size,
+                       int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes y = loaded(products + r * size + i) * most[r];
+            narrowed(out + r * size + i, bias ? y + wide(bias + i) : y);
+        }
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+/* sum[l] += the product of weights 4 l to 4 l + 3, unsigned, with the same four activations, signed. */
+static inline bits dotted(bits sum, bits weights, int32_t activations) {
+#ifdef __AVX512VNNI__
+    return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
+#else
+    union { bits whole; __m256i half[2]; } s = {sum}, w = {weights};
+    __m256i a = _mm256_set1_epi32(activations);
+    for (int h = 0; h < 2; h++) s.half[h] = _mm256_dpbusd_avx_epi32(s.half[h], w.half[h], a);
+    return s.whole;
+#endif
+}
+
+/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. */
+#define MULTIPLY(R)                                                                                                    \
+    static void multiply_##R(const int32_t *fours, const uint8_t *weights, int64_t padded, bits *sums) {                \
+        bits held[R][2] = {};                                                                                          \
+        for (int64_t i = 0; i < padded; i += FOUR) {                                                                   \
+            bits weight[2];                                                                                            \
+            memcpy(weight, weights + i * 2 * LANES, sizeof weight);                                                    \
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                     \
+                held[r][0] = dotted(held[r][0], weight[0], fours[r]);                                                  \
+                held[r][1] = dotted(held[r][1], weight[1], fours[r]);                                                  \
+            }                                                                                                          \
+            fours += R;                                                                                                \
+        }                                                                                                              \
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) sums[2 * r] = held[r][0], sums[2 * r + 1] = held[r][1];    \
+    }
+MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
+MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+enum { MOST = 12 };
+static void (*const multiply[MOST])(const int32_t *, const uint8_t *, int64_t, bits *) = {
+    multiply_1, multiply_2, multiply_3, multiply_4, multiply_5, multiply_6,
+    multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
+};
+
+/* inputs [rows, size] times weights of 8 bits to out [rows, outputs]. Weights lie as [outputs / 32, padded / 4, 32, 4], with
+ * 128 added; padded is a multiple of 16. An output is the sum times the row's largest input times `scale`, plus `bias`. */
+void draftproof_int8(const bf16 *inputs, const uint8_t *weights, const float *scale, const bf16 *bias, bf16 *out, int64_t rows,
+                     int64_t size, int64_t padded, int64_t outputs, int64_t threads) {
+    int64_t strips = (outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST, each = padded / FOUR;
+    float *most = scratch(rows * (2 + each));
+    int32_t *offset = (int32_t *)(most + rows), *fours = offset + rows;
+#pragma omp parallel num_threads(threads) if (rows * size * outputs > SMALL)
+    {
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t c = ((r + 1) * chunks - 1) / rows, from = rows * c / chunks, to = rows * (c + 1) / chunks;
+            offset[r] = 128 * coded(inputs + r * size, size, padded, fours + from * each + r - from, to - from, most + r);
+        }
+#pragma omp for
+        for (int64_t s = 0; s < strips; s++)
+            for (int64_t c = 0; c < chunks; c++) {
+                int64_t from = rows * c / chunks, to = rows * (c + 1) / chunks, start = s * 2 * LANES;
+                int64_t some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
+                bits sums[MOST][2];
+                multiply[to - from - 1](fours + from * each, weights + start * padded, padded, sums[0]);
+                for (int64_t r = from; r < to; r++) {
+                    bf16 done[2 * LANES];
+                    for (int h = 0; h < 2; h++) {
+                        lanes y = __builtin_convertvector(sums[r - from][h] - offset[r], lanes);
+                        y = y * loaded(scale + start + h * LANES) * most[r];
+                        if (bias) y += wide(bias + start + h * LANES);
+                        narrowed(done + h * LANES, y);
+                    }
+                    memcpy(out + r * outputs + start, done, (size_t)some * sizeof(bf16));
+                }
+            }
+    }
+}
+#endif

@@ -52,8 +52,16 @@ class Kernels:
         self.attend.argtypes = (pointer, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer)
         self.keep = library.draftproof_keep
         self.keep.argtypes = (pointer, pointer, pointer, number, number, number, pointer, pointer, number)
-        for function in (self.norm, self.gate, self.attend, self.keep):
-            function.restype = None
+        self.codes = library.draftproof_codes
+        self.codes.argtypes = (pointer, pointer, pointer, number, number, number)
+        self.scaled = library.draftproof_scaled
+        self.scaled.argtypes = (pointer, pointer, pointer, pointer, number, number, number)
+        self.int8 = getattr(library, "draftproof_int8", None)               # None: the processor has no such product
+        if self.int8 is not None:
+            self.int8.argtypes = (*(pointer,) * 5, *(number,) * 5)
+        for function in (self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.int8):
+            if function is not None:
+                function.restype = None
 
 
 class Stores:

@@ -1,94 +1,27 @@
-"""Linear layers in 8 or 4 bits. Knows torch's private kernels for the CPU, and tests for them; elsewhere torchao.
+"""Models in 8 or 4 bits: which layers, and what it costs. On a CPU the layers are ours; elsewhere torchao's.
 
 A quantised model writes the text of its own weights: it changes with them, never with the drafter.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftproof.errors import BadInput
-from draftproof.target.pack import PackedLinear, PackedPart, Whole, put, release, together
+from draftproof.target.lowbit import GROUP, Int4Linear, Int8Linear, bytes_of, works
+from draftproof.target.pack import PackedLinear, PackedPart, put, release, together
 from draftproof.target.twin import twin
 
 KINDS = ("int8", "int4", "fp8")
 """8-bit weights and activations; 4-bit weights; 8-bit floats, on accelerators alone."""
-GROUP = 32
-"""Weights that share a scale in 4 bits."""
 LEAST = 32
 """Layers of fewer outputs stay as they are: gates and routers, which cost nothing and matter."""
-CHUNK = 1 << 22
-"""Weights quantised at a time, so that a large table needs no second copy."""
-
-
-class Int8Linear(Whole):
-    """Weights in 8 bits with a scale per output, activations in 8 bits with a scale per token, made as they come.
-
-    The sums are of integers, so a token's outputs are the same bits whatever is read beside it. Activations lie
-    around 128 in unsigned bytes: signed ones have no fast product without AMX.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(len(weight))
-        codes, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-        for rows in _chunks(weight):
-            scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
-            codes[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
-        self.weight = torch.ops.onednn.qlinear_prepack(codes, None)
-        self.scale, self.offset = scale / 127, torch.zeros(len(weight), dtype=torch.int32)
-        self.bias = bias
-        self._most = torch.tensor([127.0])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        most = inputs.abs().amax(-1, keepdim=True)                                  # [..., 1]
-        codes = (inputs * (self._most / most)).add_(128.5).to(torch.uint8)          # to the nearest, by cutting off
-        multiply = torch.ops.onednn.qlinear_pointwise.default
-        outputs: Tensor = multiply(
-            codes, 1.0, 128, self.weight, self.scale, self.offset, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        outputs = outputs.mul_(most)
-        return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights."""
-        return int(self.weight.numel()) + _bytes(self.scale, self.offset, self.bias)
-
-
-class Int4Linear(Whole):
-    """Weights in 4 bits with a scale and an offset per `GROUP` of inputs; activations as they are.
-
-    Quick for one token and slower with every token more: for drafting rather than for verifying.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(len(weight))
-        codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
-        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.cat(codes), 1)
-        self.scales = torch.cat(scales, 1)                                          # [groups, outputs, 2]
-        self.bias = bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(self.scales.dtype).contiguous()
-        outputs: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(rows, self.weight, GROUP, self.scales)
-        outputs = outputs if self.bias is None else outputs + self.bias
-        return outputs.view(*inputs.shape[:-1], self.out_features).to(inputs.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights."""
-        return _bytes(self.weight, self.scales, self.bias)
 
 
 class Quantization(NamedTuple):
@@ -168,8 +101,8 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, packed and quantised ones included; shared ones count once."""
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
     wholes = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
-    packed = [_bytes(module.weight, module.bias) for module in model.modules() if isinstance(module, PackedLinear)]
-    return _bytes(*shared.values()) + sum(module.nbytes for module in wholes) + sum(packed)
+    packed = [bytes_of(module.weight, module.bias) for module in model.modules() if isinstance(module, PackedLinear)]
+    return bytes_of(*shared.values()) + sum(module.nbytes for module in wholes) + sum(packed)
 
 
 PASSAGE = """\
@@ -243,23 +176,6 @@ def _bias(layer: Any) -> Tensor | None:
     return bias
 
 
-def _chunks(weight: Tensor) -> list[slice]:
-    """Rows of a weight, some at a time."""
-    rows = max(1, CHUNK // weight.shape[1])
-    return [slice(start, start + rows) for start in range(0, len(weight), rows)]
-
-
-def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes 0..15 [outputs, inputs], and scale and offset of each group [groups, outputs, 2]: w = (code - 8) s + z."""
-    dtype = torch.float32 if weight.dtype == torch.float64 else weight.dtype
-    grouped = weight.float().view(len(weight), -1, GROUP)
-    low, high = grouped.amin(-1), grouped.amax(-1)                                  # [outputs, groups]
-    scale = ((high - low) / 15).clamp(min=1e-6).to(dtype)
-    offset = (low + 8 * scale.float()).to(dtype)
-    codes = ((grouped - offset[..., None]) / scale[..., None]).round_().clamp_(-8, 7) + 8
-    return codes.view(weight.shape).to(torch.int32), torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
-
-
 def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
     """The same on an accelerator: torchao replaces the weights of the twin's layers."""
     head = made.get_output_embeddings()
@@ -292,54 +208,13 @@ def _refuse(kind: str) -> None:
     """Say why this CPU cannot have it."""
     if kind == "fp8":
         raise BadInput("8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4, or an accelerator")
-    if not _works(Int8Linear):
+    if not works(Int8Linear):
         raise BadInput(
             f"{kind} needs a quick product of 8-bit integers, which this CPU or build of torch lacks "
             "(AVX512-VNNI and AMX have it); leave it out"
         )
-    if kind == "int4" and not _works(Int4Linear):
+    if kind == "int4" and not works(Int4Linear):
         raise BadInput("int4 needs torch's packed 4-bit product, which this CPU or build of torch lacks; choose int8, or none")
-
-
-@cache
-def _works(layer: Callable[[Tensor], nn.Module]) -> bool:
-    """Whether the kernels exist, are right where the sums are largest, and are not the slow reference."""
-    dice = torch.Generator().manual_seed(0)
-    for weight, inputs in (
-        (torch.ones(64, 256), torch.ones(8, 256)),              # without wide sums in hardware these overflow
-        (torch.randn(64, 256, generator=dice), torch.randn(8, 256, generator=dice)),
-    ):
-        try:
-            made = layer(weight)
-            outputs = made(inputs)
-        except (AttributeError, NotImplementedError, RuntimeError):
-            return False
-        truth = F.linear(inputs, weight)
-        if not (outputs - truth).norm() <= 0.15 * truth.norm():
-            return False
-    return _seconds(lambda: made(inputs)) < 50 * _seconds(lambda: F.linear(inputs, weight))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """The best of a few."""
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    """Bytes held; a tensor made of tensors holds those."""
-    total = 0
-    for tensor in tensors:
-        inner = getattr(tensor, "__tensor_flatten__", None)
-        if inner is not None:
-            total += _bytes(*(getattr(tensor, name) for name in inner()[0]))
-        elif tensor is not None:
-            total += tensor.numel() * tensor.element_size()
-    return total
 
 
 def _name(model: PreTrainedModel) -> str:
