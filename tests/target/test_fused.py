@@ -1,5 +1,6 @@
 """The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.target import kernels as module
 from draftproof.target.exactness import probe
 from draftproof.target.fused import NODES
-from draftproof.target.kernels import kernels
+from draftproof.target.kernels import has_amx, kernels
 from draftproof.target.pack import pack_linears
 from draftproof.target.target import Target
 
@@ -38,6 +39,10 @@ FAMILIES = {
 }
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
+found = kernels()
+ALL = pytest.mark.skipif(found is None or not found.bf16 or has_amx(), reason="no such product, or a better one")
+WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL)]
+
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 
@@ -46,6 +51,15 @@ def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreT
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES | extra)
     return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).to(dtype).eval()
+
+
+def read_by(way: str, family: str) -> Target:
+    """A target whose layers are multiplied by oneDNN, or by our kernels as well."""
+    own = model(family)
+    pack_linears(own, free=way == "all by kernels")
+    target = Target(own)
+    assert target._lean is not None and target._lean.native == (way == "all by kernels")
+    return target
 
 
 def readings(target: Target) -> torch.Tensor:
@@ -64,9 +78,10 @@ def readings(target: Target) -> torch.Tensor:
     return torch.cat([part.flatten().double() for part in (first.logits, first.hidden, second.logits, second.hidden)])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str) -> None:
-    fused, stock, exact = Target(model(family)), Target(model(family)), Target(model(family, torch.float32))
+def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
+    fused, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
     assert fused._lean is not None and fused._lean.fused is not None
     stock._lean = exact._lean = None
     truth = readings(exact)
@@ -74,11 +89,10 @@ def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str
     assert 0 < ours < 1.25 * theirs < 0.1
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str) -> None:
-    own = model(family)
-    pack_linears(own)
-    found = probe(Target(own), widths=(1, 2, 5, 16, 32))
+def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str, way: str) -> None:
+    found = probe(read_by(way, family), widths=(1, 2, 5, 16, 32))
     assert not found.differ and len(found.same) == 12
     assert "trees up to 29 nodes" in found.promise
 
@@ -94,22 +108,26 @@ def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
     assert not found.differ and len(found.same) == 11
 
 
-def test_layers_may_differ_in_width() -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_layers_may_differ_in_width(free: bool) -> None:
     own, fewer = model("llama"), 32
     mlp = own.model.layers[-1].mlp
     for name, weight in (("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])):
         setattr(mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16))
         getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     mlp.down_proj = torch.nn.Linear(fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16)
-    fused, stock = Target(own), Target(own)
+    stock = Target(copy.deepcopy(own))
+    pack_linears(own, free=free)
+    fused = Target(own)
     assert fused._lean is not None and fused._lean.fused is not None
     stock._lean = None
     found, wanted = readings(fused), readings(stock)
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    target, before = Target(model("llama")), torch.get_num_threads()
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_do_not_change_a_bit(way: str) -> None:
+    target, before = read_by(way, "llama"), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):

@@ -217,7 +217,7 @@ def _draft_model(
     tree: TreeShape | str | None,
     quantize: str | None,
 ) -> DraftModel:
-    draft = _model(name, dtype, device or str(target.device), quantize)
+    draft = _model(name, dtype, device or str(target.device), quantize, free=True)
     if draft.device != target.device:
         raise DrafterMismatch(f"the draft model is on {draft.device}, the target on {target.device}; put both on one device")
     own = _codec(None, name, draft)
@@ -252,15 +252,19 @@ def _model(
     parallel: str | None = None,
     group: Group = ALONE,
     packs: bool = True,
+    free: bool = False,
 ) -> PreTrainedModel:
-    """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed."""
+    """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed.
+
+    free: a drafter, which may round in whatever order is quickest.
+    """
     if not isinstance(model, (str, Path)):
         return model
     if parallel is not None and not group.alone:
         return load_sharded(model, dtype, device, parallel, group)
     loaded = loading.load_model(model, dtype, device)
     if quantize is None and packs:
-        pack_linears(loaded)
+        pack_linears(loaded, free=free)
     return loaded
 
 

@@ -143,7 +143,8 @@ class RowCache(transformers.Cache):
         self._longest[0] += self._read if nodes is None else nodes.shape[1]
 
     @cached_property
-    def _stores(self) -> Stores | None:
+    def stores(self) -> Stores | None:
+        """Where keys and values lie, layer by layer, for kernels."""
         return Stores.of([store for layer in self.layers for store in layer.stores])
 
     def bound(self, longest: int) -> None:
@@ -180,8 +181,8 @@ class RowCache(transformers.Cache):
 
     def _bring(self, nodes: Tensor) -> None:
         """Move nodes [B, D] of the scratch to its front."""
-        if self._stores is not None:
-            self._stores.keep(nodes, self.lengths)
+        if self.stores is not None:
+            self.stores.keep(nodes, self.lengths)
             return
         front = torch.arange(nodes.shape[1], device=nodes.device)
         source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front

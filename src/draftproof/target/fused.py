@@ -1,7 +1,8 @@
 """The lean forward with everything between its linear layers fused: bfloat16, on a CPU with a C compiler.
 
-Half of a small model's step goes into starting operators. Here each layer is four multiplications and four calls, and
-attention sums in the order of the text, so a node has the same bits in a tree as in plain decoding.
+Half of a small model's step goes into starting operators. Here each layer is four multiplications and four calls, or all
+layers are one call where our kernels multiply as well. Attention sums in the order of the text, so a node has the same bits
+in a tree as in plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from draftproof.core.tree import TokenTree
 from draftproof.target.cache import RowCache, RowLayer
-from draftproof.target.kernels import WIDEST, Kernels, Read, kernels
+from draftproof.target.kernels import WIDEST, Kernels, Layer, Read, Stores, kernels
 
 if TYPE_CHECKING:
     from draftproof.target.lean import Lean
@@ -32,6 +33,7 @@ class Fused:
     def __init__(self, lean: Lean, found: Kernels) -> None:
         self.lean, self.kernels = lean, found
         self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
+        self._layers = _native(lean)
 
     @staticmethod
     def of(lean: Lean) -> Fused | None:
@@ -55,6 +57,8 @@ class Fused:
         hidden = F.embedding(tokens, lean.embed.weight)
         parents = tree.parents.contiguous()
         read = self._read(tokens, parents, first, cache)
+        if self._layers is not None and cache.stores is not None:
+            return self._whole(self._layers, cache.stores, read, hidden, last_only, taps)
         work, size, threads = tokens.numel(), lean.hidden_size, read.threads
         rows, width = tokens.shape
         room = (rows, width if work > 1 else ALONE)
@@ -89,6 +93,22 @@ class Fused:
         kept[count] = last[:, :width]
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2)
 
+    def _whole(
+        self, layers: ctypes.Array[Layer], stores: Stores, read: Read, hidden: Tensor, last_only: bool, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """All layers in one call."""
+        lean, count = self.lean, len(layers)
+        rows, width, size = hidden.shape
+        widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers)
+        last, work = torch.empty_like(hidden), hidden.new_empty(rows * width * (size + widest))
+        kept = {tap % (count + 1): torch.empty_like(hidden) for tap in taps if tap % (count + 1) < count}
+        places = (ctypes.c_void_p * count)(*(kept[n].data_ptr() if n in kept else None for n in range(count)))
+        states = (hidden.data_ptr(), last.data_ptr(), places, work.data_ptr())
+        self.kernels.forward(ctypes.addressof(read), layers, count, stores.places, lean.norm_weight.data_ptr(), *states)
+        kept[count] = last
+        logits = lean.head(last[:, -1:] if last_only else last)
+        return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2) if taps else None
+
     def _read(self, tokens: Tensor, parents: Tensor, first: int, cache: RowCache) -> Read:
         lean, layer = self.lean, self.lean.layers[0]
         cosines, sines = self._turned(cache.capacity)
@@ -106,3 +126,12 @@ class Fused:
             cos, sin = self.lean.rotary(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
             self._turns = (cos[0].contiguous(), sin[0].contiguous())
         return self._turns
+
+
+def _native(lean: Lean) -> ctypes.Array[Layer] | None:
+    """The layers of a model, if our kernels read all that is in them."""
+    made = [
+        Layer(*layer.natives, layer.before_weight.data_ptr(), layer.after_weight.data_ptr(), *layer.head_weights, lean.epsilon)
+        for layer in lean.layers
+    ] if lean.native else []
+    return (Layer * len(made))(*made) if made else None

@@ -1,5 +1,5 @@
 /* What stands between the linear layers of a Llama-like model, for bfloat16 on a CPU: norms, rotation, attention, gates;
- * and linear layers whose weights have 8 bits.
+ * linear layers of their own, and whole models of such.
  *
  * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
  * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
@@ -18,7 +18,7 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t bits __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
-enum { LANES = 16, BLOCK = 16, TOGETHER = 4, WIDEST = 256, SMALL = 1 << 14 };
+enum { LANES = 16, BLOCK = 16, TOGETHER = 4, WIDEST = 256, SMALL = 1 << 14, PRODUCTS = 1 << 17 };
 
 typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
@@ -261,8 +261,9 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
     int64_t queries = width * (read->heads / read->key_heads), lines = read->heads + 2 * read->key_heads;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
     each = each > 32 ? 32 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
-    int64_t parts = (queries + each - 1) / each;
-#pragma omp parallel num_threads(read->threads)
+    int64_t parts = (queries + each - 1) / each, slots = 0;
+    for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
+#pragma omp parallel num_threads(read->threads) if (slots * read->key_heads * queries * size > PRODUCTS)
     {
 #pragma omp for
         for (int64_t one = 0; one < shared; one++) {
@@ -348,7 +349,18 @@ void draftproof_scaled(const float *products, const float *most, const bf16 *bia
         }
 }
 
+/* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
+ * the inputs rounded up, is a multiple of 16. With a scale per output they have 8 bits and 128 added to them, and fold is 4;
+ * without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. */
+typedef struct {
+    const void *weights;
+    const float *scale;
+    const bf16 *bias;
+    int64_t size, padded, outputs;
+} Linear;
+
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define HAS_INT8 1
 /* sum[l] += the product of weights 4 l to 4 l + 3, unsigned, with the same four activations, signed. */
 static inline bits dotted(bits sum, bits weights, int32_t activations) {
 #ifdef __AVX512VNNI__
@@ -360,62 +372,132 @@ static inline bits dotted(bits sum, bits weights, int32_t activations) {
     return s.whole;
 #endif
 }
+#else
+#define HAS_INT8 0
+static inline bits dotted(bits sum, bits weights, int32_t activations) { return sum + weights * activations; }     /* never called */
+#endif
 
-/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. */
-#define MULTIPLY(R)                                                                                                    \
-    static void multiply_##R(const int32_t *fours, const uint8_t *weights, int64_t padded, bits *sums) {                \
-        bits held[R][2] = {};                                                                                          \
-        for (int64_t i = 0; i < padded; i += FOUR) {                                                                   \
+#ifdef __AVX512BF16__
+#define HAS_BF16 1
+/* sum[l] += the product of weights 2 l and 2 l + 1 with the same two activations. */
+static inline lanes paired(lanes sum, bits weights, int32_t activations) {
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(activations));
+}
+#else
+#define HAS_BF16 0
+static inline lanes paired(lanes sum, bits weights, int32_t activations) { return sum + (lanes)(weights * activations); }
+#endif
+
+/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. Activations lie as words of 32 bits, those of
+ * all rows beside each other; every sum runs in their order. */
+#define MULTIPLY(R, NAME, SUMS, ADDED)                                                                                 \
+    static void NAME##_##R(const int32_t *words, const char *weights, int64_t count, void *to) {                        \
+        SUMS held[R][2] = {}, *sums = to;                                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
             bits weight[2];                                                                                            \
-            memcpy(weight, weights + i * 2 * LANES, sizeof weight);                                                    \
+            memcpy(weight, weights, sizeof weight);                                                                    \
             _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                     \
-                held[r][0] = dotted(held[r][0], weight[0], fours[r]);                                                  \
-                held[r][1] = dotted(held[r][1], weight[1], fours[r]);                                                  \
+                held[r][0] = ADDED(held[r][0], weight[0], words[r]);                                                   \
+                held[r][1] = ADDED(held[r][1], weight[1], words[r]);                                                   \
             }                                                                                                          \
-            fours += R;                                                                                                \
+            words += R;                                                                                                \
+            weights += sizeof weight;                                                                                  \
         }                                                                                                              \
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) sums[2 * r] = held[r][0], sums[2 * r + 1] = held[r][1];    \
     }
-MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
-MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
 enum { MOST = 12 };
-static void (*const multiply[MOST])(const int32_t *, const uint8_t *, int64_t, bits *) = {
-    multiply_1, multiply_2, multiply_3, multiply_4, multiply_5, multiply_6,
-    multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
+typedef void (*Multiply)(const int32_t *, const char *, int64_t, void *);
+#define UP_TO_MOST(...)                                                                                                \
+    MULTIPLY(1, __VA_ARGS__) MULTIPLY(2, __VA_ARGS__) MULTIPLY(3, __VA_ARGS__) MULTIPLY(4, __VA_ARGS__)                 \
+    MULTIPLY(5, __VA_ARGS__) MULTIPLY(6, __VA_ARGS__) MULTIPLY(7, __VA_ARGS__) MULTIPLY(8, __VA_ARGS__)                 \
+    MULTIPLY(9, __VA_ARGS__) MULTIPLY(10, __VA_ARGS__) MULTIPLY(11, __VA_ARGS__) MULTIPLY(12, __VA_ARGS__)
+UP_TO_MOST(fours, bits, dotted)
+UP_TO_MOST(pairs, lanes, paired)
+static const Multiply multiply[2][MOST] = {
+    {pairs_1, pairs_2, pairs_3, pairs_4, pairs_5, pairs_6, pairs_7, pairs_8, pairs_9, pairs_10, pairs_11, pairs_12},
+    {fours_1, fours_2, fours_3, fours_4, fours_5, fours_6, fours_7, fours_8, fours_9, fours_10, fours_11, fours_12},
 };
 
-/* inputs [rows, size] times weights of 8 bits to out [rows, outputs]. Weights lie as [outputs / 32, padded / 4, 32, 4], with
- * 128 added; padded is a multiple of 16. An output is the sum times the row's largest input times `scale`, plus `bias`. */
-void draftproof_int8(const bf16 *inputs, const uint8_t *weights, const float *scale, const bf16 *bias, bf16 *out, int64_t rows,
-                     int64_t size, int64_t padded, int64_t outputs, int64_t threads) {
-    int64_t strips = (outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST, each = padded / FOUR;
-    float *most = scratch(rows * (2 + each));
-    int32_t *offset = (int32_t *)(most + rows), *fours = offset + rows;
-#pragma omp parallel num_threads(threads) if (rows * size * outputs > SMALL)
+/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16. */
+int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
+
+static void paired_up(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t stride) {
+    for (int64_t i = 0; i < size / 2; i++) memcpy(words + i * stride, x + 2 * i, sizeof *words);
+    for (int64_t i = size / 2; i < padded / 2; i++) words[i * stride] = 2 * i < size ? x[2 * i] : 0;
+}
+
+/* inputs [rows, size] to out [rows, outputs]. Of 8 bits, an output is the sum times the row's largest input times the scale. */
+void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
+    int64_t size = layer->size, outputs = layer->outputs, small = layer->scale != NULL, words_each = layer->padded / (small ? 4 : 2);
+    int64_t strips = (outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
+    float *most = scratch(rows * (2 + words_each));
+    int32_t *offset = (int32_t *)(most + rows), *held = offset + rows;
+    const int32_t *words = !small && rows == 1 && size == layer->padded ? (const int32_t *)inputs : held;
+#pragma omp parallel num_threads(threads) if (rows * size * outputs > PRODUCTS)
     {
+        if (words == held) {
 #pragma omp for
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t c = ((r + 1) * chunks - 1) / rows, from = rows * c / chunks, to = rows * (c + 1) / chunks;
-            offset[r] = 128 * coded(inputs + r * size, size, padded, fours + from * each + r - from, to - from, most + r);
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t c = ((r + 1) * chunks - 1) / rows, from = rows * c / chunks, beside = rows * (c + 1) / chunks - from;
+                int32_t *own = held + from * words_each + r - from;
+                if (small) offset[r] = 128 * coded(inputs + r * size, size, layer->padded, own, beside, most + r);
+                else paired_up(inputs + r * size, size, layer->padded, own, beside);
+            }
         }
 #pragma omp for
         for (int64_t s = 0; s < strips; s++)
             for (int64_t c = 0; c < chunks; c++) {
                 int64_t from = rows * c / chunks, to = rows * (c + 1) / chunks, start = s * 2 * LANES;
                 int64_t some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
-                bits sums[MOST][2];
-                multiply[to - from - 1](fours + from * each, weights + start * padded, padded, sums[0]);
+                union { bits whole; lanes real; } sums[MOST][2];
+                multiply[small][to - from - 1](words + from * words_each,
+                                               (const char *)layer->weights + s * words_each * 2 * sizeof(bits), words_each, sums);
                 for (int64_t r = from; r < to; r++) {
                     bf16 done[2 * LANES];
                     for (int h = 0; h < 2; h++) {
-                        lanes y = __builtin_convertvector(sums[r - from][h] - offset[r], lanes);
-                        y = y * loaded(scale + start + h * LANES) * most[r];
-                        if (bias) y += wide(bias + start + h * LANES);
-                        narrowed(done + h * LANES, y);
+                        int64_t at = start + h * LANES;
+                        lanes y = sums[r - from][h].real;
+                        if (small) {
+                            y = __builtin_convertvector(sums[r - from][h].whole - offset[r], lanes);
+                            y = y * loaded(layer->scale + at) * most[r];
+                        }
+                        narrowed(done + h * LANES, layer->bias ? y + wide(layer->bias + at) : y);
                     }
                     memcpy(out + r * outputs + start, done, (size_t)some * sizeof(bf16));
                 }
             }
     }
 }
-#endif
+
+/* One layer of a model: queries, keys and values as one, gates and what they let through as one. */
+typedef struct {
+    Linear inner, output, gate_up, down;
+    const bf16 *before, *after, *query, *key;   /* weights of norms; those over heads may be null */
+    float epsilon;
+} Layer;
+
+/* All layers of a model: hidden states [rows, nodes - first, size] become those behind the final norm, in `last`; the states
+ * before layer n, or before the final norm, go to kept[n] where that is not null. stores: keys and values of each layer in
+ * turn. work: room for width * (size + the widest inner + heads * head_dim + 3 gates) numbers. */
+void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
+                        bf16 *last, bf16 *const *kept, bf16 *work) {
+    int64_t width = read->rows * (read->nodes - read->first), size = layers->inner.size, threads = read->threads;
+    bf16 *delta = NULL;
+    for (int64_t n = 0; n < count; n++) {
+        const Layer *layer = layers + n;
+        int64_t gates = layer->down.size;
+        bf16 *normed = work, *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
+        bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
+        draftproof_norm(hidden, delta, layer->before, layer->epsilon, normed, width, size, threads);
+        if (kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
+        draftproof_linear(&layer->inner, normed, states, width, threads);
+        draftproof_attend(read, states, layer->query, layer->key, layer->epsilon, stores[2 * n], stores[2 * n + 1], mixed);
+        delta = last;
+        draftproof_linear(&layer->output, mixed, delta, width, threads);
+        draftproof_norm(hidden, delta, layer->after, layer->epsilon, normed, width, size, threads);
+        draftproof_linear(&layer->gate_up, normed, both, width, threads);
+        draftproof_gate(both, gate, width, gates, threads);
+        draftproof_linear(&layer->down, gate, delta, width, threads);
+    }
+    draftproof_norm(hidden, delta, norm, layers->epsilon, last, width, size, threads);
+}

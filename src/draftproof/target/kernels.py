@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -26,6 +28,8 @@ SWITCH = "DRAFTPROOF_KERNELS"
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""
+STRIP, EVEN = 32, 16
+"""Outputs of a linear layer made at a time, and what numbers of its inputs are rounded up to."""
 
 
 class Read(ctypes.Structure):
@@ -39,8 +43,36 @@ class Read(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """A linear layer; as in kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
+        *((name, ctypes.c_int64) for name in ("size", "padded", "outputs")),
+    )
+
+    @classmethod
+    def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
+        """weights as `interleaved` made them; scale and bias of as many outputs as these have. The caller keeps them alive."""
+        places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
+        return cls(*places, size, size + -size % EVEN, outputs)
+
+
+class Layer(ctypes.Structure):
+    """One layer of a model; as in kernels.c."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
 class Kernels:
-    """The functions of the library, which take pointers as numbers."""
+    """The functions of the library, which take pointers as numbers.
+
+    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -56,12 +88,22 @@ class Kernels:
         self.codes.argtypes = (pointer, pointer, pointer, number, number, number)
         self.scaled = library.draftproof_scaled
         self.scaled.argtypes = (pointer, pointer, pointer, pointer, number, number, number)
-        self.int8 = getattr(library, "draftproof_int8", None)               # None: the processor has no such product
-        if self.int8 is not None:
-            self.int8.argtypes = (*(pointer,) * 5, *(number,) * 5)
-        for function in (self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.int8):
-            if function is not None:
-                function.restype = None
+        self.linear = library.draftproof_linear
+        self.linear.argtypes = (pointer, pointer, pointer, number, number)
+        self.forward = library.draftproof_forward
+        self.forward.argtypes = (pointer, pointer, number, *(pointer,) * 6)
+        for function in (self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.linear, self.forward):
+            function.restype = None
+        library.draftproof_linears.restype = number
+        self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
+
+    def multiply(self, layer: Linear, inputs: Tensor) -> Tensor:
+        """[..., outputs] of inputs [..., size], in bfloat16."""
+        inputs = inputs.contiguous()
+        outputs = inputs.new_empty(*inputs.shape[:-1], layer.outputs)
+        rows = inputs.numel() // layer.size
+        self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
+        return outputs
 
 
 class Stores:
@@ -89,6 +131,30 @@ class Stores:
             self.places, self.heads, self.bytes, self.count, self.capacity, self.rows, lengths.data_ptr(), nodes.data_ptr(),
             nodes.shape[1],
         )  # fmt: skip
+
+
+def interleaved(weight: Tensor, fold: int) -> Tensor:
+    """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, -inputs % EVEN, 0, -outputs % STRIP))
+    return padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2).contiguous()
+
+
+def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
+    """[outputs, inputs] what `interleaved` was made of."""
+    return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
+
+
+def rounded(numbers: Tensor) -> Tensor:
+    """One number per output, with zeros for those a weight was rounded up by."""
+    return F.pad(numbers, (0, -len(numbers) % STRIP))
+
+
+@cache
+def has_amx() -> bool:
+    """Whether the processor multiplies matrices itself: oneDNN is then quicker with prompts than kernels of vectors."""
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return known is not None and bool(known())
 
 
 @cache

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from draftproof.core.tree import TokenTree
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
+from draftproof.target.kernels import Linear as Native
 from draftproof.target.masks import tree_mask
-from draftproof.target.pack import PackedLinear, PackedPart, packable
+from draftproof.target.pack import PackedLinear, PackedPart, Whole, packable
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -49,6 +50,7 @@ class _Layer(NamedTuple):
     before_weight: Tensor
     after_weight: Tensor
     head_weights: tuple[int | None, int | None]     # where the norms of queries and keys lie
+    natives: tuple[Native | None, ...]              # inner, output, gate_up and down, where our kernels read them
 
 
 class Lean:
@@ -63,11 +65,13 @@ class Lean:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.hidden_size: int = model.config.hidden_size
-        self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, _head(model.lm_head)
+        self.embed, self.rotary = body.embed_tokens, body.rotary_emb
         self.norm, self.norm_weight = _norm(body.norm), body.norm.weight
         self.epsilon: float = body.norm.variance_epsilon
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
+        self.native = not any(None in layer.natives for layer in self.layers)           # linear layers are our kernels' own
+        self.head = _head(model.lm_head, free=self.native)
         self.inner_sizes = sorted({layer.inner_size for layer in self.layers})
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = Fused.of(self)
@@ -172,7 +176,14 @@ def _layer(layer: Any, head_dim: int) -> _Layer:
         before_weight=layer.input_layernorm.weight,
         after_weight=layer.post_attention_layernorm.weight,
         head_weights=(_place(attention, "q_norm"), _place(attention, "k_norm")),
+        natives=tuple(_native(one) for one in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)),
     )
+
+
+def _native(module: nn.Module) -> Native | None:
+    """A layer, or the whole it is a part of, as our kernels read it."""
+    whole = module.whole if isinstance(module, PackedPart) else module
+    return whole.native if isinstance(whole, Whole) else None
 
 
 def _place(attention: Any, name: str) -> int | None:
@@ -185,10 +196,10 @@ def _width(linear: Any) -> int:
     return linear.stop - linear.start if isinstance(linear, PackedPart) else int(linear.out_features)
 
 
-def _head(linear: nn.Module) -> Linear:
+def _head(linear: nn.Module, free: bool) -> Linear:
     """The projection to the vocabulary. Tied to the embeddings it was not packed; a small one is held twice, for speed."""
     if type(linear) is nn.Linear and linear.weight.nbytes <= COPIED and packable(linear):
-        return _bare(PackedLinear(linear))
+        return _bare(PackedLinear(linear, free=free))
     return _bare(linear)
 
 
@@ -206,7 +217,7 @@ def _bare(module: nn.Module) -> Linear:
     if type(module) is nn.Linear and "forward" not in module.__dict__:     # some quantisers wrap it
         weight, bias = module.weight, module.bias
         return lambda inputs: F.linear(inputs, weight, bias)
-    if type(module) is PackedLinear:
+    if type(module) is PackedLinear and module.native is None:
         packed, added, multiply = module.weight, module.bias, torch.ops.mkldnn._linear_pointwise.default
         return lambda inputs: multiply(inputs, packed, added, "none", [], "")
     forward: Linear = module.forward

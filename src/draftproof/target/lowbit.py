@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.target.kernels import Kernels, kernels
+from draftproof.target.kernels import EVEN, Kernels, Linear, has_amx, interleaved, kernels, rounded
 from draftproof.target.pack import Whole
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
 CHUNK = 1 << 22
 """Weights quantised at a time, so that a large table needs no second copy."""
-STRIP, EVEN = 32, 16
-"""Outputs our kernel makes at a time, and what numbers of inputs are rounded up to; as in kernels.c."""
 
 
 class Int8Linear(Whole):
@@ -38,44 +36,31 @@ class Int8Linear(Whole):
             scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
             codes[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
         self.in_features, self.bias = weight.shape[1], None if bias is None else bias.to(weight.dtype)
+        self.scale, self.offset = scale / 127, torch.zeros(len(weight), dtype=torch.int32)
         self.kernels = kernels() if weight.dtype == torch.bfloat16 else None
-        self.ours = self.kernels is not None and self.kernels.int8 is not None and not _has_amx()
-        rest = -len(scale) % STRIP if self.ours else 0
-        self.scale = F.pad(scale / 127, (0, rest))
-        self._added = None if self.bias is None else F.pad(self.bias, (0, rest))
-        self.weight = _interleaved(codes) if self.ours else torch.ops.onednn.qlinear_prepack(codes, None)
-        self.offset = torch.zeros(0 if self.ours else len(weight), dtype=torch.int32)
+        if self.kernels is not None and self.kernels.int8 and not has_amx():
+            self.scale, self._added = rounded(self.scale), None if self.bias is None else rounded(self.bias)
+            self.weight = interleaved(codes, 4).view(torch.uint8).bitwise_xor_(128)
+            self.native = Linear.of(self.weight, self.scale, self._added, self.in_features, self.out_features)
+        else:
+            self.weight = torch.ops.onednn.qlinear_prepack(codes, None)
         self._most = torch.tensor([127.0])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.kernels is None or inputs.dtype != torch.bfloat16:
+        if self.kernels is not None and self.native is not None:
+            return self.kernels.multiply(self.native, inputs)
+        if self.kernels is None or self.in_features % EVEN or self.out_features % EVEN:
             return self._by_torch(inputs)
-        inputs = inputs.contiguous()
-        outputs = inputs.new_empty(*inputs.shape[:-1], self.out_features)
-        if self.ours:
-            self._by_kernel(self.kernels, inputs, outputs)
-        elif self.in_features % EVEN or self.out_features % EVEN:
-            return self._by_torch(inputs)
-        else:
-            self._by_both(self.kernels, inputs, outputs)
-        return outputs
+        return self._by_both(self.kernels, inputs.contiguous())
 
-    def _by_kernel(self, kernels: Kernels, inputs: Tensor, outputs: Tensor) -> None:
-        assert kernels.int8 is not None
-        kernels.int8(
-            inputs.data_ptr(), self.weight.data_ptr(), self.scale.data_ptr(), _at(self._added), outputs.data_ptr(),
-            inputs.numel() // self.in_features, self.in_features, self.weight.shape[1] * 4, self.out_features,
-            torch.get_num_threads(),
-        )  # fmt: skip
-
-    def _by_both(self, kernels: Kernels, inputs: Tensor, outputs: Tensor) -> None:
+    def _by_both(self, kernels: Kernels, inputs: Tensor) -> Tensor:
         rows, threads = inputs.numel() // self.in_features, torch.get_num_threads()
         codes, most = torch.empty(inputs.shape, dtype=torch.uint8), torch.empty(rows)
         kernels.codes(inputs.data_ptr(), codes.data_ptr(), most.data_ptr(), rows, self.in_features, threads)
-        products = self._product(codes)
-        kernels.scaled(
-            products.data_ptr(), most.data_ptr(), _at(self._added), outputs.data_ptr(), rows, self.out_features, threads
-        )
+        products, outputs = self._product(codes), inputs.new_empty(*inputs.shape[:-1], self.out_features)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        kernels.scaled(products.data_ptr(), most.data_ptr(), bias, outputs.data_ptr(), rows, self.out_features, threads)
+        return outputs
 
     def _by_torch(self, inputs: Tensor) -> Tensor:
         most = inputs.abs().amax(-1, keepdim=True)                                  # [..., 1]
@@ -151,23 +136,6 @@ def bytes_of(*tensors: Tensor | None) -> int:
         elif tensor is not None:
             total += tensor.numel() * tensor.element_size()
     return total
-
-
-def _interleaved(codes: Tensor) -> Tensor:
-    """[outputs / 32, inputs / 4, 32, 4] the weights [outputs, inputs] as our kernel reads them, from 1 to 255 around 128."""
-    outputs, inputs = codes.shape
-    padded = F.pad(codes, (0, -inputs % EVEN, 0, -outputs % STRIP)).view(-1, STRIP, (inputs + EVEN - 1) // EVEN * 4, 4)
-    return padded.transpose(1, 2).contiguous().view(torch.uint8).bitwise_xor_(128)
-
-
-def _at(bias: Tensor | None) -> int | None:
-    return None if bias is None else bias.data_ptr()
-
-
-def _has_amx() -> bool:
-    """Whether oneDNN's products are the processor's own."""
-    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return known is not None and bool(known())
 
 
 def _chunks(weight: Tensor) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Linear layers packed for oneDNN: the same bits, sooner. Knows torch's private packing operators, and tests for them."""
+"""Linear layers packed: for oneDNN, the same bits sooner, or for our own kernels. Knows torch's private packing operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from draftproof.target.kernels import Linear, has_amx, interleaved, kernels, plain, rounded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,6 +30,7 @@ class Whole(nn.Module):
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.out_features = outputs
+        self.native: Linear | None = None                               # the layer as our kernels read it, if they do
         self._last: tuple[Tensor, Tensor] | None = None                 # inputs and outputs that parts still wait for
 
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
@@ -41,18 +44,37 @@ class Whole(nn.Module):
 
 
 class PackedLinear(Whole):
-    """A bfloat16 linear layer on the CPU whose weight lies as oneDNN reads it; several layers in one if they share inputs."""
+    """A bfloat16 linear layer on the CPU whose weight lies as it is read; several layers in one if they share inputs.
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    free: by our own kernel where there is one, quicker for small layers but rounded in another order. By oneDNN otherwise,
+    which gives the bits of the originals.
+    """
+
+    def __init__(self, *linears: nn.Linear, free: bool = False) -> None:
         weights, biases = [one.weight.detach() for one in linears], [one.bias for one in linears]
         super().__init__(sum(len(weight) for weight in weights))
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self.in_features = weight.shape[1]
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
+        self.kernels = kernels() if free and not has_amx() else None
+        if self.kernels is not None and self.kernels.bf16:
+            self._added = None if self.bias is None else rounded(self.bias)
+            self.weight = interleaved(weight, 2)
+            self.native = Linear.of(self.weight, None, self._added, self.in_features, self.out_features)
+        else:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.kernels is not None and self.native is not None:
+            return self.kernels.multiply(self.native, inputs)
         packed: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
         return packed
+
+    def dense(self) -> Tensor:
+        """[outputs, inputs] the weight."""
+        native = self.native is not None
+        weight: Tensor = plain(self.weight, self.in_features, self.out_features) if native else self.weight.to_dense()
+        return weight
 
 
 class PackedPart(nn.Module):
@@ -66,8 +88,10 @@ class PackedPart(nn.Module):
         return self.whole.part(inputs, self.start, self.stop)
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, *, free: bool = False) -> int:
     """Pack every plain bfloat16 linear layer of `model` in place, where that gives the same bits; return how many.
+
+    free: in whatever order of rounding is quickest, for drafters, whose bits nobody reads.
 
     Layers that share their inputs become one. The originals are given up, page by page: for models loaded here, never
     for one that a user holds. Weights shared with another module (tied embeddings) stay: a packed copy would hold them
@@ -80,7 +104,7 @@ def pack_linears(model: nn.Module) -> int:
         if packed == 0 and groups and not _same(groups[0]):
             return 0
         for names in groups:
-            _pack(module, names)
+            _pack(module, names, free)
             packed += len(names)
     return packed
 
@@ -103,9 +127,9 @@ def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[
     return alike + [{name: layer} for name, layer in single.items() if name not in grouped]
 
 
-def _pack(module: nn.Module, linears: dict[str, nn.Linear]) -> None:
+def _pack(module: nn.Module, linears: dict[str, nn.Linear], free: bool) -> None:
     """Put packed layers in the place of `linears` of a module."""
-    put(module, {name: linear.out_features for name, linear in linears.items()}, PackedLinear(*linears.values()))
+    put(module, {name: linear.out_features for name, linear in linears.items()}, PackedLinear(*linears.values(), free=free))
     for linear in linears.values():
         release(linear.weight)
 

@@ -163,7 +163,7 @@ def _dense(layer: Any) -> Tensor:
     if isinstance(layer, PackedPart):
         return _dense(layer.whole)[layer.start : layer.stop]
     if isinstance(layer, PackedLinear):
-        return layer.weight.to_dense()
+        return layer.dense()
     weight: Tensor = layer.weight.detach()
     return weight.t() if isinstance(layer, Conv1D) else weight
 

@@ -84,6 +84,8 @@ class Target:
         """
         if self._lean is None:
             raise UnsupportedModel(f"{self.name} has no lean forward, which is what is compiled; leave --compile out")
+        if self._lean.native:
+            raise UnsupportedModel(f"{self.name} is read by kernels that are compiled already; leave --compile out")
         other = copy.copy(self)
         other._lean = self._lean.of(self.model)
         other._lean.compile(self.model.get_output_embeddings(), backend)
