@@ -12,7 +12,7 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = ("errors", "core", "target", "drafters", "decoding", "training", "proof", "bench", "server", "cli")
+FLOORS = ("errors", "native", "core", "target", "drafters", "decoding", "training", "proof", "bench", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
 
 
@@ -55,7 +55,10 @@ def test_decoding_knows_no_transformers(path: Path) -> None:
         assert not foreign & {name.split(".")[0] for name in imports(path)}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if floor(path) in ("errors", "core")], ids=lambda path: path.name)
+LOWEST = [path for path in FILES if floor(path) in ("errors", "native", "core")]
+
+
+@pytest.mark.parametrize("path", LOWEST, ids=lambda path: path.name)
 def test_core_needs_torch_and_nothing_else(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path)}
     assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}

@@ -140,7 +140,9 @@ def paths_of(texts: Sequence[Sequence[int]], tree: TokenTree | None = None, capa
     return Paths(prefix, tree if tree is not None else TokenTree.root(prefix.root))
 
 
-def sampler_of(*samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = ()) -> Sampler:
+def sampler_of(
+    *samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = (), at_hand: bool | None = None
+) -> Sampler:
     """The sampler of rows with these wishes."""
     wishes = [
         Wishes(
@@ -151,7 +153,7 @@ def sampler_of(*samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequen
         )
         for want in samplings
     ]
-    return Sampler(wishes)
+    return Sampler(wishes, at_hand=at_hand)
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:

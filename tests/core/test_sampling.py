@@ -253,3 +253,25 @@ def _filtered(want: Sampling, text: list[int], scores: Tensor) -> Tensor:
     """[1, V] as our sampler processes the scores behind `text`."""
     sampler = sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9))
     return sampler.filtered(scores.view(1, 1, -1), paths_of([text]))[:, 0]
+
+
+@pytest.mark.parametrize("vocab", [12, 100, 4096])
+@pytest.mark.parametrize("heats", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
+def test_the_best_are_those_of_the_race(heats: tuple[float, ...], vocab: int) -> None:
+    """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where there is none."""
+    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(heats)]
+    tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
+    paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
+    logits = 4 * torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(1))
+    logits[0, 1], logits[1, 2, 3], logits[2, 4, 2:] = -torch.inf, torch.nan, -torch.inf
+    logits = logits.bfloat16()
+    for first in (0, 3):
+        some = Paths(paths.prefix, tree, first)
+        asked = logits[:, first:]
+        found, wanted = (sampler_of(*wants, at_hand=at_hand).best(asked, some, 5) for at_hand in (True, False))
+        torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
+        race = sampler_of(*wants).race(asked, some, Role.TARGET)
+        there = wanted[0] > -torch.inf
+        won, meant = race.gather(-1, found[1]), race.gather(-1, wanted[1])
+        torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)      # equals may come in any order
+        assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftproof.core.acceptance import accept_by_matching
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.acceptance import accept_by_looking, accept_by_matching
+from draftproof.core.tree import ABSENT, NOTHING, Node, TokenTree, TreeShape
 
 SHAPES = [
     TreeShape.chain(0),
@@ -153,3 +153,44 @@ def test_trees_are_made_without_reading_the_device() -> None:
         tree = TokenTree.from_paths(torch.zeros(2, 3, 4, dtype=torch.int64), 8)
         accepted = accept_by_matching(tree, torch.zeros(2, 8, dtype=torch.int64))
         assert tree.ancestors.shape == (2, 8, 8) and accepted.nodes.shape == (2, 4)
+
+
+# On the host ----------------------------------------------------------------------------------------------------------------
+
+
+def _pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random pools [rows, size]: tokens, parents that come before their children, odds that fall along each path."""
+    dice = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 4, (rows, size), generator=dice)
+    parents = torch.cat([torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)], 1).long()
+    shares, odds = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
+    for node in range(1, size):
+        above = odds.gather(1, parents[:, node, None])[:, 0]
+        odds[:, node] = above * shares[:, node].clamp(min=0)            # now and then nothing
+    return tokens, parents, odds
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 20, 99])
+def test_a_tree_listed_on_the_host_is_that_of_the_device(nodes: int) -> None:
+    for seed in range(5):
+        tokens, parents, odds = _pool(3, 20, seed)
+        wanted = TokenTree.likeliest(tokens, parents, odds, nodes, 19)
+        rows = zip(tokens.tolist(), parents.tolist(), odds.tolist(), strict=True)
+        found = TokenTree.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, 19)
+        width = found.tokens.shape[1]
+        assert found.odds is not None and wanted.odds is not None
+        for ours, theirs in ((found.tokens, wanted.tokens), (found.parents, wanted.parents), (found.odds, wanted.odds)):
+            assert torch.equal(ours, theirs[:, :width])
+        assert (wanted.tokens[:, width:] == ABSENT).all()               # on the host a tree is no wider than it must be
+        assert found.reach == torch.where(wanted.present, wanted.depths, 0).amax(1).tolist()
+
+
+def test_looking_accepts_what_matching_accepts() -> None:
+    """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be picked."""
+    for seed in range(60):
+        tree = TokenTree.likeliest(*_pool(4, 14, seed), 10, 9)
+        picks = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
+        picks = torch.where(picks == -1, NOTHING, picks)
+        found, wanted = accept_by_looking(tree, picks), accept_by_matching(tree, picks)
+        assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
+        assert torch.equal(found.nodes, wanted.nodes)

@@ -74,6 +74,7 @@ def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: int = 5, o
 def test_a_round_reads_nothing_back_before_it_delivers(drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft, read, accept, keep and observe wait for nothing; the one copy to the host is in `_deliver`."""
     one = decoder(DRAFTERS[drafter](target()), rule)
+    one.at_hand = False                                                         # as on any device
     wants = [{"temperature": 1.0}, {"top_k": 4, "temperature": 0.7, "top_p": 0.9, "min_p": 0.01}, {}]
     for prompt, want in zip(prompts(3, seed=1), wants, strict=True):
         one.admit([running(prompt, **want)])

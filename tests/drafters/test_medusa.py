@@ -190,11 +190,13 @@ def test_tokens_that_heads_do_not_know_are_never_drafted() -> None:
 class Scene:
     """Rows with random hidden states and texts, in front of a drafter."""
 
-    def __init__(self, head: MedusaHead, *wishes: Sampling, tree: Any = "dynamic", vocabulary: Any = None) -> None:
+    def __init__(
+        self, head: MedusaHead, *wishes: Sampling, tree: Any = "dynamic", vocabulary: Any = None, at_hand: bool = True
+    ) -> None:
         self.vocabulary = vocabulary if vocabulary is not None else target()
         self.drafter = Medusa(head, self.vocabulary, tree)
         texts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]
-        self.sampler = sampler_of(*(wishes * 3)[:3])
+        self.sampler = sampler_of(*(wishes * 3)[:3], at_hand=at_hand)
         self.prefix = paths_of(texts).prefix
         self.hidden = torch.randn(3, 1, 1, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
         self.drafter.start(6, 64)
@@ -214,10 +216,11 @@ def drafted_paths(tree: TokenTree, row: int) -> list[Path]:
     return [tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes]
 
 
+@pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
 @pytest.mark.parametrize("budget", [1, 2, 5, 16, 31])
-def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int) -> None:
+def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int, at_hand: bool) -> None:
     """Of all paths of all tokens: 40 + 40^2 + 40^3."""
-    stage = Scene(noisy_head(seed=2), Sampling())
+    stage = Scene(noisy_head(seed=2), Sampling(), at_hand=at_hand)
     tree = stage.propose(budget)
     laws = stage.logits.log_softmax(-1)
     for row in range(3):
@@ -362,7 +365,7 @@ def test_it_remembers_the_last_committed_state_of_each_row() -> None:
 @pytest.mark.parametrize("wish", [Sampling(), Sampling(temperature=0.9, top_k=7)])
 def test_a_round_reads_nothing_back(tree: Any, wish: Sampling) -> None:
     """Observing and proposing run on tensors that have no values."""
-    stage = Scene(noisy_head(), wish, tree=tree)
+    stage = Scene(noisy_head(), wish, tree=tree, at_hand=False)
     stage.propose(7)                                                    # what is made once is made
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         places = torch.zeros(3, 2, dtype=torch.int64)

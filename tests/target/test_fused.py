@@ -1,21 +1,15 @@
 """The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
 
 import copy
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.target import kernels as module
+from draftproof.native.kernels import has_amx, kernels
 from draftproof.target.exactness import probe
 from draftproof.target.fused import NODES
-from draftproof.target.kernels import has_amx, kernels
 from draftproof.target.pack import pack_linears
 from draftproof.target.target import Target
 
@@ -144,25 +138,3 @@ def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     for other in (model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))):
         lean = Target(other)._lean
         assert lean is not None and lean.fused is None
-
-
-def test_kernels_are_optional(tmp_path: Path) -> None:
-    """Without a compiler, or switched off, torch's operators serve."""
-    code = "from draftproof.target.kernels import kernels; import torch; print(kernels())"
-    for change in ({"DRAFTPROOF_KERNELS": "0"}, {"CC": "/bin/false", "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **change}, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == "None"
-
-
-def test_kernels_are_kept_and_not_taken_from_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, owner = tmp_path / "kept", os.getuid()
-    monkeypatch.setattr(module, "_folders", lambda: [folder])
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None
-    built = module._built(compiler)
-    assert module._built(compiler) == built and list(folder.iterdir()) == [built]
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(OSError, match="no folder"):
-        module._built(compiler)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.target import kernels as kernels_module
+from draftproof.native import kernels as kernels_module
+from draftproof.native.kernels import kernels
 from draftproof.target import lowbit
-from draftproof.target.kernels import kernels
 from draftproof.target.lowbit import Int4Linear, Int8Linear
 
 LAYERS = [

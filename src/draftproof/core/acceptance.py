@@ -52,6 +52,25 @@ def accept_by_matching(tree: TokenTree, picks: Tensor) -> Accepted:
     return _accepted(tree, last, picks.gather(1, last[:, None])[:, 0])
 
 
+def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
+    """As `accept_by_matching`, node by node on the host: quicker where looking at a number costs nothing."""
+    paths, roots, deep = [], [], tree.depth_limit + 1
+    for tokens, parents, chosen in zip(*tree.on_host, picks.tolist(), strict=True):
+        depths, deepest = [0] + [-1] * (len(tokens) - 1), 0              # of nodes that stand
+        for node in range(1, len(tokens)):
+            above = parents[node]
+            if depths[above] >= 0 and tokens[node] == chosen[above]:
+                depths[node] = depths[above] + 1
+                deepest = node if depths[node] > depths[deepest] else deepest
+        path = [deepest]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        paths.append(path[::-1])
+        roots.append(chosen[deepest])
+    nodes = torch.tensor([[*path, *range(len(path), deep)] for path in paths])
+    return Accepted(nodes, torch.tensor([len(path) for path in paths]), torch.tensor(roots))
+
+
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     """Try each drawn child against its parent's residual law, in the order drawn; on rejection draw the residual.
 
@@ -118,7 +137,8 @@ class Rule(NamedTuple):
 
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
-    return accept_by_matching(tree, frontier.sampler.pick(logits, Paths(frontier.prefix, tree)))
+    picks = frontier.sampler.pick(logits, Paths(frontier.prefix, tree))
+    return (accept_by_looking if frontier.sampler.at_hand and not tree.is_chain else accept_by_matching)(tree, picks)
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:

@@ -19,6 +19,7 @@ from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.errors import BadInput
+from draftproof.native.kernels import kernels
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
@@ -141,11 +142,16 @@ class Paths:
 
 
 class Sampler:
-    """The wishes of all running rows, as tensors. Pure: the same arguments give the same choice."""
+    """The wishes of all running rows, as tensors. Pure: the same arguments give the same choice.
 
-    def __init__(self, rows: Sequence[Wishes], device: torch.device | str = "cpu") -> None:
+    at_hand: numbers may be looked at and calculated with on the host, since they lie there and shapes need not be static. False
+    where each look would wait for a device, or where that is rehearsed.
+    """
+
+    def __init__(self, rows: Sequence[Wishes], device: torch.device | str = "cpu", at_hand: bool | None = None) -> None:
         self.rows = tuple(rows)
         self.device = torch.device(device)
+        self.at_hand = self.device.type == "cpu" if at_hand is None else at_hand
         wants = [row.sampling for row in rows]
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
@@ -154,7 +160,7 @@ class Sampler:
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, in this order."""
-        return Sampler([self.rows[row] for row in rows], self.device)
+        return Sampler([self.rows[row] for row in rows], self.device, self.at_hand)
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
         """Copy to the device now, not in the round that comes, whatever scores of this dtype and width will need."""
@@ -204,6 +210,33 @@ class Sampler:
         itself is too sure. A high one would have it less sure than it is.
         """
         return (race if self.greedy else race * self._trust.to(race.dtype)).log_softmax(-1)
+
+    def best(self, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` tokens likeliest to be chosen at each node, and the logarithm of the chance of each, [B, N, count] both.
+
+        For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
+        """
+        found = kernels() if self.at_hand and logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
+        if found is not None and all(process == self._heat for process in self._processes):
+            rows, nodes, vocab = logits.shape
+            noises, places = (None, None) if self.greedy else self._noise_at(paths, nodes, vocab)
+            heats, trusts = (column.expand(rows, nodes).contiguous() for column in self._heats)
+            odds, tokens = found.best(logits.reshape(-1, vocab), noises, places, heats, trusts, count)
+            return odds.view(rows, nodes, count), tokens.view(rows, nodes, count)
+        best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
+        return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
+
+    def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor, Tensor]:
+        """The round's noise [., V], and which of it each node's is [B, N]."""
+        noises = self._noise(paths, Role.TARGET, vocab)                      # [B, D, V]
+        first = noises.shape[1] * torch.arange(len(noises), device=self.device)[:, None]
+        return noises, (first + paths.tree.depths[:, paths.first : paths.first + nodes]).contiguous()
+
+    @cached_property
+    def _heats(self) -> tuple[Tensor, Tensor]:
+        """[B, 1] what logits are divided by, and what scores are multiplied by to say a chance."""
+        heats = [row.sampling.temperature or 1.0 for row in self.rows]
+        return torch.tensor(heats, device=self.device).view(-1, 1), self._trust[:, 0]
 
     @cached_property
     def _trust(self) -> Tensor:

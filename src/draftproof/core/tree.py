@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +109,14 @@ class TreeShape:
         return torch.tensor(parents, device=device), torch.tensor(ranks, device=device)
 
 
+class Node(NamedTuple):
+    """A node of a pool on the host: its token, its parent's place in the pool, and the chance that it will stand."""
+
+    token: int
+    parent: int
+    odds: float
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """What may come next in each row. Node 0 is the root: chosen by the target, not yet read by it.
@@ -198,6 +207,19 @@ class TokenTree:
         return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0))
 
     @classmethod
+    def listed(cls, pools: Sequence[Sequence[Node]], nodes: int, depth_limit: int) -> TokenTree:
+        """As `likeliest`, of pools that were listed on the host, one per row; the root is each pool's node 0."""
+        rows = [_grown(pool, nodes) for pool in pools]
+        width = max(len(row) for row in rows)
+        absent = Node(ABSENT, 0, 0.0)
+        padded = [[*row, *[absent] * (width - len(row))] for row in rows]
+        tokens, parents = ([[node[place] for node in row] for row in padded] for place in range(2))
+        odds = torch.tensor([[node.odds for node in row] for row in padded])
+        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), odds=odds)
+        tree.__dict__["on_host"] = tokens, parents
+        return tree
+
+    @classmethod
     def beside(cls, trees: Sequence[TokenTree]) -> TokenTree:
         """Trees of the same roots side by side, each with a root of its own: a pool of nodes, no tree until `merged`."""
         sizes = [tree.tokens.shape[1] for tree in trees]
@@ -221,6 +243,22 @@ class TokenTree:
         tokens = self.tokens.gather(1, self.path_to(node))
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return TokenTree.chain(torch.where(places <= self.depths.gather(1, node[:, None]), tokens, ABSENT))
+
+    @cached_property
+    def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents, [B, N] each, for those to whom looking costs nothing."""
+        return self.tokens.tolist(), self.parents.tolist()
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """[B] edges to the deepest node that is there; on the host."""
+        deepest = []
+        for tokens, parents in zip(*self.on_host, strict=True):
+            depths = [0] * len(tokens)
+            for node in range(1, len(tokens)):
+                depths[node] = depths[parents[node]] + 1 if tokens[node] != ABSENT else 0
+            deepest.append(max(depths))
+        return deepest
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -282,6 +320,15 @@ def _rooted(parents: Tensor) -> Tensor:
     """`parents` [B, N] with -1 at the root; written anew, since graph compilers do not follow writes through a view."""
     first = torch.arange(parents.shape[1], device=parents.device) == 0
     return torch.where(first, -1, parents)
+
+
+def _grown(pool: Sequence[Node], nodes: int) -> list[Node]:
+    """The likeliest nodes of a pool, at most so many, in falling order; of equals the earlier, as a parent is."""
+    order = sorted(range(1, len(pool)), key=lambda node: -pool[node].odds)[: nodes - 1]
+    order = [0, *(node for node in order if pool[node].odds > 0)]
+    place = {node: new for new, node in enumerate(order)}
+    first = Node(pool[0].token, -1, 1.0)
+    return [first, *(pool[node]._replace(parent=place[pool[node].parent]) for node in order[1:])]
 
 
 @dataclass(frozen=True)

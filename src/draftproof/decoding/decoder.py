@@ -35,6 +35,7 @@ class Decoder:
     ) -> None:
         self.target, self.drafter, self.rule, self.budget, self.shapes = target, drafter, rule, budget, shapes
         self.device = Device(target.device)
+        self.at_hand = target.device.type == "cpu" and not shapes.closed             # to look at a number waits for nothing
         self.cache = target.new_cache(rows, capacity)
         self.nursery = target.new_cache(1, capacity) if shapes.closed else None      # prompts are read there: one shape
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
@@ -123,8 +124,8 @@ class Decoder:
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self.text[: self.rows], self._cache().lengths.clone(), ahead, longest)
-        free = self.text.device.type == "cpu" and not self.shapes.closed and not self.rule.drawn        # to look, that is
-        floor = self.budget.floor if free and isinstance(self.budget, Confident) else 0.0
+        looks = self.sampler.at_hand and not self.rule.drawn
+        floor = self.budget.floor if looks and isinstance(self.budget, Confident) else 0.0
         return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
@@ -149,14 +150,19 @@ class Decoder:
 
     def _deliver(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> None:
         """The round's one copy to the host: text, stop rules, statistics, retiring rows."""
-        there = tree.tokens != ABSENT
-        reach = torch.where(there, tree.depths, 0).amax(1)
-        columns = [accepted.count[:, None], there.sum(1, keepdim=True) - 1, reach[:, None], chosen]
+        if self.sampler.at_hand:
+            drafted = [sum(token != ABSENT for token in tokens) - 1 for tokens in tree.on_host[0]]
+            sizes = torch.tensor([drafted, tree.reach]).T
+        else:
+            there = tree.tokens != ABSENT
+            reach = torch.where(there, tree.depths, 0).amax(1)
+            sizes = torch.stack([there.sum(1) - 1, reach], 1)
+        columns = [accepted.count[:, None], sizes, chosen]
         if self._wants_logprobs:
             columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
         if accepted.distance is not None:
             columns.append(accepted.distance)
-        exact = self.device.widest if len(columns) > 4 else torch.int64             # token ids are far below 2**24
+        exact = self.device.widest if len(columns) > 3 else torch.int64             # token ids are far below 2**24
         self.device.flush()
         host = torch.cat([column.to(exact) for column in columns], 1).tolist()
         width = chosen.shape[1]
@@ -214,7 +220,8 @@ class Decoder:
 
     def _resample(self) -> None:
         unheard = [row.wishes for row in self.running[-1:]] * (self.rows - len(self.running))
-        self.sampler = Sampler([*(row.wishes for row in self.running), *unheard], self.target.device)
+        wishes = [*(row.wishes for row in self.running), *unheard]
+        self.sampler = Sampler(wishes, self.target.device, self.at_hand)
         if self.shapes.closed:
             exact = torch.promote_types(self.target.dtype, torch.float32)
             self.sampler.prepare(exact, self.target.vocab_size)

@@ -111,17 +111,19 @@ class DraftModel(Drafter):
                 logits = self._fit(self.model.read(tree, self._cache(len(root)), first=above.start).logits)
                 self.scratch = above.stop
             paths = Paths(frontier.prefix, tree, first=above.start)
-            role = Role.DRAFT if frontier.drawn else Role.TARGET
-            race = frontier.sampler.race(logits, paths, role)
+            count = max(shape.ranks[node] for node in level) + 1
+            scores, children = self._children(frontier, logits, paths, count)
             parents, ranks = shape.births(depth, root.device)
-            best = race.topk(max(shape.ranks[node] for node in level) + 1, -1)
-            children, scores = best.indices[:, parents, ranks], best.values[:, parents, ranks]
-            alive = (scores > -torch.inf) & (tree.tokens[:, above.start :][:, parents] != ABSENT)
-            tokens = torch.cat([tokens, torch.where(alive, children, ABSENT)], 1)
+            last = tree.tokens[:, above.start :]
+            if count > 1 or len(above) > 1:
+                scores, children, last = scores[:, parents, ranks], children[:, parents, ranks], last[:, parents]
+            else:
+                scores, children = scores[..., 0], children[..., 0]
+            tokens = torch.cat([tokens, torch.where((scores > -torch.inf) & (last != ABSENT), children, ABSENT)], 1)
             if frontier.drawn:
                 laws.append(frontier.sampler.probs(logits, paths)[:, parents])
             elif frontier.floor and shape.is_chain:
-                odds = odds + frontier.sampler.odds(race).amax(-1)[:, -1]
+                odds = odds + scores[:, -1]
                 if float(odds.amax()) < log(frontier.floor):
                     return TokenTree.chain(tokens)
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
@@ -131,6 +133,13 @@ class DraftModel(Drafter):
         if self.cache is not None:
             self.cache.select(rows)
         self.behind = [self.behind[row] for row in rows]
+
+    def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
+        """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
+        if not frontier.drawn:
+            return frontier.sampler.best(logits, paths, count)
+        best = frontier.sampler.race(logits, paths, Role.DRAFT).topk(count, -1)
+        return best.values, best.indices
 
     def _tree(self, tokens: Tensor, shape: TreeShape) -> TokenTree:
         """The levels drafted so far."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heappop, heappush
+from math import exp, inf
 from pathlib import PurePath
 from typing import NamedTuple, cast
 
@@ -19,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
-from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.target.pack import PackedLinear, packable
 
 NODES = 16
 """Draft tokens per row and round of a dynamic tree when nobody says."""
@@ -187,27 +189,27 @@ class Medusa(Drafter):
         if len(shape) == 1:
             return TokenTree.chain(root)
         plan = _plan(shape, root.device)
-        race = self._race(frontier, root, plan.depth)                                       # [B, K, V]
-        best = race.topk(plan.width, -1)
-        trust = _trust(tuple(row.sampling.temperature for row in frontier.sampler.rows), race.device).to(race.dtype)
-        steps = (best.values * trust - (race * trust).logsumexp(-1, keepdim=True)).exp().clamp(max=1)       # [B, K, R]
-        odds = F.pad(steps.flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)              # [B, N - 1]
-        odds = F.pad(torch.where(odds > 0, odds, 0), (1, 0), value=1)                       # nor is what is NaN there
-        tokens = torch.where(odds[:, 1:] > 0, best.indices.flatten(1)[:, plan.last], ABSENT)
+        steps, choices = self._choices(frontier, root, plan)                                # [B, K, R] both
+        if frontier.sampler.at_hand and len(shape) > frontier.budget + 1:
+            listed = zip(root[:, 0].tolist(), steps.tolist(), choices.tolist(), strict=True)
+            return TokenTree.listed([_likeliest(*row, frontier.budget) for row in listed], frontier.budget + 1, plan.depth)
+        odds = F.pad(steps.exp().flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)        # [B, N - 1]
+        odds = F.pad(odds, (1, 0), value=1)
+        tokens = torch.where(odds[:, 1:] > 0, choices.flatten(1)[:, plan.last], ABSENT)
         tree = TokenTree.shaped(torch.cat([root, tokens], 1), shape, odds=odds)
         if len(shape) <= frontier.budget + 1:
             return tree
         return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), odds, frontier.budget + 1, plan.depth)
 
-    def _race(self, frontier: Frontier, root: Tensor, heads: int) -> Tensor:
-        """[B, K, V] the scores of each head's choices, by the wishes and the noise the target will choose with.
+    def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+        """[B, K, R] the logarithms of the chances of each head's choices, and these, as the target will choose.
 
         Penalties and n-gram rules look at the heads' own first choices as the text between.
         """
-        logits = self._weights.logits(self._hidden[: len(root)], heads, self.vocabulary)
+        logits = self._weights.logits(self._hidden[: len(root)], plan.depth, self.vocabulary)
         told = frontier.sampler.reads_text                                                  # otherwise nobody asks for tokens
-        chain = TokenTree.chain(torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, heads))
-        return frontier.sampler.race(logits, Paths(frontier.prefix, chain), Role.TARGET)
+        tokens = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, plan.depth)
+        return frontier.sampler.best(logits, Paths(frontier.prefix, TokenTree.chain(tokens)), plan.width)
 
     def _shape(self, budget: int, trees: bool) -> TreeShape:
         """The tree of this budget or, where it is chosen in the round, what it is chosen from."""
@@ -220,19 +222,22 @@ class Medusa(Drafter):
         return self._shapes[budget]
 
 
-@lru_cache(maxsize=256)
-def _trust(heats: tuple[float, ...], device: torch.device) -> Tensor:
-    """[B, 1, 1] by the rows' temperatures, how much a difference in the race says of what the target will choose.
+def _likeliest(root: int, steps: list[list[float]], choices: list[list[int]], nodes: int) -> list[Node]:
+    """The root and the `nodes` likeliest paths through the choices of all heads, in falling order of their chances.
 
-    Draft and target race with one noise, so they part only where their logits do. A head trained by cross-entropy is
-    wrong about logits by as much as its softmax is broad: greedily the chance of a token is its softmax. At temperature
-    T the race counts logits in units of T, hence the softmax of T times the race; and less the hotter, since of the
-    many tokens that could then win luck picks those the head is most wrong about. How much less was measured: with
-    two sets of heads for a small model, hardly and well trained, trees of 16 are accepted 0.96 and 1.48 deep at T = 0.5,
-    0.93 and 1.39 at 0.7, 0.80 and 1.05 at 1; by the softmax of the race itself 0.77 and 1.40, 0.82 and 1.37, 0.74 and 1.03.
+    steps: the logarithms of the chances of each head's choices, falling. On the host, best first: behind a path come its
+    next sibling and its first child.
     """
-    trusts = [heat / (1 + heat**2 / 4) if heat > 0 else 1.0 for heat in heats]
-    return torch.tensor(trusts, device=device)[:, None, None]
+    pool = [Node(root, 0, 1.0)]
+    open_ = [(-steps[0][0], 0, 0, 0, 0.0)]                      # less its logarithm, head, rank, parent, the parent's logarithm
+    while open_ and len(pool) <= nodes and open_[0][0] < inf:
+        less, head, rank, parent, above = heappop(open_)
+        pool.append(Node(choices[head][rank], parent, exp(-less)))
+        if rank + 1 < len(steps[head]):
+            heappush(open_, (-above - steps[head][rank + 1], head, rank + 1, parent, above))
+        if head + 1 < len(steps):
+            heappush(open_, (less - steps[head + 1][0], head + 1, 0, len(pool) - 1, -less))
+    return pool
 
 
 @lru_cache(maxsize=256)
@@ -283,16 +288,25 @@ PADDING = 512
 
 
 class _Stacked(NamedTuple):
-    """The weights of all heads side by side: one product per layer serves them all."""
+    """The weights of all heads side by side: one product per layer serves them all.
+
+    packed: on a CPU in bfloat16, the linear layers as our kernels or oneDNN read them: the first of all heads as one, then
+    those of each head, its projection last if it has one. The rest is empty then.
+    """
 
     blocks: list[tuple[Tensor, Tensor]]             # per layer: [K, H, H] to multiply with, [K, 1, H] to add
     projection: Tensor | None                       # [K, H, rows]
     token_map: Tensor | None
+    packed: tuple[PackedLinear, list[list[PackedLinear]], bool] | None
 
     @classmethod
     def of(cls, head: MedusaHead, vocabulary: Vocabulary) -> _Stacked:
         """Copies in the target's dtype and on its device."""
         config, each = head.config, list(head._each())
+        token_map = head.token_map.to(vocabulary.device) if head.token_map is not None else None
+        packed = _packed(each, vocabulary)
+        if packed is not None:
+            return cls([], None, token_map, packed)
 
         def stack(tensors: list[Tensor]) -> Tensor:
             return torch.stack([tensor.detach().to(vocabulary.device, vocabulary.dtype) for tensor in tensors])
@@ -303,17 +317,50 @@ class _Stacked(NamedTuple):
             bias = [linear.bias if config.bias else torch.zeros(config.hidden_size) for linear in linears]
             blocks.append((stack([linear.weight for linear in linears]).transpose(1, 2), stack(bias)[:, None]))
         tables = [one.proj.weight[: vocabulary.vocab_size] for one in each if one.proj is not None]
-        token_map = head.token_map.to(vocabulary.device) if head.token_map is not None else None
-        return cls(blocks, stack(tables).transpose(1, 2) if tables else None, token_map)
+        return cls(blocks, stack(tables).transpose(1, 2) if tables else None, token_map, None)
 
     def logits(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
+        if self.packed is not None:
+            logits = self._by_packed(hidden, heads, vocabulary)
+            return over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
         states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
         for weight, bias in self.blocks:
             states = states + F.silu(torch.baddbmm(bias[:heads], states, weight[:heads]))
         own = self.projection                                   # oneDNN takes ten times as long for [B, K, H] transposed
         logits = vocabulary.unembed(states) if own is None else torch.bmm(states, own[:heads])              # [K, B, rows]
         return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
+
+    def _by_packed(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
+        assert self.packed is not None
+        first, each, shares = self.packed
+        mixed = first(hidden).view(len(hidden), -1, hidden.shape[1])[:, :heads]             # [B, K, H]
+        states = hidden[:, None] + F.silu(mixed)
+        for layer in range(len(each[0]) - (not shares)):
+            mixed = torch.stack([each[head][layer](states[:, head]) for head in range(heads)], 1)
+            states = states + F.silu(mixed)
+        if shares:
+            return vocabulary.unembed(states)
+        return torch.stack([each[head][-1](states[:, head]) for head in range(heads)], 1)
+
+
+def _packed(heads: Sequence[_Head], vocabulary: Vocabulary) -> tuple[PackedLinear, list[list[PackedLinear]], bool] | None:
+    """The linear layers of all heads, packed, if they can be."""
+    layers = [[*one.blocks, *([one.proj] if one.proj is not None else [])] for one in heads]
+    copied = [[_copy(cast(nn.Linear, linear), vocabulary.vocab_size, vocabulary) for linear in own] for own in layers]
+    if not heads[0].blocks or not all(packable(linear) for own in copied for linear in own):
+        return None
+    first = PackedLinear(*(own[0] for own in copied), free=True)
+    return first, [[PackedLinear(linear, free=True) for linear in own[1:]] for own in copied], heads[0].proj is None
+
+
+def _copy(linear: nn.Linear, rows: int, vocabulary: Vocabulary) -> nn.Linear:
+    """A layer in the target's dtype and on its device, without outputs beyond `rows`."""
+    with torch.device("meta"):
+        made = nn.Linear(linear.in_features, min(rows, linear.out_features), linear.bias is not None)
+    for name, value in linear.named_parameters():
+        setattr(made, name, nn.Parameter(value.detach()[:rows].to(vocabulary.device, vocabulary.dtype), requires_grad=False))
+    return made
 
 
 class _Plan(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import log
+from math import exp, log
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput, DrafterMismatch
@@ -289,6 +289,8 @@ class ReDrafter(Drafter):
         self._asked = True
         root = frontier.prefix.root[:, None]
         length, width = min(self.length, frontier.budget), min(self.width if frontier.trees else 1, frontier.budget)
+        if length and frontier.sampler.at_hand and self.tree == "nodes" and not (self.cut or frontier.sampler.reads_text):
+            return self._search(frontier, root, length, width)
         levels: list[_Level] = []
         for _ in range(length):
             beams = levels[-1].best(width) if levels else _Beams.begin(root)
@@ -304,23 +306,69 @@ class ReDrafter(Drafter):
             return replace(TokenTree.chain(tokens), odds=odds)
         return TokenTree.likeliest(tokens, parents, odds, frontier.budget + 1, length)
 
+    def _search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> TokenTree:
+        """The same search with its books kept on the host."""
+        pools = [[Node(token, 0, 1.0)] for token in root[:, 0].tolist()]
+        beams = [[_Beam(pool[0].token, 0, 0.0, 0)] for pool in pools]
+        state: Tensor | None = None
+        for depth in range(length):
+            state = self._advance(beams, state)
+            shape = _brush(len(beams[0]), depth)
+            paths = Paths(frontier.prefix, TokenTree.shaped(root.expand(-1, len(shape)), shape), len(shape) - len(beams[0]))
+            steps, tokens = frontier.sampler.best(self._logits(state), paths, width)                # [B, W, R]
+            best = zip(pools, beams, steps.tolist(), tokens.tolist(), strict=True)
+            beams = [_listed(pool, ends, *found)[:width] for pool, ends, *found in best]
+            if frontier.floor and max(ends[0].odds for ends in beams) < log(frontier.floor):
+                break
+        tree = TokenTree.listed(pools, frontier.budget + 1, length)
+        return replace(TokenTree.chain(tree.tokens), odds=tree.odds) if width == 1 else tree
+
+    def _advance(self, beams: Sequence[Sequence[_Beam]], state: Tensor | None) -> Tensor:
+        """[B, W, H] the states behind the last tokens of these beams; `state` [B, W', H] before them."""
+        if state is not None:
+            state = state[torch.arange(len(beams))[:, None], torch.tensor([[beam.above for beam in row] for row in beams])]
+        embedded = self.vocabulary.embed(torch.tensor([[beam.token for beam in row] for row in beams]))
+        return self._head.advance(embedded.to(self._context.dtype), state)
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """[B, W, V] what the head says behind these states, over the target's vocabulary."""
+        logits = self._head.logits(self._context[: len(state), None].expand_as(state), state)
+        if self._head.config.share_lm_head:
+            logits = self.vocabulary.unembed(logits)
+        return over_vocabulary(logits, self.vocabulary.vocab_size)
+
     def _grow(self, beams: _Beams, root: Tensor, frontier: Frontier, children: int) -> _Level:
         """The most likely children of every beam, by the target's wishes and noise."""
         embedded = self.vocabulary.embed(beams.paths[..., -1])
         state = self._head.advance(embedded.to(self._context.dtype), beams.state)           # [B, W, H]
-        logits = self._head.logits(self._context[: len(root), None].expand_as(state), state)
-        if self._head.config.share_lm_head:
-            logits = self.vocabulary.unembed(logits)
-        paths = Paths(frontier.prefix, *beams.tree(root, frontier.sampler.reads_text))
-        race = frontier.sampler.race(over_vocabulary(logits, self.vocabulary.vocab_size), paths, Role.TARGET)
+        logits, paths = self._logits(state), Paths(frontier.prefix, *beams.tree(root, frontier.sampler.reads_text))
         if self.cut is not None:
-            among = race.topk(min(self.cut, race.shape[-1]), -1)
+            among = frontier.sampler.race(logits, paths, Role.TARGET).topk(min(self.cut, logits.shape[-1]), -1)
             steps, tokens = frontier.sampler.odds(among.values)[..., :children], among.indices[..., :children]
+            steps = torch.where(steps > -torch.inf, steps, -torch.inf)                      # NaN where nothing may be chosen
         else:
-            steps, tokens = frontier.sampler.odds(race).topk(children, -1)                  # [B, W, R]
-        steps = torch.where(steps > -torch.inf, steps, -torch.inf)                          # NaN where nothing may be chosen
+            steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]
         scores = beams.scores[..., None] + steps
         return _Level(beams, torch.where(scores > -torch.inf, tokens, ABSENT), scores, state)
+
+
+class _Beam(NamedTuple):
+    """The end of a beam on the host: its token, its place in the pool, the logarithm of its odds, which beam it comes from."""
+
+    token: int
+    place: int
+    odds: float
+    above: int
+
+
+def _listed(pool: list[Node], beams: Sequence[_Beam], steps: list[list[float]], tokens: list[list[int]]) -> list[_Beam]:
+    """Put the children of all beams into the pool; return them, the likeliest first."""
+    ends = []
+    for above, (beam, chances, found) in enumerate(zip(beams, steps, tokens, strict=True)):
+        for chance, token in zip(chances, found, strict=True):
+            ends.append(_Beam(token, len(pool), beam.odds + chance, above))
+            pool.append(Node(token, beam.place, exp(beam.odds + chance)))
+    return sorted(ends, key=lambda end: -end.odds)
 
 
 class _Beams(NamedTuple):

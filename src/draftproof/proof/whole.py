@@ -130,15 +130,20 @@ class DecidedSampler(Sampler):
     """A sampler whose draws are decided; what it filters, and how, is the sampler's own."""
 
     def __init__(
-        self, outcomes: Outcomes, fan: Sequence[int], rows: Sequence[Wishes], device: torch.device | str = "cpu"
+        self,
+        outcomes: Outcomes,
+        fan: Sequence[int],
+        rows: Sequence[Wishes],
+        device: torch.device | str = "cpu",
+        at_hand: bool | None = None,
     ) -> None:
-        super().__init__(rows, device)
+        super().__init__(rows, device, at_hand)
         self.outcomes, self.fan = outcomes, fan
         self.worlds = torch.tensor([row.sample for row in rows], dtype=torch.int64)
         self._picking = False
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        return DecidedSampler(self.outcomes, self.fan, [self.rows[row] for row in rows], self.device)
+        return DecidedSampler(self.outcomes, self.fan, [self.rows[row] for row in rows], self.device, self.at_hand)
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         self._picking = True
@@ -249,7 +254,7 @@ class Case:
     """A decoder and what it is asked; requests share the batch.
 
     draft: makes the drafter. fan: how many children its nodes have, by depth. self_draft: the draft is the target, so
-    every token it drafts must stand.
+    every token it drafts must stand. at_hand: rounds look at numbers as on a CPU, or never, as on any device.
     """
 
     name: str
@@ -260,6 +265,7 @@ class Case:
     requests: Sequence[Request]
     fan: Sequence[int] = (1,) * 8
     self_draft: bool = False
+    at_hand: bool = True
 
 
 class Found(NamedTuple):
@@ -301,6 +307,7 @@ def _run(case: Case, outcomes: Outcomes, owners: Sequence[int]) -> list[Running]
         rows.append(Running(request.prompt, request.wishes(world), request.limit, Letters(), request=owner))
     with decided(outcomes, case.fan):
         runs = decoding.Decoder(case.target, case.draft(), case.rule, case.budget(), len(rows), CAPACITY)
+        runs.at_hand = case.at_hand
         for owner in range(len(case.requests)):
             if own := [row for row in rows if row.request == owner]:
                 runs.admit(own)

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from draftproof.target.kernels import Stores
+from draftproof.native.kernels import Stores
 
 SPAN = 64
 """A read sees the slots of its cache up to a multiple of this."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import WIDEST, Kernels, Layer, Read, Stores, kernels
 from draftproof.target.cache import RowCache, RowLayer
-from draftproof.target.kernels import WIDEST, Kernels, Layer, Read, Stores, kernels
 
 if TYPE_CHECKING:
     from draftproof.target.lean import Lean

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import Linear as Native
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
-from draftproof.target.kernels import Linear as Native
 from draftproof.target.masks import tree_mask
 from draftproof.target.pack import PackedLinear, PackedPart, Whole, packable
 

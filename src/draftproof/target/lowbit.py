@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.target.kernels import EVEN, Kernels, Linear, has_amx, interleaved, kernels, rounded
+from draftproof.native.kernels import EVEN, Kernels, Linear, has_amx, interleaved, kernels, rounded
 from draftproof.target.pack import Whole
 
 GROUP = 32

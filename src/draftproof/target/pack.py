@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.target.kernels import Linear, has_amx, interleaved, kernels, plain, rounded
+from draftproof.native.kernels import Linear, has_amx, interleaved, kernels, plain, rounded
 
 M = TypeVar("M", bound=nn.Module)
 

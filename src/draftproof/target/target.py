@@ -50,6 +50,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.context = _context_of(config)
         self.hidden_size: int = config.hidden_size
+        self._ending = _Ending.of(config)                # a config is slow to ask
         self.kv_cache = kv_cache
         self.quantization: Quantization | None = None    # what it cost, and saved
         self._noise = _NOISE[torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype]
@@ -158,7 +159,7 @@ class Target:
         packed = self._lean is not None and torch.is_inference_mode_enabled()           # packed weights know no gradients
         head = self._lean.head if packed and self._lean is not None else self.model.get_output_embeddings()
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])  # DeepSpeed's want three dimensions
-        logits: Tensor = _finished(head(wide), self.model.config.get_text_config())
+        logits = self._ending.finished(head(wide))
         return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
@@ -222,16 +223,27 @@ _TESTED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 _NOISE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}     # float64 has float32 inside
 
 
-def _finished(logits: Tensor, config: Any) -> Tensor:
+class _Ending(NamedTuple):
     """What families do to the logits of their head: Cohere multiplies, Granite divides, Gemma 2 caps them."""
-    factor, divisor, cap = (
-        getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    )
-    if isinstance(factor, float) and factor != 1:
-        logits = logits * factor
-    if isinstance(divisor, (int, float)) and divisor != 1:
-        logits = logits / divisor
-    return (logits / cap).tanh() * cap if cap else logits
+
+    factor: float | None
+    divisor: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> _Ending:
+        factor, divisor, cap = (
+            getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        )
+        multiplies = isinstance(factor, float) and factor != 1
+        divides = isinstance(divisor, (int, float)) and divisor != 1
+        return cls(factor if multiplies else None, divisor if divides else None, cap or None)
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """[..., V] what is sampled from."""
+        logits = logits if self.factor is None else logits * self.factor
+        logits = logits if self.divisor is None else logits / self.divisor
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
 class _Layout(NamedTuple):

@@ -501,3 +501,56 @@ void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf
     }
     draftproof_norm(hidden, delta, norm, layers->epsilon, last, width, size, threads);
 }
+
+typedef struct {
+    float score;
+    int64_t token;
+} Scored;
+
+/* Put a score into the `count` best, falling; of equals the earlier token stays in front. */
+static inline void ranked(Scored *best, int64_t count, float score, int64_t token) {
+    int64_t at = count - 1;
+    for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
+    best[at] = (Scored){score, token};
+}
+
+/* The `count` best tokens of each row of logits [rows, vocab], and the logarithm of the chance of each. A score is the logit over
+ * the row's heat, plus noise[places[row]] where there is noise [., vocab]; chances are the softmax of trust times the scores.
+ * Where a logit is NaN nothing has a chance. */
+void draftproof_best(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, const float *trusts,
+                     int64_t rows, int64_t vocab, int64_t count, float *odds, int64_t *tokens, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const bf16 *row = logits + r * vocab;
+        const float *own = noise ? noise + places[r] * vocab : NULL;
+        float *scores = scratch(vocab + LANES), factor = 1.0f / heats[r], trust = trusts[r];
+        Scored best[count];
+        for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
+        bits broken = {};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            int64_t some = vocab - i < LANES ? vocab - i : LANES;
+            lanes score = (some < LANES ? partly(row + i, some) : wide(row + i)) * factor;
+            if (own && some == LANES) score += loaded(own + i);
+            else for (int64_t l = 0; own && l < some; l++) score[l] += own[i + l];
+            for (int64_t l = some; l < LANES; l++) score[l] = -INFINITY;
+            memcpy(scores + i, &score, sizeof score);
+            broken |= score != score;
+            bits above = score > best[count - 1].score;
+            int any = 0;
+            for (int l = 0; l < LANES; l++) any |= above[l];
+            for (int l = 0; any && l < LANES; l++)
+                if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
+        }
+        int bad = 0;
+        for (int l = 0; l < LANES; l++) bad |= broken[l];
+        lanes sum = {};
+        for (int64_t i = 0; !bad && best->score > -INFINITY && i < vocab; i += LANES)
+            sum += expo((loaded(scores + i) - best->score) * trust);
+        float whole = logf(total(sum));
+        for (int64_t k = 0; k < count; k++) {
+            int there = !bad && best[k].score > -INFINITY;
+            odds[r * count + k] = there ? (best[k].score - best->score) * trust - whole : -INFINITY;
+            tokens[r * count + k] = best[k].token;
+        }
+    }
+}

@@ -92,7 +92,11 @@ class Kernels:
         self.linear.argtypes = (pointer, pointer, pointer, number, number)
         self.forward = library.draftproof_forward
         self.forward.argtypes = (pointer, pointer, number, *(pointer,) * 6)
-        for function in (self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.linear, self.forward):
+        self._best = library.draftproof_best
+        self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
+        for function in (
+            self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.linear, self.forward, self._best
+        ):  # fmt: skip
             function.restype = None
         library.draftproof_linears.restype = number
         self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
@@ -104,6 +108,24 @@ class Kernels:
         rows = inputs.numel() // layer.size
         self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
         return outputs
+
+
+    def best(
+        self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, trusts: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The `count` best tokens of each row and the logarithm of their chances, [rows, count] both.
+
+        logits: [rows, V] bfloat16. noise: [., V] float32, of which `places` [rows] names each row's. heats: [rows] what logits
+        are divided by. trusts: [rows] what scores are multiplied by to say a chance.
+        """
+        rows, vocab = logits.shape
+        odds, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+        where = (None if one is None else one.data_ptr() for one in (noise, places))
+        self._best(
+            logits.data_ptr(), *where, heats.data_ptr(), trusts.data_ptr(), rows, vocab, count, odds.data_ptr(),
+            tokens.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return odds, tokens
 
 
 class Stores:

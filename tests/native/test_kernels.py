@@ -1,0 +1,48 @@
+"""The kernels are compiled once, for whoever may, and done without where they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof.native import kernels as module
+from draftproof.native.kernels import interleaved, kernels, plain
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+
+
+@pytest.mark.parametrize("fold", [2, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 16), (33, 50), (288, 768)])
+def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, fold: int) -> None:
+    weight = torch.randn(outputs, inputs)
+    packed = interleaved(weight, fold)
+    assert packed.shape[2:] == (32, fold) and packed.is_contiguous()
+    assert torch.equal(plain(packed, inputs, outputs), weight)
+
+
+def test_kernels_are_optional(tmp_path: Path) -> None:
+    """Without a compiler, or switched off, torch's operators serve."""
+    code = "from draftproof.native.kernels import kernels; import torch; print(kernels())"
+    for change in ({"DRAFTPROOF_KERNELS": "0"}, {"CC": "/bin/false", "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **change}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "None"
+
+
+def test_kernels_are_kept_and_not_taken_from_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, owner = tmp_path / "kept", os.getuid()
+    monkeypatch.setattr(module, "_folders", lambda: [folder])
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None
+    built = module._built(compiler)
+    assert module._built(compiler) == built and list(folder.iterdir()) == [built]
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(OSError, match="no folder"):
+        module._built(compiler)
