@@ -275,3 +275,17 @@ def test_the_best_are_those_of_the_race(heats: tuple[float, ...], vocab: int) ->
         won, meant = race.gather(-1, found[1]), race.gather(-1, wanted[1])
         torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)      # equals may come in any order
         assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())
+
+
+@pytest.mark.parametrize("heats", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
+def test_a_kernel_picks_what_operators_pick(heats: tuple[float, ...]) -> None:
+    """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is allowed or one logit is NaN."""
+    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(heats)]
+    for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
+        tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
+        paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
+        logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(trial))
+        logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
+        found, wanted = (sampler_of(*wants, at_hand=at_hand).pick(logits.bfloat16(), paths) for at_hand in (True, False))
+        assert torch.equal(found, wanted)
+        assert found[0, 1] == found[1, 2] == NOTHING and (heats[2] or found[2, 5] == 0)

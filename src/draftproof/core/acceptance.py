@@ -68,7 +68,9 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
         paths.append(path[::-1])
         roots.append(chosen[deepest])
     nodes = torch.tensor([[*path, *range(len(path), deep)] for path in paths])
-    return Accepted(nodes, torch.tensor([len(path) for path in paths]), torch.tensor(roots))
+    accepted = Accepted(nodes, torch.tensor([len(path) for path in paths]), torch.tensor(roots))
+    accepted.__dict__["on_host"] = list(zip(paths, roots, strict=True))
+    return accepted
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
@@ -138,7 +140,7 @@ class Rule(NamedTuple):
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
     picks = frontier.sampler.pick(logits, Paths(frontier.prefix, tree))
-    return (accept_by_looking if frontier.sampler.at_hand and not tree.is_chain else accept_by_matching)(tree, picks)
+    return (accept_by_looking if frontier.sampler.at_hand else accept_by_matching)(tree, picks)
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:

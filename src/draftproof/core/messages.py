@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,6 +47,12 @@ class Accepted:
     count: Tensor
     root: Tensor
     distance: Tensor | None = None
+
+    @cached_property
+    def on_host(self) -> list[tuple[list[int], int]]:
+        """Per row the nodes that stand, and the next root, for those to whom looking costs nothing."""
+        paths = zip(self.nodes.tolist(), self.count.tolist(), self.root.tolist(), strict=True)
+        return [(nodes[:count], root) for nodes, count, root in paths]
 
     def select(self, rows: Tensor) -> Accepted:
         """What these rows [B] accepted, in this order."""

@@ -19,7 +19,7 @@ from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.errors import BadInput
-from draftproof.native.kernels import kernels
+from draftproof.native.kernels import Kernels, kernels
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
@@ -177,7 +177,12 @@ class Sampler:
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
-        return winner(self.race(logits, paths, Role.TARGET))
+        found = self._kernels(logits)
+        if found is None:
+            return winner(self.race(logits, paths, Role.TARGET))
+        rows, nodes, vocab = logits.shape
+        asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), _each(self._heats[0], nodes))
+        return found.pick(*asked, NOTHING).view(rows, nodes)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the law of the choice at each node (fp32, or fp64 for fp64 logits); one-hot where greedy."""
@@ -216,18 +221,25 @@ class Sampler:
 
         For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
         """
-        found = kernels() if self.at_hand and logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
-        if found is not None and all(process == self._heat for process in self._processes):
+        found = self._kernels(logits)
+        if found is not None:
             rows, nodes, vocab = logits.shape
-            noises, places = (None, None) if self.greedy else self._noise_at(paths, nodes, vocab)
-            heats, trusts = (column.expand(rows, nodes).contiguous() for column in self._heats)
-            odds, tokens = found.best(logits.reshape(-1, vocab), noises, places, heats, trusts, count)
+            heats, trusts = (_each(column, nodes) for column in self._heats)
+            asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), heats, trusts, count)
+            odds, tokens = found.best(*asked)
             return odds.view(rows, nodes, count), tokens.view(rows, nodes, count)
         best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
-    def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """The round's noise [., V], and which of it each node's is [B, N]."""
+    def _kernels(self, logits: Tensor) -> Kernels | None:
+        """Where logits are at hand and nothing but a temperature is asked for: our own kernels, if there are any."""
+        near = self.at_hand and logits.dtype == torch.bfloat16 and logits.device.type == "cpu"
+        return kernels() if near and all(process == self._heat for process in self._processes) else None
+
+    def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+        """The round's noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
+        if self.greedy:
+            return None, None
         noises = self._noise(paths, Role.TARGET, vocab)                      # [B, D, V]
         first = noises.shape[1] * torch.arange(len(noises), device=self.device)[:, None]
         return noises, (first + paths.tree.depths[:, paths.first : paths.first + nodes]).contiguous()
@@ -442,6 +454,11 @@ class _Banned(NamedTuple):
     sizes: Tensor
     rows: Tensor
     ends: Tensor
+
+
+def _each(column: Tensor, nodes: int) -> Tensor:
+    """[B, nodes] a number per row, as many times."""
+    return column if nodes == 1 else column.expand(-1, nodes).contiguous()
 
 
 def winner(race: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ class Decoder:
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top)
         self.drafter.observe(commit)
-        chosen = self._write(frontier.prefix.position, commit, accepted)
+        chosen = (self._note if self.at_hand else self._write)(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, accepted, chosen)
 
     @torch.inference_mode()
@@ -148,23 +150,26 @@ class Decoder:
         self.text[: len(chosen)].scatter_(1, places, chosen.clamp(min=0))
         return chosen
 
+    def _note(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
+        """As `_write`, number by number."""
+        page, width = self.text.numpy(), commit.tokens.shape[1]
+        rows = []
+        for row, (start, tokens, (path, root)) in enumerate(
+            zip(position.tolist(), commit.tokens.tolist(), accepted.on_host, strict=True)
+        ):
+            chosen = [*tokens[1 : len(path)], root]
+            page[row, start + 1 : start + 1 + len(path)] = [max(token, 0) for token in chosen]
+            rows.append(chosen + [0] * (width - len(path)))
+        return torch.tensor(rows)
+
     def _deliver(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> None:
         """The round's one copy to the host: text, stop rules, statistics, retiring rows."""
-        if self.sampler.at_hand:
-            drafted = [sum(token != ABSENT for token in tokens) - 1 for tokens in tree.on_host[0]]
-            sizes = torch.tensor([drafted, tree.reach]).T
-        else:
-            there = tree.tokens != ABSENT
-            reach = torch.where(there, tree.depths, 0).amax(1)
-            sizes = torch.stack([there.sum(1) - 1, reach], 1)
-        columns = [accepted.count[:, None], sizes, chosen]
+        columns = [chosen]
         if self._wants_logprobs:
             columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
         if accepted.distance is not None:
             columns.append(accepted.distance)
-        exact = self.device.widest if len(columns) > 3 else torch.int64             # token ids are far below 2**24
-        self.device.flush()
-        host = torch.cat([column.to(exact) for column in columns], 1).tolist()
+        host = (_told if self.at_hand else self._copied)(tree, accepted, columns)
         width = chosen.shape[1]
         for place, (row, (count, drafted, reached, *rest)) in enumerate(zip(self.running, host, strict=self.twins is None)):
             tokens = [int(token) for token in rest[: int(count)]]
@@ -180,6 +185,16 @@ class Decoder:
                     drafted=int(drafted), reach=int(reached), accepted=int(count) - 1, emitted=emitted, distance=strayed
                 )
         self._retire()
+
+    def _copied(self, tree: TokenTree, accepted: Accepted, columns: Sequence[Tensor]) -> list[list[Any]]:
+        """Per row how many tokens stand, how many nodes were drafted, how deep they reach; then the columns [B, D]."""
+        there = tree.tokens != ABSENT
+        reach = torch.where(there, tree.depths, 0).amax(1)
+        sizes = torch.stack([accepted.count, there.sum(1) - 1, reach], 1)
+        exact = self.device.widest if len(columns) > 1 else torch.int64             # token ids are far below 2**24
+        self.device.flush()
+        host: list[list[Any]] = torch.cat([column.to(exact) for column in (sizes, *columns)], 1).tolist()
+        return host
 
     def _retire(self) -> None:
         """Let finished rows go; the last rows take their places."""
@@ -241,6 +256,13 @@ class Decoder:
         for cache in (self.cache.rows(place, place + 1), *([self.nursery] if self.nursery is not None else [])):
             for store in (store for layer in cache.layers for store in layer.stores):
                 store.zero_()
+
+
+def _told(tree: TokenTree, accepted: Accepted, columns: Sequence[Tensor]) -> list[list[Any]]:
+    """As `Decoder._copied`, where numbers are at hand."""
+    drafted = [sum(token != ABSENT for token in tokens) - 1 for tokens in tree.on_host[0]]
+    sizes = zip((len(path) for path, _ in accepted.on_host), drafted, tree.reach, strict=True)
+    return [[*three, *chain(*parts)] for three, *parts in zip(sizes, *(column.tolist() for column in columns), strict=True)]
 
 
 def _logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:

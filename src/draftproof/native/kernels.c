@@ -514,42 +514,72 @@ static inline void ranked(Scored *best, int64_t count, float score, int64_t toke
     best[at] = (Scored){score, token};
 }
 
-/* The `count` best tokens of each row of logits [rows, vocab], and the logarithm of the chance of each. A score is the logit over
- * the row's heat, plus noise[places[row]] where there is noise [., vocab]; chances are the softmax of trust times the scores.
- * Where a logit is NaN nothing has a chance. */
+/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */
+static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i, int64_t vocab) {
+    int64_t some = vocab - i < LANES ? vocab - i : LANES;
+    lanes score = some < LANES ? partly(logits + i, some) : wide(logits + i);
+    if (heat != 1) score /= heat;
+    if (noise && some == LANES) score += loaded(noise + i);
+    else for (int64_t l = 0; noise && l < some; l++) score[l] += noise[i + l];
+    for (int64_t l = some; l < LANES; l++) score[l] = -INFINITY;
+    return score;
+}
+
+static inline int some_of(bits x) {
+    int any = 0;
+    for (int l = 0; l < LANES; l++) any |= x[l];
+    return any;
+}
+
+/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are -inf or one is NaN. Heats are
+ * of rows; places say which of noise [., vocab] is whose. */
+void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, int64_t rows, int64_t vocab,
+                     int64_t nothing, int64_t *tokens, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *own = noise ? noise + places[r] * vocab : NULL;
+        lanes most = (lanes){} - INFINITY;
+        bits broken = {}, first = {};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
+            bits above = score > most;
+            broken |= score != score;
+            most = larger(score, most);
+            first = (first & ~above) | (above & (int32_t)i);
+        }
+        float top = -INFINITY;
+        int64_t token = nothing;
+        for (int l = 0; l < LANES; l++)
+            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top = most[l], token = first[l] + l;
+        tokens[r] = some_of(broken) ? nothing : token;
+    }
+}
+
+/* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of each: chances are the softmax of
+ * trust times the scores. Where a logit is NaN nothing has a chance. */
 void draftproof_best(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, const float *trusts,
                      int64_t rows, int64_t vocab, int64_t count, float *odds, int64_t *tokens, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
-        const bf16 *row = logits + r * vocab;
         const float *own = noise ? noise + places[r] * vocab : NULL;
-        float *scores = scratch(vocab + LANES), factor = 1.0f / heats[r], trust = trusts[r];
+        float *scores = scratch(vocab + LANES), trust = trusts[r];
         Scored best[count];
         for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
         bits broken = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
-            int64_t some = vocab - i < LANES ? vocab - i : LANES;
-            lanes score = (some < LANES ? partly(row + i, some) : wide(row + i)) * factor;
-            if (own && some == LANES) score += loaded(own + i);
-            else for (int64_t l = 0; own && l < some; l++) score[l] += own[i + l];
-            for (int64_t l = some; l < LANES; l++) score[l] = -INFINITY;
+            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
             memcpy(scores + i, &score, sizeof score);
             broken |= score != score;
-            bits above = score > best[count - 1].score;
-            int any = 0;
-            for (int l = 0; l < LANES; l++) any |= above[l];
-            for (int l = 0; any && l < LANES; l++)
-                if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
+            if (some_of(score > best[count - 1].score))
+                for (int l = 0; l < LANES; l++)
+                    if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
         }
-        int bad = 0;
-        for (int l = 0; l < LANES; l++) bad |= broken[l];
+        int there = !some_of(broken) && best->score > -INFINITY;
         lanes sum = {};
-        for (int64_t i = 0; !bad && best->score > -INFINITY && i < vocab; i += LANES)
-            sum += expo((loaded(scores + i) - best->score) * trust);
+        for (int64_t i = 0; there && i < vocab; i += LANES) sum += expo((loaded(scores + i) - best->score) * trust);
         float whole = logf(total(sum));
         for (int64_t k = 0; k < count; k++) {
-            int there = !bad && best[k].score > -INFINITY;
-            odds[r * count + k] = there ? (best[k].score - best->score) * trust - whole : -INFINITY;
+            odds[r * count + k] = there && best[k].score > -INFINITY ? (best[k].score - best->score) * trust - whole : -INFINITY;
             tokens[r * count + k] = best[k].token;
         }
     }

@@ -94,9 +94,9 @@ class Kernels:
         self.forward.argtypes = (pointer, pointer, number, *(pointer,) * 6)
         self._best = library.draftproof_best
         self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
-        for function in (
-            self.norm, self.gate, self.attend, self.keep, self.codes, self.scaled, self.linear, self.forward, self._best
-        ):  # fmt: skip
+        self._pick = library.draftproof_pick
+        self._pick.argtypes = (*(pointer,) * 4, *(number,) * 3, pointer, number)
+        for function in vars(self).values():
             function.restype = None
         library.draftproof_linears.restype = number
         self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
@@ -109,6 +109,19 @@ class Kernels:
         self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
         return outputs
 
+
+    def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, nothing: int) -> Tensor:
+        """[rows] the first token with the highest score in each row, `nothing` if there is none; arguments as for `best`.
+
+        Rounds as torch's operators do, so the choice is the same.
+        """
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        where = (None if one is None else one.data_ptr() for one in (noise, places))
+        self._pick(
+            logits.data_ptr(), *where, heats.data_ptr(), rows, vocab, nothing, tokens.data_ptr(), torch.get_num_threads()
+        )
+        return tokens
 
     def best(
         self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, trusts: Tensor, count: int
