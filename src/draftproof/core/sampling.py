@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.errors import BadInput
-from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.kernels import Contest, Kernels, kernels
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
@@ -230,6 +231,16 @@ class Sampler:
             return odds.view(rows, nodes, count), tokens.view(rows, nodes, count)
         best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
+
+    def contest(self, logits: Tensor, paths: Paths, floor: float) -> Contest | None:
+        """What `best` goes by for a chain that begins with these logits [B, 1, V]; None where our kernels cannot.
+
+        floor: the chance to stand below which no row's chain goes on.
+        """
+        if self._kernels(logits) is None:
+            return None
+        heats, trusts = self._heats
+        return Contest(*self._noise_at(paths, 1, logits.shape[-1]), heats, trusts, log(floor) if floor else -_INF)
 
     def _kernels(self, logits: Tensor) -> Kernels | None:
         """Where logits are at hand and nothing but a temperature is asked for: our own kernels, if there are any."""

@@ -104,6 +104,8 @@ class DraftModel(Drafter):
             return TokenTree.chain(root)
         tokens, laws, odds = root, [], torch.zeros(len(root), device=root.device)
         logits = self._read_root(frontier.prefix, frontier.budget)
+        if shape.is_chain and not frontier.drawn and (chain := self._at_once(frontier, logits, len(shape) - 1)) is not None:
+            return TokenTree.chain(torch.cat([root, chain], 1))
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
             tree = self._tree(tokens, shape)
@@ -133,6 +135,17 @@ class DraftModel(Drafter):
         if self.cache is not None:
             self.cache.select(rows)
         self.behind = [self.behind[row] for row in rows]
+
+    def _at_once(self, frontier: Frontier, logits: Tensor, steps: int) -> Tensor | None:
+        """[B, d] the chain behind the root, if the model can draft it in one call."""
+        contest = frontier.sampler.contest(logits, Paths(frontier.prefix, TokenTree.root(frontier.prefix.root)), frontier.floor)
+        draft = getattr(self.model, "chain", None)
+        if contest is None or draft is None or self.model.vocab_size != self.vocab_size:
+            return None
+        chain: Tensor | None = draft(logits, self._cache(len(logits)), steps, contest)
+        if chain is not None:
+            self.scratch = chain.shape[1]
+        return chain
 
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""

@@ -477,7 +477,7 @@ typedef struct {
 } Layer;
 
 /* All layers of a model: hidden states [rows, nodes - first, size] become those behind the final norm, in `last`; the states
- * before layer n, or before the final norm, go to kept[n] where that is not null. stores: keys and values of each layer in
+ * before layer n go to kept[n] where that is not null, nor kept. stores: keys and values of each layer in
  * turn. work: room for width * (size + the widest inner + heads * head_dim + 3 gates) numbers. */
 void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
                         bf16 *last, bf16 *const *kept, bf16 *work) {
@@ -489,7 +489,7 @@ void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf
         bf16 *normed = work, *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
         bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
         draftproof_norm(hidden, delta, layer->before, layer->epsilon, normed, width, size, threads);
-        if (kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
+        if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
         draftproof_linear(&layer->inner, normed, states, width, threads);
         draftproof_attend(read, states, layer->query, layer->key, layer->epsilon, stores[2 * n], stores[2 * n + 1], mixed);
         delta = last;
@@ -582,5 +582,40 @@ void draftproof_best(const bf16 *logits, const float *noise, const int64_t *plac
             odds[r * count + k] = there && best[k].score > -INFINITY ? (best[k].score - best->score) * trust - whole : -INFINITY;
             tokens[r * count + k] = best[k].token;
         }
+    }
+}
+
+/* Draft a chain: behind the root, whose logits [rows, vocab] are given, token after token the best of each, each read in turn as
+ * the next node of the scratch. places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the
+ * chance that a chain stands is below `floor` in every row. tokens [rows, steps], `absent` where nothing may be chosen. Returns
+ * how many were drafted. table: embeddings [vocab, size]. work: as for a forward, and 2 rows * size + rows * vocab more. */
+int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
+                         const bf16 *table, const bf16 *logits, int64_t steps, const float *noise, const int64_t *places,
+                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, bf16 *work) {
+    int64_t rows = read->rows, vocab = head->outputs, size = head->size;
+    bf16 *hidden = work, *last = hidden + rows * size, *own = last + rows * size, *rest = own + rows * vocab;
+    int64_t parents[rows * (steps + 1)], where[rows], found[rows];
+    float odds[rows], sums[rows];
+    memset(sums, 0, sizeof sums);
+    for (int64_t d = 0;;) {
+        for (int64_t r = 0; r < rows; r++) where[r] = places ? places[r] + d : 0;
+        draftproof_best(d ? own : logits, noise, where, heats, trusts, rows, vocab, 1, odds, found, read->threads);
+        float top = -INFINITY;
+        for (int64_t r = 0; r < rows; r++) {
+            int gone = d > 0 && tokens[r * steps + d - 1] == absent;
+            tokens[r * steps + d] = gone || odds[r] == -INFINITY ? absent : found[r];
+            sums[r] += odds[r];
+            top = sums[r] > top ? sums[r] : top;
+        }
+        d++;
+        if (d == steps || top < floor) return d;
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t token = tokens[r * steps + d - 1];
+            memcpy(hidden + r * size, table + (token == absent ? 0 : token) * size, (size_t)size * sizeof(bf16));
+            for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
+        }
+        read->parents = parents, read->first = d, read->nodes = d + 1;
+        draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+        draftproof_linear(head, last, own, rows, read->threads);
     }
 }

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +97,12 @@ class Kernels:
         self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
         self._pick = library.draftproof_pick
         self._pick.argtypes = (*(pointer,) * 4, *(number,) * 3, pointer, number)
+        self.chain = library.draftproof_chain
+        settings = (*(pointer,) * 4, ctypes.c_float, number)
+        self.chain.argtypes = (*(pointer,) * 2, number, *(pointer,) * 5, number, *settings, *(pointer,) * 2)
         for function in vars(self).values():
             function.restype = None
+        self.chain.restype = number
         library.draftproof_linears.restype = number
         self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
 
@@ -139,6 +144,19 @@ class Kernels:
             tokens.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return odds, tokens
+
+
+class Contest(NamedTuple):
+    """By what the next tokens of a chain are chosen, as for `Kernels.best`; `places` [rows] are those behind the root.
+
+    floor: the logarithm of the chance to stand below which no row's chain goes on.
+    """
+
+    noise: Tensor | None
+    places: Tensor | None
+    heats: Tensor
+    trusts: Tensor
+    floor: float
 
 
 class Stores:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.core.tree import TokenTree
-from draftproof.native.kernels import WIDEST, Kernels, Layer, Read, Stores, kernels
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.native.kernels import WIDEST, Contest, Kernels, Layer, Read, Stores, kernels
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class Fused:
         self.lean, self.kernels = lean, found
         self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
         self._layers = _native(lean)
+        self._room = max(                                               # numbers a token needs on its way through a layer
+            (layer.inner.outputs + layer.output.size + 3 * layer.down.size + lean.hidden_size for layer in self._layers or ()),
+            default=0,
+        )
 
     @staticmethod
     def of(lean: Lean) -> Fused | None:
@@ -98,9 +102,8 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """All layers in one call."""
         lean, count = self.lean, len(layers)
-        rows, width, size = hidden.shape
-        widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers)
-        last, work = torch.empty_like(hidden), hidden.new_empty(rows * width * (size + widest))
+        rows, width, _ = hidden.shape
+        last, work = torch.empty_like(hidden), hidden.new_empty(rows * width * self._room)
         kept = {tap % (count + 1): torch.empty_like(hidden) for tap in taps if tap % (count + 1) < count}
         places = (ctypes.c_void_p * count)(*(kept[n].data_ptr() if n in kept else None for n in range(count)))
         states = (hidden.data_ptr(), last.data_ptr(), places, work.data_ptr())
@@ -108,6 +111,26 @@ class Fused:
         kept[count] = last
         logits = lean.head(last[:, -1:] if last_only else last)
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2) if taps else None
+
+    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """As `Lean.chain`."""
+        lean, layers, stores, head = self.lean, self._layers, cache.stores, self.lean.native_head
+        if layers is None or stores is None or head is None:
+            return None
+        rows = len(logits)
+        root = torch.full((rows, 1), -1)
+        read = self._read(root, root, 0, cache)
+        tokens = torch.empty(rows, steps, dtype=torch.int64)
+        work = lean.embed.weight.new_empty(rows * (2 * head.size + head.outputs + self._room))
+        noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
+        logits = logits.contiguous()
+        done = self.kernels.chain(
+            ctypes.addressof(read), layers, len(layers), stores.places, lean.norm_weight.data_ptr(), ctypes.addressof(head),
+            lean.embed.weight.data_ptr(), logits.data_ptr(), steps, noise, places, heats, trusts, contest.floor, ABSENT,
+            tokens.data_ptr(), work.data_ptr(),
+        )  # fmt: skip
+        cache.reserve(done)
+        return tokens[:, :done]
 
     def _read(self, tokens: Tensor, parents: Tensor, first: int, cache: RowCache) -> Read:
         lean, layer = self.lean, self.lean.layers[0]

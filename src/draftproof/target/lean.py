@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import Contest
 from draftproof.native.kernels import Linear as Native
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
@@ -71,7 +72,8 @@ class Lean:
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
         self.native = not any(None in layer.natives for layer in self.layers)           # linear layers are our kernels' own
-        self.head = _head(model.lm_head, free=self.native)
+        head = _head(model.lm_head, free=self.native)
+        self.head, self.native_head = _bare(head), _native(head)
         self.inner_sizes = sorted({layer.inner_size for layer in self.layers})
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = Fused.of(self)
@@ -120,6 +122,16 @@ class Lean:
         positions = tree.positions(cache.lengths, self.context)[:, first:]
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
         return self.forward(tokens, positions, mask, cache, last_only, taps)
+
+    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """[B, d] a chain of at most `steps` tokens behind the node last read, drafted in one call; None where it cannot be.
+
+        logits: [B, 1, V] behind that node, the root, which lies in the scratch; so do the tokens then, but for the last.
+        """
+        fused = self.fused if self.native_head is not None and self.native_head.outputs == logits.shape[-1] else None
+        if fused is None or not fused.takes(steps, cache):
+            return None
+        return fused.chain(logits, cache, steps, contest)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
@@ -196,11 +208,11 @@ def _width(linear: Any) -> int:
     return linear.stop - linear.start if isinstance(linear, PackedPart) else int(linear.out_features)
 
 
-def _head(linear: nn.Module, free: bool) -> Linear:
+def _head(linear: nn.Module, free: bool) -> nn.Module:
     """The projection to the vocabulary. Tied to the embeddings it was not packed; a small one is held twice, for speed."""
     if type(linear) is nn.Linear and linear.weight.nbytes <= COPIED and packable(linear):
-        return _bare(PackedLinear(linear, free=free))
-    return _bare(linear)
+        return PackedLinear(linear, free=free)
+    return linear
 
 
 def _together(*linears: nn.Module) -> Linear:

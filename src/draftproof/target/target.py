@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
+from draftproof.native.kernels import Contest
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.group import ALONE, Group
 from draftproof.target.lean import Lean
@@ -134,6 +135,13 @@ class Target:
         logits = out.logits[:, -1:] if last_only else out.logits
         hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2) if taps else None
         return Reading(logits, hidden)
+
+    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """[B, d] a chain of at most `steps` tokens drafted behind the root last read, whose logits are [B, 1, V].
+
+        All of them but the last are read into the scratch. None where this takes a read per token; see `Lean.chain`.
+        """
+        return self._lean.chain(logits, cache, steps, contest) if self._lean is not None else None
 
     def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
