@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from drafting import Watch, accepted_share, redrafter_head, texts
 from tiny import VOCAB, prompts, sampler_of, target
 from torch import Tensor
@@ -15,19 +17,23 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, Prefix, Sampling
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import ABSENT, Node, TokenTree
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.redrafter_learning import LearnConfig
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.kernels import has_amx, kernels
+from draftproof.target.pack import pack_linears
+from draftproof.target.target import Target
 
 
 class Tables:
     """A target of which only the tables exist: random, more tokens than Apple's search looks at."""
 
     name, context = "tables", 512
+    native = None
 
     def __init__(
         self, vocab: int = 90, hidden: int = 8, trees: bool = True, device: str = "cpu", dtype: torch.dtype = torch.float64
@@ -557,3 +563,63 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in ({"every": 0}, {"window": 2}, {"memory": 0}, {"batch": 0}, {"lr": 0.0}):
         with pytest.raises(BadInput):
             LearnConfig(**wrong)
+
+
+# In one call ---------------------------------------------------------------------------------------------------------------
+
+found = kernels()
+needs_kernels = pytest.mark.skipif(found is None or not found.bf16 or has_amx(), reason="no kernels for it here")
+
+
+def bfloat16_target(tied: bool) -> Target:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(own)
+    return Target(own)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"share_lm_head": True, "num_layers": 2}, {"exit_dim": 96, "rnn_activation": "none"}, {"rnn": False},
+     {"num_layers": 0, "skip_u_at_first_step": True}],
+    ids=["published", "shared", "narrow", "sums", "skips u"],
+)  # fmt: skip
+def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) -> None:
+    """The same nodes and odds, but where two are within a rounding: sampled and greedy, ragged rows, ending early."""
+    tables = bfloat16_target(tied)
+    head = ReDrafterHead.fresh(tables, **form)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))) / 8
+    drafter = ReDrafter(head, tables, width=3, length=4)
+    hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    same = nodes = 0
+    with torch.inference_mode():
+        for trial, heat in enumerate((0.0, 0.7, 1.3, 0.0)):
+            frontier = asking(drafter, hidden, list(range(40)), 12, at_hand=True, temperature=heat, seed=trial)
+            frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
+            asked = (frontier, frontier.prefix.root[:, None], 4, 3)
+            once, often = drafter._searched(*asked), drafter._listed(*asked)
+            assert once is not None and [len(pool) for pool in once] == [len(pool) for pool in often]
+            assert len(once[0]) == (1 + 3 + 9 + 9 + 9 if trial < 3 else len(often[0]))
+            for ours, theirs in zip(once, often, strict=True):
+                odds = {paths[:-1]: paths[-1] for paths in walked(ours)}
+                nodes += len(theirs)
+                for *path, chance in walked(theirs):
+                    found = odds.get(tuple(path))
+                    same += found is not None and abs(found - chance) <= 0.05 * chance + 1e-6
+    assert same > 0.97 * nodes
+
+
+def walked(pool: Sequence[Node]) -> list[tuple[Any, ...]]:
+    """The tokens to each node of a pool, then its odds."""
+    paths: list[tuple[int, ...]] = []
+    for place, node in enumerate(pool):
+        paths.append((*(paths[node.parent] if place else ()), node.token))
+    return [(*path, node.odds) for path, node in zip(paths, pool, strict=True)]

@@ -295,7 +295,7 @@ def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | 
         torch.testing.assert_close(said, model(tokens).logits, rtol=0, atol=1e-12)
         for setting, value in off.items():
             setattr(model.config, setting, value)
-        assert (subject.unembed(features.hidden[:, :, 0]) - said).abs().max() > 0.1
+        assert (Target(model).unembed(features.hidden[:, :, 0]) - said).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])

@@ -232,20 +232,23 @@ class Sampler:
         best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
-    def contest(self, logits: Tensor, paths: Paths, floor: float) -> Contest | None:
-        """What `best` goes by for a chain that begins with these logits [B, 1, V]; None where our kernels cannot.
+    def contest(self, paths: Paths, vocab: int, floor: float) -> Contest | None:
+        """What `best` goes by behind the root of `paths` and further on; None where it goes by more than our kernels know.
 
-        floor: the chance to stand below which no row's chain goes on.
+        floor: the chance to stand below which no row's draft goes on.
         """
-        if self._kernels(logits) is None:
+        if not self._simple:
             return None
-        heats, trusts = self._heats
-        return Contest(*self._noise_at(paths, 1, logits.shape[-1]), heats, trusts, log(floor) if floor else -_INF)
+        return Contest(*self._noise_at(paths, 1, vocab), *self._heats, log(floor) if floor else -_INF)
 
     def _kernels(self, logits: Tensor) -> Kernels | None:
-        """Where logits are at hand and nothing but a temperature is asked for: our own kernels, if there are any."""
-        near = self.at_hand and logits.dtype == torch.bfloat16 and logits.device.type == "cpu"
-        return kernels() if near and all(process == self._heat for process in self._processes) else None
+        """Our own, for logits they can read."""
+        return kernels() if self._simple and logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
+
+    @cached_property
+    def _simple(self) -> bool:
+        """Whether numbers are at hand and nothing but a temperature is asked for."""
+        return self.at_hand and all(process == self._heat for process in self._processes)
 
     def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
         """The round's noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.tree import TokenTree
+from draftproof.target.lean import Tables
 
 
 class Drafter(ABC):
@@ -62,6 +63,11 @@ class Vocabulary(Protocol):
     hidden_size: int
     context: int
     reads_trees: bool
+
+    @property
+    def native(self) -> Tables | None:
+        """The same tables as our kernels read them, if they do."""
+        ...
 
     @property
     def device(self) -> torch.device: ...

@@ -138,7 +138,8 @@ class DraftModel(Drafter):
 
     def _at_once(self, frontier: Frontier, logits: Tensor, steps: int) -> Tensor | None:
         """[B, d] the chain behind the root, if the model can draft it in one call."""
-        contest = frontier.sampler.contest(logits, Paths(frontier.prefix, TokenTree.root(frontier.prefix.root)), frontier.floor)
+        behind = Paths(frontier.prefix, TokenTree.root(frontier.prefix.root))
+        contest = frontier.sampler.contest(behind, self.vocab_size, frontier.floor)
         draft = getattr(self.model, "chain", None)
         if contest is None or draft is None or self.model.vocab_size != self.vocab_size:
             return None

@@ -9,6 +9,7 @@ Shape letters beyond the usual: W beams, R children of a beam, E the width of wh
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +27,8 @@ from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.target.pack import pack_linears
+from draftproof.native.kernels import EVEN, Linear, Recurrence, kernels
+from draftproof.target.pack import PackedLinear, pack_linears
 
 STEPS = 5
 """Tokens a fresh head foretells, as published."""
@@ -261,9 +263,14 @@ class ReDrafter(Drafter):
         self.deepest = length
         self.default_budget = max(NODES, length) if self.width > 1 else length
         self.learner = Learner(head, vocabulary, learn) if learn is not None else None
-        self._head = _decoding(head, vocabulary)
+        self._take(head)
         self._context = torch.zeros(0, vocabulary.hidden_size)      # [rows, H] behind each row's last committed token
         self._asked = False                                         # the next commit answers a proposal
+
+    def _take(self, head: ReDrafterHead) -> None:
+        """Decode with the weights of this head, as they are now."""
+        self._head = _decoding(head, self.vocabulary)
+        self._native = _Native.of(self._head, self.vocabulary)
 
     def start(self, rows: int, capacity: int) -> None:
         where = self.vocabulary
@@ -277,7 +284,7 @@ class ReDrafter(Drafter):
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         self._context[commit.rows[0] : commit.rows[-1] + 1] = states.gather(1, last)[:, 0]  # rows lie side by side
         if self.learner is not None and self.learner.observe(commit, states, self._asked):
-            self._head = _decoding(cast(ReDrafterHead, self.learner.head), self.vocabulary)
+            self._take(cast(ReDrafterHead, self.learner.head))
         self._asked = False
 
     def select(self, rows: Sequence[int]) -> None:
@@ -307,7 +314,26 @@ class ReDrafter(Drafter):
         return TokenTree.likeliest(tokens, parents, odds, frontier.budget + 1, length)
 
     def _search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> TokenTree:
-        """The same search with its books kept on the host."""
+        """The same search with its books kept on the host, in one call where our kernels can."""
+        pools = self._searched(frontier, root, length, width) or self._listed(frontier, root, length, width)
+        tree = TokenTree.listed(pools, frontier.budget + 1, length)
+        return replace(TokenTree.chain(tree.tokens), odds=tree.odds) if width == 1 else tree
+
+    def _searched(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[list[Node]] | None:
+        found, context = kernels(), self._context[: len(root)]
+        if found is None or self._native is None:
+            return None
+        behind = Paths(frontier.prefix, TokenTree.chain(root))
+        contest = frontier.sampler.contest(behind, self.vocabulary.vocab_size, frontier.floor)
+        if contest is None:
+            return None
+        weighed = found.search(self._native.recurrence, context, root[:, 0], width, length, contest)
+        return [
+            [Node(token, parent, exp(chance)) for token, parent, chance in zip(*pool, strict=True)]
+            for pool in zip(*(part.tolist() for part in weighed), strict=True)
+        ]
+
+    def _listed(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[list[Node]]:
         pools = [[Node(token, 0, 1.0)] for token in root[:, 0].tolist()]
         beams = [[_Beam(pool[0].token, 0, 0.0, 0)] for pool in pools]
         state: Tensor | None = None
@@ -317,11 +343,10 @@ class ReDrafter(Drafter):
             paths = Paths(frontier.prefix, TokenTree.shaped(root.expand(-1, len(shape)), shape), len(shape) - len(beams[0]))
             steps, tokens = frontier.sampler.best(self._logits(state), paths, width)                # [B, W, R]
             best = zip(pools, beams, steps.tolist(), tokens.tolist(), strict=True)
-            beams = [_listed(pool, ends, *found)[:width] for pool, ends, *found in best]
+            beams = [_grown(pool, ends, *found)[:width] for pool, ends, *found in best]
             if frontier.floor and max(ends[0].odds for ends in beams) < log(frontier.floor):
                 break
-        tree = TokenTree.listed(pools, frontier.budget + 1, length)
-        return replace(TokenTree.chain(tree.tokens), odds=tree.odds) if width == 1 else tree
+        return pools
 
     def _advance(self, beams: Sequence[Sequence[_Beam]], state: Tensor | None) -> Tensor:
         """[B, W, H] the states behind the last tokens of these beams; `state` [B, W', H] before them."""
@@ -361,7 +386,7 @@ class _Beam(NamedTuple):
     above: int
 
 
-def _listed(pool: list[Node], beams: Sequence[_Beam], steps: list[list[float]], tokens: list[list[int]]) -> list[_Beam]:
+def _grown(pool: list[Node], beams: Sequence[_Beam], steps: list[list[float]], tokens: list[list[int]]) -> list[_Beam]:
     """Put the children of all beams into the pool; return them, the likeliest first."""
     ends = []
     for above, (beam, chances, found) in enumerate(zip(beams, steps, tokens, strict=True)):
@@ -448,6 +473,38 @@ def _decoding(head: ReDrafterHead, vocabulary: Vocabulary) -> ReDrafterHead:
         copied.lm_head[-1] = nn.Identity()
     pack_linears(copied.requires_grad_(False), free=True)
     return copied
+
+
+class _Native(NamedTuple):
+    """A head as our kernels search with it, and what must live as long."""
+
+    recurrence: Recurrence
+    owners: tuple[object, ...]
+
+    @classmethod
+    def of(cls, head: ReDrafterHead, vocabulary: Vocabulary) -> _Native | None:
+        """Of a head in bfloat16 on a CPU that has kernels, over exactly the target's vocabulary."""
+        config, tables = head.config, vocabulary.native
+        if tables is None or config.hidden_size % EVEN or config.exit_dim % EVEN:
+            return None
+        blocks = [_linear(block.linear) for block in cast(Sequence[ResBlock], head.lm_head[:-1])]
+        recurs = [_linear(one) for one in (head.rnn_w, head.rnn_u)] if config.rnn else [Linear(), Linear()]
+        narrow = _linear(head.input_proj) if config.exit_dim != 2 * config.hidden_size else Linear()
+        projection = tables.head if config.share_lm_head else _linear(head.lm_head[-1])
+        parts = [part for part in (*recurs, narrow, projection, *blocks) if part is not None]
+        if len(parts) < 4 + len(blocks) or parts[3].outputs != vocabulary.vocab_size:
+            return None
+        listed = (Linear * len(blocks))(*parts[4:])
+        forms = (config.rnn, config.rnn_activation == "silu", not config.skip_u_at_first_step)
+        recurrence = Recurrence(
+            *parts[:4], ctypes.addressof(listed), tables.embeddings.data_ptr(), config.hidden_size, len(blocks), *forms
+        )
+        return cls(recurrence, (head, tables, listed))
+
+
+def _linear(module: nn.Module) -> Linear | None:
+    """A layer as our kernels read it."""
+    return module.native if isinstance(module, PackedLinear) else None
 
 
 def over_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

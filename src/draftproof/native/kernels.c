@@ -619,3 +619,102 @@ int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *c
         draftproof_linear(head, last, own, rows, read->threads);
     }
 }
+
+/* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as much. */
+void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads) {
+    draftproof_linear(layer, inputs, beside, rows, threads);
+    for (int64_t i = 0; i < rows * layer->outputs; i += LANES) {
+        lanes x = wide(beside + i);
+        narrowed(beside + i, x / (1.0f + expo(-x)));
+        narrowed(inputs + i, wide(inputs + i) + wide(beside + i));
+    }
+}
+
+/* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU; `first`: the bias of `back`
+ * counts where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab, hidden]. */
+typedef struct {
+    Linear fed, back, narrow, projection;
+    const Linear *blocks;
+    const bf16 *table;
+    int64_t hidden, layers, recurs, smooth, first;
+} Recurrence;
+
+/* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before them, become states. */
+static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside, int64_t rows, int64_t threads) {
+    int64_t size = head->hidden, all = rows * size;
+    bf16 *more = beside + all;
+    if (head->recurs) {
+        draftproof_linear(&head->fed, x, beside, rows, threads);
+        memcpy(x, beside, (size_t)all * sizeof(bf16));
+        if (before) draftproof_linear(&head->back, before, more, rows, threads);
+        else if (head->first && head->back.bias)
+            for (int64_t r = 0; r < rows; r++) memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
+        else memset(more, 0, (size_t)all * sizeof(bf16));
+    } else if (before) memcpy(more, before, (size_t)all * sizeof(bf16));
+    else memset(more, 0, (size_t)all * sizeof(bf16));
+    for (int64_t i = 0; i < all; i += LANES) {
+        narrowed(x + i, wide(x + i) + wide(more + i));
+        lanes v = wide(x + i);
+        if (head->recurs && head->smooth) narrowed(x + i, v / (1.0f + expo(-v)));
+    }
+}
+
+/* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows, hidden] and roots [rows]. All
+ * that is weighed goes into pools [rows, .]: tokens, parents (places in the pool), logarithms of the chance of the path; the root
+ * is in place 0. A search may end early below `floor`, as a chain does. Returns the size of a pool. work: room for
+ * rows * width * (8 hidden + 2 wide + vocab) numbers, where wide is the projection's size. */
+int64_t draftproof_search(const Recurrence *head, const bf16 *context, const int64_t *roots, int64_t rows, int64_t width, int64_t length,
+                          const float *noise, const int64_t *places, const float *heats, const float *trusts, float floor,
+                          int64_t *tokens, int64_t *parents, float *chances, int64_t room, bf16 *work, int64_t threads) {
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->projection.outputs, most = rows * width;
+    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden, *beside = before + most * hidden;
+    bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
+    bf16 *logits = room_beside + most * wider;
+    int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
+    float sums[most], odds[most * width], heat[most], trust[most];
+    for (int64_t r = 0; r < rows; r++) {
+        tokens[r * room] = roots[r], parents[r * room] = 0, chances[r * room] = 0;
+        ends[r * width] = 0, sums[r * width] = 0;
+    }
+    for (int64_t d = 0; d < length; d++) {
+        bf16 *state = states[d % 2], *last = states[(d + 1) % 2];
+        int64_t count = rows * beams;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t b = 0; b < beams; b++) {
+                int64_t at = r * beams + b, token = tokens[r * room + ends[r * width + b]];
+                memcpy(state + at * hidden, head->table + token * hidden, (size_t)hidden * sizeof(bf16));
+                if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden, (size_t)hidden * sizeof(bf16));
+                where[at] = places ? places[r] + d : 0, heat[at] = heats[r], trust[at] = trusts[r];
+            }
+        advanced(head, state, d ? before : NULL, beside, count, threads);
+        for (int64_t at = 0; at < count; at++) {
+            memcpy(pairs + 2 * at * hidden, context + at / beams * hidden, (size_t)hidden * sizeof(bf16));
+            memcpy(pairs + (2 * at + 1) * hidden, state + at * hidden, (size_t)hidden * sizeof(bf16));
+        }
+        if (head->narrow.size) draftproof_linear(&head->narrow, pairs, x, count, threads);
+        else memcpy(x, pairs, (size_t)(2 * count * hidden) * sizeof(bf16));
+        for (int64_t l = 0; l < head->layers; l++) draftproof_residual(head->blocks + l, x, room_beside, count, threads);
+        draftproof_linear(&head->projection, x, logits, count, threads);
+        draftproof_best(logits, noise, where, heat, trust, count, vocab, width, odds, found, threads);
+        float top = -INFINITY;
+        for (int64_t r = 0; r < rows; r++) {
+            Scored best[width];
+            for (int64_t b = 0; b < width; b++) best[b] = (Scored){-INFINITY, size};
+            for (int64_t b = 0; b < beams; b++)
+                for (int64_t k = 0; k < width; k++) {
+                    int64_t at = (r * beams + b) * width + k, place = size + b * width + k;
+                    tokens[r * room + place] = found[at], parents[r * room + place] = ends[r * width + b];
+                    float chance = chances[r * room + place] = sums[r * width + b] + odds[at];
+                    if (chance > best[width - 1].score) ranked(best, width, chance, place);
+                }
+            for (int64_t b = 0; b < width; b++) {
+                ends[r * width + b] = best[b].token, sums[r * width + b] = best[b].score;
+                above[r * width + b] = r * beams + (best[b].token - size) / width;
+            }
+            top = best->score > top ? best->score : top;
+        }
+        size += beams * width, beams = width;
+        if (top < floor) break;
+    }
+    return size;
+}

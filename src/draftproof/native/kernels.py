@@ -69,6 +69,16 @@ class Layer(ctypes.Structure):
     )
 
 
+class Recurrence(ctypes.Structure):
+    """A recurrent draft head; as in kernels.c."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "table")),
+        *((name, ctypes.c_int64) for name in ("hidden", "layers", "recurs", "smooth", "first")),
+    )
+
+
 class Kernels:
     """The functions of the library, which take pointers as numbers.
 
@@ -100,9 +110,15 @@ class Kernels:
         self.chain = library.draftproof_chain
         settings = (*(pointer,) * 4, ctypes.c_float, number)
         self.chain.argtypes = (*(pointer,) * 2, number, *(pointer,) * 5, number, *settings, *(pointer,) * 2)
+        self.residual = library.draftproof_residual
+        self.residual.argtypes = (pointer, pointer, pointer, number, number)
+        self._search = library.draftproof_search
+        self._search.argtypes = (
+            *(pointer,) * 3, *(number,) * 3, *(pointer,) * 4, ctypes.c_float, *(pointer,) * 3, number, pointer, number
+        )  # fmt: skip
         for function in vars(self).values():
             function.restype = None
-        self.chain.restype = number
+        self.chain.restype = self._search.restype = number
         library.draftproof_linears.restype = number
         self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
 
@@ -144,6 +160,26 @@ class Kernels:
             tokens.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return odds, tokens
+
+
+    def search(
+        self, head: Recurrence, context: Tensor, roots: Tensor, width: int, length: int, contest: Contest
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a beam search weighs, [rows, M] each: tokens, parents, and the logarithms of the chances of the paths.
+
+        context: [rows, H] bfloat16. roots: [rows], at place 0 of each pool. width: beams, and children of each.
+        """
+        rows, room = len(roots), 1 + width + max(length - 1, 0) * width * width
+        tokens, parents = torch.empty(2, rows, room, dtype=torch.int64)
+        chances, context = torch.empty(rows, room), context.contiguous()
+        each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
+        work = context.new_empty(rows * width * each)
+        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        size = self._search(
+            ctypes.addressof(head), context.data_ptr(), roots.data_ptr(), rows, width, length, *where, contest.floor,
+            tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), room, work.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens[:, :size], parents[:, :size], chances[:, :size]
 
 
 class Contest(NamedTuple):

@@ -54,6 +54,32 @@ class _Layer(NamedTuple):
     natives: tuple[Native | None, ...]              # inner, output, gate_up and down, where our kernels read them
 
 
+class Tables(NamedTuple):
+    """What lies between tokens and hidden states, as our kernels read it: embeddings [V, H], and the head."""
+
+    embeddings: Tensor
+    head: Native
+    owner: object                   # whose memory the head lies in
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, lean: Lean) -> Tables | None:
+        """Of a model in bfloat16 on a CPU that has kernels; a head in another layout is copied if it is small."""
+        table, head = lean.embed.weight, lean.native_head
+        if table.dtype != torch.bfloat16 or table.device.type != "cpu" or lean.fused is None:
+            return None
+        if head is not None:
+            return cls(table, head, lean)
+        linear: Any = model.get_output_embeddings()
+        weight = linear.dense() if isinstance(linear, PackedLinear) else getattr(linear, "weight", None)
+        if linear.bias is not None or weight is None or weight.nbytes > COPIED:
+            return None
+        with torch.device("meta"):
+            own = nn.Linear(weight.shape[1], len(weight), bias=False)
+        own.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        made = PackedLinear(own, free=True) if packable(own) else None
+        return cls(table, made.native, made) if made is not None and made.native is not None else None
+
+
 class Lean:
     """The decode forward of one model, with the model's own weights.
 

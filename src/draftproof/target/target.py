@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.native.kernels import Contest
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.group import ALONE, Group
-from draftproof.target.lean import Lean
+from draftproof.target.lean import Lean, Tables
 from draftproof.target.masks import tree_mask
 from draftproof.target.quantize import Quantization, is_quantized, quantized_and_compared
 from draftproof.target.quantized_cache import LAYERS
@@ -74,6 +75,7 @@ class Target:
         What was found out about the original holds: quantising changes weights, not what a layer may see.
         """
         other = copy.copy(self)
+        other.__dict__.pop("native", None)
         other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
         other._lean = self._lean.of(other.model) if self._lean is not None else None
         return other
@@ -169,6 +171,12 @@ class Target:
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])  # DeepSpeed's want three dimensions
         logits = self._ending.finished(head(wide))
         return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+    @cached_property
+    def native(self) -> Tables | None:
+        """The tables between tokens and hidden states as our kernels read them, for draft heads; what is small is copied."""
+        plain = self._ending == _Ending(None, None, None) and self.group.alone and self._lean is not None
+        return Tables.of(self.model, self._lean) if plain and self._lean is not None else None
 
     def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
         def mask(window: int | None) -> Tensor:
