@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from tiny import VOCAB, prompts, target
 
 from draftproof.core.messages import Commit, Frontier
@@ -24,6 +26,9 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.native.kernels import has_amx, kernels
+from draftproof.target.pack import pack_linears
+from draftproof.target.target import Target
 
 
 class Oracle(Drafter):
@@ -234,3 +239,19 @@ def assert_counts(done: Completion) -> None:
     assert stats.rounds <= stats.emitted or len(done.tokens) == 1
     assert stats.accepted <= min(stats.drafted, stats.emitted)
     assert all(0 <= rate <= 1 for rate in stats.acceptance_by_position) and 0 <= stats.acceptance <= 1
+
+
+_kernels = kernels()
+needs_kernels = pytest.mark.skipif(_kernels is None or not _kernels.bf16 or has_amx(), reason="no kernels for it here")
+
+
+def packed_target(tied: bool = True) -> Target:
+    """A small target in bfloat16 whose draft heads our kernels can read."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(own)
+    return Target(own)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import MEDUSA_TREE, Watch, accepted_share, medusa_head, texts
+from drafting import MEDUSA_TREE, Watch, accepted_share, medusa_head, needs_kernels, packed_target, texts
 from tiny import VOCAB, paths_of, prompts, sampler_of, target
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -445,3 +445,28 @@ def test_heads_of_another_target_are_refused() -> None:
         MedusaConfig(0, 1, 32, VOCAB)
     with pytest.raises(BadInput, match="share"):
         MedusaConfig(2, 1, 32, VOCAB, share_lm_head=True, draft_vocab_size=5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own projections"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kernels_say_what_operators_say(shared: bool, layers: int) -> None:
+    """Logits of all heads, as closely as bfloat16 can, and the trees drawn from them."""
+    tables = packed_target()
+    head = MedusaHead.fresh(tables, num_heads=3, num_layers=layers, share_lm_head=shared)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    drafter = Medusa(head, tables)
+    assert drafter._weights.own is not None
+    tables.__dict__["native"] = None
+    plain = Medusa(head, tables)._weights
+    assert plain.own is None
+    with torch.inference_mode():
+        wanted = plain.logits(hidden, 3, tables)
+        tables.__dict__.pop("native")
+        for heads in (1, 3):
+            found = drafter._weights.logits(hidden, heads, tables)
+            assert found.shape == (5, heads, 96)
+            assert (found - wanted[:, :heads]).float().norm() < 0.01 * wanted.float().norm()

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import transformers
-from drafting import Watch, accepted_share, redrafter_head, texts
+from drafting import Watch, accepted_share, needs_kernels, packed_target, redrafter_head, texts
 from tiny import VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
@@ -24,9 +23,6 @@ from draftproof.drafters.losses import head_loss
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.redrafter_learning import LearnConfig
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.native.kernels import has_amx, kernels
-from draftproof.target.pack import pack_linears
-from draftproof.target.target import Target
 
 
 class Tables:
@@ -567,21 +563,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # In one call ---------------------------------------------------------------------------------------------------------------
 
-found = kernels()
-needs_kernels = pytest.mark.skipif(found is None or not found.bf16 or has_amx(), reason="no kernels for it here")
-
-
-def bfloat16_target(tied: bool) -> Target:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
-    )  # fmt: skip
-    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own)
-    return Target(own)
-
-
 @needs_kernels
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
@@ -592,7 +573,7 @@ def bfloat16_target(tied: bool) -> Target:
 )  # fmt: skip
 def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) -> None:
     """The same nodes and odds, but where two are within a rounding: sampled and greedy, ragged rows, ending early."""
-    tables = bfloat16_target(tied)
+    tables = packed_target(tied)
     head = ReDrafterHead.fresh(tables, **form)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftproof.core import noise
+from draftproof.core.noise import Role
 from draftproof.native import kernels as module
 from draftproof.native.kernels import interleaved, kernels, plain
 
@@ -24,6 +26,17 @@ def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, fold: in
     packed = interleaved(weight, fold)
     assert packed.shape[2:] == (32, fold) and packed.is_contiguous()
     assert torch.equal(plain(packed, inputs, outputs), weight)
+
+
+def test_noise_is_that_of_the_operators() -> None:
+    """Up to the last bits of two logarithms, everywhere from the likeliest token to the least."""
+    found = kernels()
+    assert found is not None
+    streams = noise.stream(noise.row_keys([1, 2], [0, 5]), Role.TARGET, torch.arange(14).view(2, 7))
+    for vocab in (1, 16, 50, 4096, 151_936):
+        ours, wanted = found.gumbel(streams, vocab), noise.gumbel(streams, vocab)
+        torch.testing.assert_close(ours, wanted, rtol=5e-7, atol=5e-7)
+    assert float(wanted.max()) > 12 and float(wanted.min()) < -2.5
 
 
 def test_kernels_are_optional(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.target.pack import PackedLinear, packable
+from draftproof.native.kernels import EVEN, Kernels, Linear, kernels
+from draftproof.target.pack import PackedLinear
 
 NODES = 16
 """Draft tokens per row and round of a dynamic tree when nobody says."""
@@ -287,26 +288,32 @@ PADDING = 512
 """Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
 
 
+class _Own(NamedTuple):
+    """A head's layers as our kernels read them."""
+
+    blocks: list[PackedLinear]
+    projection: PackedLinear | None
+
+
 class _Stacked(NamedTuple):
     """The weights of all heads side by side: one product per layer serves them all.
 
-    packed: on a CPU in bfloat16, the linear layers as our kernels or oneDNN read them: the first of all heads as one, then
-    those of each head, its projection last if it has one. The rest is empty then.
+    own: where our kernels read them, each head's blocks and its projection, if it has one, instead.
     """
 
     blocks: list[tuple[Tensor, Tensor]]             # per layer: [K, H, H] to multiply with, [K, 1, H] to add
     projection: Tensor | None                       # [K, H, rows]
     token_map: Tensor | None
-    packed: tuple[PackedLinear, list[list[PackedLinear]], bool] | None
+    own: list[_Own] | None
 
     @classmethod
     def of(cls, head: MedusaHead, vocabulary: Vocabulary) -> _Stacked:
         """Copies in the target's dtype and on its device."""
         config, each = head.config, list(head._each())
         token_map = head.token_map.to(vocabulary.device) if head.token_map is not None else None
-        packed = _packed(each, vocabulary)
-        if packed is not None:
-            return cls([], None, token_map, packed)
+        own = _packed(each, vocabulary)
+        if own is not None:
+            return cls([], None, token_map, own)
 
         def stack(tensors: list[Tensor]) -> Tensor:
             return torch.stack([tensor.detach().to(vocabulary.device, vocabulary.dtype) for tensor in tensors])
@@ -321,9 +328,10 @@ class _Stacked(NamedTuple):
 
     def logits(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
-        if self.packed is not None:
-            logits = self._by_packed(hidden, heads, vocabulary)
-            return over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
+        found = kernels()
+        if self.own is not None and found is not None and vocabulary.native is not None:
+            logits = _by_kernels(found, self.own[:heads], hidden, vocabulary.native.head)
+            return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
         states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
         for weight, bias in self.blocks:
             states = states + F.silu(torch.baddbmm(bias[:heads], states, weight[:heads]))
@@ -331,31 +339,34 @@ class _Stacked(NamedTuple):
         logits = vocabulary.unembed(states) if own is None else torch.bmm(states, own[:heads])              # [K, B, rows]
         return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
 
-    def _by_packed(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
-        assert self.packed is not None
-        first, each, shares = self.packed
-        mixed = first(hidden).view(len(hidden), -1, hidden.shape[1])[:, :heads]             # [B, K, H]
-        states = hidden[:, None] + F.silu(mixed)
-        for layer in range(len(each[0]) - (not shares)):
-            mixed = torch.stack([each[head][layer](states[:, head]) for head in range(heads)], 1)
-            states = states + F.silu(mixed)
-        if shares:
-            return vocabulary.unembed(states)
-        return torch.stack([each[head][-1](states[:, head]) for head in range(heads)], 1)
+
+def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, shared: Linear) -> Tensor:
+    """[K, B, rows] as `_Stacked.logits`; shared: the projection of heads that have none."""
+    states = hidden.repeat(len(heads), 1, 1)
+    for state, own in zip(states, heads, strict=True):
+        for block in own.blocks:
+            found.residual(cast(Linear, block.native), state)
+    if heads[0].projection is None:
+        return found.multiply(shared, states)
+    return torch.stack([cast(PackedLinear, own.projection)(state) for state, own in zip(states, heads, strict=True)])
 
 
-def _packed(heads: Sequence[_Head], vocabulary: Vocabulary) -> tuple[PackedLinear, list[list[PackedLinear]], bool] | None:
-    """The linear layers of all heads, packed, if they can be."""
-    layers = [[*one.blocks, *([one.proj] if one.proj is not None else [])] for one in heads]
-    copied = [[_copy(cast(nn.Linear, linear), vocabulary.vocab_size, vocabulary) for linear in own] for own in layers]
-    if not heads[0].blocks or not all(packable(linear) for own in copied for linear in own):
+def _packed(heads: Sequence[_Head], vocabulary: Vocabulary) -> list[_Own] | None:
+    """The layers of all heads as our kernels read them, where they do."""
+    if vocabulary.native is None or vocabulary.hidden_size % EVEN:
         return None
-    first = PackedLinear(*(own[0] for own in copied), free=True)
-    return first, [[PackedLinear(linear, free=True) for linear in own[1:]] for own in copied], heads[0].proj is None
+
+    def packed(layer: nn.Module) -> PackedLinear:
+        return PackedLinear(_copy(cast(nn.Linear, layer), vocabulary), free=True)
+
+    made = [_Own([packed(block) for block in one.blocks], None if one.proj is None else packed(one.proj)) for one in heads]
+    layers = [layer for own in made for layer in (*own.blocks, own.projection) if layer is not None]
+    return made if all(layer.native is not None for layer in layers) else None
 
 
-def _copy(linear: nn.Linear, rows: int, vocabulary: Vocabulary) -> nn.Linear:
-    """A layer in the target's dtype and on its device, without outputs beyond `rows`."""
+def _copy(linear: nn.Linear, vocabulary: Vocabulary) -> nn.Linear:
+    """A layer in the target's dtype and on its device, without outputs for tokens that the target lacks."""
+    rows = vocabulary.vocab_size
     with torch.device("meta"):
         made = nn.Linear(linear.in_features, min(rows, linear.out_features), linear.bias is not None)
     for name, value in linear.named_parameters():

@@ -79,6 +79,24 @@ static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike
     return (lanes)((bits)(y * (lanes)power) & ~low);
 }
 
+static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike, for normal numbers */
+    bits i = (bits)x, power = (i >> 23) - 126;
+    lanes m = (lanes)((i & 0x007fffff) | 0x3f000000);                                       /* in [0.5, 1) */
+    bits low = m < 0.707106781f;
+    lanes n = __builtin_convertvector(power + low, lanes);                                  /* true is -1 */
+    m = m + (lanes)((bits)m & low) - 1.0f;
+    lanes z = m * m, y = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    y = y * m + 1.1676998740e-1f;
+    y = y * m - 1.2420140846e-1f;
+    y = y * m + 1.4249322787e-1f;
+    y = y * m - 1.6668057665e-1f;
+    y = y * m + 2.0000714765e-1f;
+    y = y * m - 2.4999993993e-1f;
+    y = y * m + 3.3333331174e-1f;
+    y = y * m * z + n * -2.12194440e-4f - 0.5f * z;
+    return m + y + n * 0.693359375f;
+}
+
 /* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
 void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
                      int64_t threads) {
@@ -717,4 +735,35 @@ int64_t draftproof_search(const Recurrence *head, const bf16 *context, const int
         if (top < floor) break;
     }
     return size;
+}
+
+typedef uint32_t words __attribute__((vector_size(64)));
+
+static inline words mixed(words x) {            /* lowbias32, as in core/noise.py */
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31 bits near 0. */
+void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab, int64_t threads) {
+    int64_t blocks = (vocab + LANES - 1) / LANES;
+    words steps;
+    for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
+#pragma omp parallel for num_threads(threads) collapse(2) if (rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < blocks; b++) {
+            words x = (uint32_t)streams[2 * r] ^ (steps + (uint32_t)(b * LANES) * 0x9E3779B9u);
+            x = mixed(mixed(x) + (uint32_t)streams[2 * r + 1]);
+            lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
+            u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
+            lanes left = 1.0f - u, wait = logarithm(left) * u / (left - 1.0f);              /* log1p, exact where u is small */
+            bits tiny = left == 1.0f;
+            wait = (lanes)(((bits)u & tiny) | ((bits)wait & ~tiny));
+            lanes noise = -logarithm(wait);
+            int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
+            memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));
+        }
 }

@@ -110,8 +110,10 @@ class Kernels:
         self.chain = library.draftproof_chain
         settings = (*(pointer,) * 4, ctypes.c_float, number)
         self.chain.argtypes = (*(pointer,) * 2, number, *(pointer,) * 5, number, *settings, *(pointer,) * 2)
-        self.residual = library.draftproof_residual
-        self.residual.argtypes = (pointer, pointer, pointer, number, number)
+        self._residual = library.draftproof_residual
+        self._residual.argtypes = (pointer, pointer, pointer, number, number)
+        self._gumbel = library.draftproof_gumbel
+        self._gumbel.argtypes = (pointer, pointer, number, number, number)
         self._search = library.draftproof_search
         self._search.argtypes = (
             *(pointer,) * 3, *(number,) * 3, *(pointer,) * 4, ctypes.c_float, *(pointer,) * 3, number, pointer, number
@@ -130,6 +132,13 @@ class Kernels:
         self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
         return outputs
 
+
+    def residual(self, layer: Linear, inputs: Tensor) -> None:
+        """inputs [rows, size] += silu(layer(inputs)), in place; size a multiple of 16."""
+        beside = torch.empty_like(inputs)
+        self._residual(
+            ctypes.addressof(layer), inputs.data_ptr(), beside.data_ptr(), inputs.numel() // layer.size, torch.get_num_threads()
+        )
 
     def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, nothing: int) -> Tensor:
         """[rows] the first token with the highest score in each row, `nothing` if there is none; arguments as for `best`.
@@ -161,6 +170,14 @@ class Kernels:
         )  # fmt: skip
         return odds, tokens
 
+
+    def gumbel(self, streams: Tensor, vocab: int) -> Tensor:
+        """[..., V] the noise of `noise.gumbel` for streams [..., 2] int32, up to the last bits of logarithms."""
+        streams = streams.contiguous()
+        noise = torch.empty(*streams.shape[:-1], vocab)
+        rows = streams.numel() // 2
+        self._gumbel(streams.data_ptr(), noise.data_ptr(), rows, vocab, torch.get_num_threads())
+        return noise
 
     def search(
         self, head: Recurrence, context: Tensor, roots: Tensor, width: int, length: int, contest: Contest
