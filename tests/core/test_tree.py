@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.acceptance import accept_by_looking, accept_by_matching
-from draftproof.core.tree import ABSENT, NOTHING, Node, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 
 SHAPES = [
     TreeShape.chain(0),
@@ -175,8 +175,7 @@ def test_a_tree_listed_on_the_host_is_that_of_the_device(nodes: int) -> None:
     for seed in range(5):
         tokens, parents, odds = _pool(3, 20, seed)
         wanted = TokenTree.likeliest(tokens, parents, odds, nodes, 19)
-        rows = zip(tokens.tolist(), parents.tolist(), odds.tolist(), strict=True)
-        found = TokenTree.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, 19)
+        found = TokenTree.likeliest(tokens, parents, odds, nodes, 19, at_hand=True)
         width = found.tokens.shape[1]
         assert found.odds is not None and wanted.odds is not None
         for ours, theirs in ((found.tokens, wanted.tokens), (found.parents, wanted.parents), (found.odds, wanted.odds)):

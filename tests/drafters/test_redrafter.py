@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, Prefix, Sampling
-from draftproof.core.tree import ABSENT, Node, TokenTree
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.losses import head_loss
@@ -583,24 +583,25 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
     same = nodes = 0
     with torch.inference_mode():
         for trial, heat in enumerate((0.0, 0.7, 1.3, 0.0)):
-            frontier = asking(drafter, hidden, list(range(40)), 12, at_hand=True, temperature=heat, seed=trial)
+            frontier = asking(drafter, hidden, list(range(40)), 99, at_hand=True, temperature=heat, seed=trial)
             frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
-            asked = (frontier, frontier.prefix.root[:, None], 4, 3)
-            once, often = drafter._searched(*asked), drafter._listed(*asked)
-            assert once is not None and [len(pool) for pool in once] == [len(pool) for pool in often]
-            assert len(once[0]) == (1 + 3 + 9 + 9 + 9 if trial < 3 else len(often[0]))
-            for ours, theirs in zip(once, often, strict=True):
-                odds = {paths[:-1]: paths[-1] for paths in walked(ours)}
-                nodes += len(theirs)
-                for *path, chance in walked(theirs):
-                    found = odds.get(tuple(path))
-                    same += found is not None and abs(found - chance) <= 0.05 * chance + 1e-6
+            once, native = drafter.propose(frontier), drafter._native
+            drafter._native = None
+            often, drafter._native = drafter.propose(frontier), native
+            assert native is not None and once.tokens.shape == often.tokens.shape
+            assert once.tokens.shape[1] == 1 + 3 + 9 + 9 + 9 or trial == 3
+            for row in range(40):
+                odds = dict(walked(once, row))
+                for path, chance in walked(often, row):
+                    nodes += 1
+                    same += path in odds and abs(odds[path] - chance) <= 0.05 * chance + 1e-6
     assert same > 0.97 * nodes
 
 
-def walked(pool: Sequence[Node]) -> list[tuple[Any, ...]]:
-    """The tokens to each node of a pool, then its odds."""
+def walked(tree: TokenTree, row: int) -> list[tuple[tuple[int, ...], float]]:
+    """The tokens to each node of a row, and its odds."""
+    assert tree.odds is not None
     paths: list[tuple[int, ...]] = []
-    for place, node in enumerate(pool):
-        paths.append((*(paths[node.parent] if place else ()), node.token))
-    return [(*path, node.odds) for path, node in zip(paths, pool, strict=True)]
+    for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return list(zip(paths, tree.odds[row].tolist(), strict=True))

@@ -189,12 +189,17 @@ class TokenTree:
         return cls(tokens[:, :nodes], _rooted(parents[:, :nodes]), length - 1)
 
     @classmethod
-    def likeliest(cls, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, depth_limit: int) -> TokenTree:
+    def likeliest(
+        cls, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, depth_limit: int, *, at_hand: bool = False
+    ) -> TokenTree:
         """The tree of the `nodes` likeliest nodes of a pool, in falling order of their `odds`, all [B, M].
 
         The root is the pool's node 0; what has odds of 0 is not there. A parent comes before its children and is
-        no less likely. No host synchronisation.
+        no less likely. No host synchronisation, unless numbers are `at_hand`; then the tree is no wider than it must be.
         """
+        if at_hand:
+            rows = zip(tokens.tolist(), parents.tolist(), odds.tolist(), strict=True)
+            return cls.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, depth_limit)
         nodes = min(nodes, tokens.shape[1])
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         best = torch.where(first, 1.0, odds).sort(dim=1, descending=True, stable=True)      # of equals the parent comes first

@@ -83,7 +83,8 @@ class TokenRecycling(Drafter):
             tokens, odds = next_tokens.flatten(1), (best.values[..., None] * next_odds).flatten(1)
             pool.append((tokens, parents, odds))
         all_tokens, all_parents, all_odds = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        tree = TokenTree.likeliest(all_tokens, all_parents, all_odds, budget + 1, depth)
+        at_hand = frontier.sampler.at_hand
+        tree = TokenTree.likeliest(all_tokens, all_parents, all_odds, budget + 1, depth, at_hand=at_hand)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:

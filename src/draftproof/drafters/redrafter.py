@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import exp, log
+from math import log
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
-from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput, DrafterMismatch
@@ -296,64 +296,34 @@ class ReDrafter(Drafter):
         self._asked = True
         root = frontier.prefix.root[:, None]
         length, width = min(self.length, frontier.budget), min(self.width if frontier.trees else 1, frontier.budget)
-        if length and frontier.sampler.at_hand and self.tree == "nodes" and not (self.cut or frontier.sampler.reads_text):
-            return self._search(frontier, root, length, width)
-        levels: list[_Level] = []
-        for _ in range(length):
-            beams = levels[-1].best(width) if levels else _Beams.begin(root)
-            levels.append(self._grow(beams, root, frontier, width))
-            if frontier.floor and float(levels[-1].scores.amax()) < log(frontier.floor):
-                break
-        if not levels:
+        if length == 0:
             return TokenTree.chain(root)
-        if self.tree == "beams" and width > 1:
-            return TokenTree.from_paths(levels[-1].best(width).paths, min(frontier.budget, width * length) + 1)
-        tokens, parents, odds = _weighed(root, levels)
+        weighed = self._at_once(frontier, root, length, width)
+        if weighed is None:
+            levels: list[_Level] = []
+            for _ in range(length):
+                beams = levels[-1].best(width) if levels else _Beams.begin(root)
+                levels.append(self._grow(beams, root, frontier, width))
+                if frontier.floor and float(levels[-1].scores.amax()) < log(frontier.floor):
+                    break
+            if self.tree == "beams" and width > 1:
+                return TokenTree.from_paths(levels[-1].best(width).paths, min(frontier.budget, width * length) + 1)
+            weighed = _weighed(root, levels)
+        tokens, parents, odds = weighed
         if width == 1:
             return replace(TokenTree.chain(tokens), odds=odds)
-        return TokenTree.likeliest(tokens, parents, odds, frontier.budget + 1, length)
+        return TokenTree.likeliest(tokens, parents, odds, frontier.budget + 1, length, at_hand=frontier.sampler.at_hand)
 
-    def _search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> TokenTree:
-        """The same search with its books kept on the host, in one call where our kernels can."""
-        pools = self._searched(frontier, root, length, width) or self._listed(frontier, root, length, width)
-        tree = TokenTree.listed(pools, frontier.budget + 1, length)
-        return replace(TokenTree.chain(tree.tokens), odds=tree.odds) if width == 1 else tree
-
-    def _searched(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[list[Node]] | None:
-        found, context = kernels(), self._context[: len(root)]
-        if found is None or self._native is None:
-            return None
+    def _at_once(self, frontier: Frontier, root: Tensor, length: int, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What a search weighs, as `_weighed`, in one call; None where our kernels cannot."""
+        found = kernels() if self._native is not None and self.tree == "nodes" and self.cut is None else None
         behind = Paths(frontier.prefix, TokenTree.chain(root))
         contest = frontier.sampler.contest(behind, self.vocabulary.vocab_size, frontier.floor)
-        if contest is None:
+        if found is None or contest is None or self._native is None:
             return None
-        weighed = found.search(self._native.recurrence, context, root[:, 0], width, length, contest)
-        return [
-            [Node(token, parent, exp(chance)) for token, parent, chance in zip(*pool, strict=True)]
-            for pool in zip(*(part.tolist() for part in weighed), strict=True)
-        ]
-
-    def _listed(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[list[Node]]:
-        pools = [[Node(token, 0, 1.0)] for token in root[:, 0].tolist()]
-        beams = [[_Beam(pool[0].token, 0, 0.0, 0)] for pool in pools]
-        state: Tensor | None = None
-        for depth in range(length):
-            state = self._advance(beams, state)
-            shape = _brush(len(beams[0]), depth)
-            paths = Paths(frontier.prefix, TokenTree.shaped(root.expand(-1, len(shape)), shape), len(shape) - len(beams[0]))
-            steps, tokens = frontier.sampler.best(self._logits(state), paths, width)                # [B, W, R]
-            best = zip(pools, beams, steps.tolist(), tokens.tolist(), strict=True)
-            beams = [_grown(pool, ends, *found)[:width] for pool, ends, *found in best]
-            if frontier.floor and max(ends[0].odds for ends in beams) < log(frontier.floor):
-                break
-        return pools
-
-    def _advance(self, beams: Sequence[Sequence[_Beam]], state: Tensor | None) -> Tensor:
-        """[B, W, H] the states behind the last tokens of these beams; `state` [B, W', H] before them."""
-        if state is not None:
-            state = state[torch.arange(len(beams))[:, None], torch.tensor([[beam.above for beam in row] for row in beams])]
-        embedded = self.vocabulary.embed(torch.tensor([[beam.token for beam in row] for row in beams]))
-        return self._head.advance(embedded.to(self._context.dtype), state)
+        head, context = self._native.recurrence, self._context[: len(root)]
+        tokens, parents, chances = found.search(head, context, root[:, 0], width, length, contest)
+        return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()
 
     def _logits(self, state: Tensor) -> Tensor:
         """[B, W, V] what the head says behind these states, over the target's vocabulary."""
@@ -375,25 +345,6 @@ class ReDrafter(Drafter):
             steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]
         scores = beams.scores[..., None] + steps
         return _Level(beams, torch.where(scores > -torch.inf, tokens, ABSENT), scores, state)
-
-
-class _Beam(NamedTuple):
-    """The end of a beam on the host: its token, its place in the pool, the logarithm of its odds, which beam it comes from."""
-
-    token: int
-    place: int
-    odds: float
-    above: int
-
-
-def _grown(pool: list[Node], beams: Sequence[_Beam], steps: list[list[float]], tokens: list[list[int]]) -> list[_Beam]:
-    """Put the children of all beams into the pool; return them, the likeliest first."""
-    ends = []
-    for above, (beam, chances, found) in enumerate(zip(beams, steps, tokens, strict=True)):
-        for chance, token in zip(chances, found, strict=True):
-            ends.append(_Beam(token, len(pool), beam.odds + chance, above))
-            pool.append(Node(token, beam.place, exp(beam.odds + chance)))
-    return sorted(ends, key=lambda end: -end.odds)
 
 
 class _Beams(NamedTuple):

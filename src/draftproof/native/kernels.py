@@ -1,4 +1,4 @@
-"""The C kernels of `kernels.c`, compiled once for this machine by its own compiler. Knows compilers, nothing of models.
+"""The C kernels beside this file, compiled once for this machine by its own compiler. Knows compilers, nothing of models.
 
 Where there is no compiler, or torch runs its threads otherwise than by OpenMP, there are none, and torch's operators
 are used instead.
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c")]
+HEADER = Path(__file__).with_name("lanes.h")
 SWITCH = "DRAFTPROOF_KERNELS"
 """Set to 0 in the environment to do without."""
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
@@ -34,7 +35,7 @@ STRIP, EVEN = 32, 16
 
 
 class Read(ctypes.Structure):
-    """What all layers of one read share; as in kernels.c."""
+    """What all layers of one read share; as in lanes.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
@@ -45,7 +46,7 @@ class Read(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """A linear layer; as in kernels.c."""
+    """A linear layer; as in lanes.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
@@ -60,7 +61,7 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """One layer of a model; as in kernels.c."""
+    """One layer of a model; as in lanes.h."""
 
     _fields_ = (
         *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
@@ -70,7 +71,7 @@ class Layer(ctypes.Structure):
 
 
 class Recurrence(ctypes.Structure):
-    """A recurrent draft head; as in kernels.c."""
+    """A recurrent draft head; as in drafting.c."""
 
     _fields_ = (
         *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
@@ -281,7 +282,8 @@ def kernels() -> Kernels | None:
 
 def _built(compiler: str) -> Path:
     """The compiled library of this source, by this compiler, for this processor."""
-    name = hashlib.sha256("\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (HEADER, *SOURCES)]
+    name = hashlib.sha256("\n".join([*texts, compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
     for folder in _folders():
         target = folder / f"kernels-{name}.so"
         try:
@@ -291,10 +293,10 @@ def _built(compiler: str) -> Path:
             if target.is_file():
                 return target
             with tempfile.TemporaryDirectory(dir=folder) as work:
-                halfway, done = Path(work) / "kernels.o", Path(work) / "kernels.so"
+                halfway, done = [Path(work) / f"{source.stem}.o" for source in SOURCES], Path(work) / "kernels.so"
                 for command in (
-                    [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(halfway)],
-                    [compiler, "-shared", str(halfway), "-o", str(done), "-lm"],     # no -fopenmp: torch brought it
+                    *([compiler, *FLAGS, "-c", str(one), "-o", str(made)] for one, made in zip(SOURCES, halfway, strict=True)),
+                    [compiler, "-shared", *map(str, halfway), "-o", str(done), "-lm"],      # no -fopenmp: torch brought it
                 ):
                     subprocess.run(command, check=True, capture_output=True, timeout=60)
                 done.replace(target)

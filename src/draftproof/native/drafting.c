@@ -1,0 +1,234 @@
+/* Choosing tokens, and drafting with them: noise, races, chains, beams. */
+#include "lanes.h"
+
+typedef uint32_t words __attribute__((vector_size(64)));
+
+static inline words mixed(words x) {            /* lowbias32, as in core/noise.py */
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31 bits near 0. */
+void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab, int64_t threads) {
+    int64_t blocks = (vocab + LANES - 1) / LANES;
+    words steps;
+    for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
+#pragma omp parallel for num_threads(threads) collapse(2) if (rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t b = 0; b < blocks; b++) {
+            words x = (uint32_t)streams[2 * r] ^ (steps + (uint32_t)(b * LANES) * 0x9E3779B9u);
+            x = mixed(mixed(x) + (uint32_t)streams[2 * r + 1]);
+            lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
+            u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
+            lanes left = 1.0f - u, wait = logarithm(left) * u / (left - 1.0f);              /* log1p, exact where u is small */
+            bits tiny = left == 1.0f;
+            wait = (lanes)(((bits)u & tiny) | ((bits)wait & ~tiny));
+            lanes noise = -logarithm(wait);
+            int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
+            memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));
+        }
+}
+
+typedef struct {
+    float score;
+    int64_t token;
+} Scored;
+
+/* Put a score into the `count` best, falling; of equals the earlier token stays in front. */
+static inline void ranked(Scored *best, int64_t count, float score, int64_t token) {
+    int64_t at = count - 1;
+    for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
+    best[at] = (Scored){score, token};
+}
+
+/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */
+static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i, int64_t vocab) {
+    int64_t some = vocab - i < LANES ? vocab - i : LANES;
+    lanes score = some < LANES ? partly(logits + i, some) : wide(logits + i);
+    if (heat != 1) score /= heat;
+    if (noise && some == LANES) score += loaded(noise + i);
+    else for (int64_t l = 0; noise && l < some; l++) score[l] += noise[i + l];
+    for (int64_t l = some; l < LANES; l++) score[l] = -INFINITY;
+    return score;
+}
+
+/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are -inf or one is NaN. Heats are
+ * of rows; places say which of noise [., vocab] is whose. */
+void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, int64_t rows, int64_t vocab,
+                     int64_t nothing, int64_t *tokens, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *own = noise ? noise + places[r] * vocab : NULL;
+        lanes most = (lanes){} - INFINITY;
+        bits broken = {}, first = {};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
+            bits above = score > most;
+            broken |= score != score;
+            most = larger(score, most);
+            first = (first & ~above) | (above & (int32_t)i);
+        }
+        float top = -INFINITY;
+        int64_t token = nothing;
+        for (int l = 0; l < LANES; l++)
+            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top = most[l], token = first[l] + l;
+        tokens[r] = some_of(broken) ? nothing : token;
+    }
+}
+
+/* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of each: chances are the softmax of
+ * trust times the scores. Where a logit is NaN nothing has a chance. */
+void draftproof_best(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, const float *trusts,
+                     int64_t rows, int64_t vocab, int64_t count, float *odds, int64_t *tokens, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *own = noise ? noise + places[r] * vocab : NULL;
+        float *scores = scratch(vocab + LANES), trust = trusts[r];
+        Scored best[count];
+        for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
+        bits broken = {};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
+            memcpy(scores + i, &score, sizeof score);
+            broken |= score != score;
+            if (some_of(score > best[count - 1].score))
+                for (int l = 0; l < LANES; l++)
+                    if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
+        }
+        int there = !some_of(broken) && best->score > -INFINITY;
+        lanes sum = {};
+        for (int64_t i = 0; there && i < vocab; i += LANES) sum += expo((loaded(scores + i) - best->score) * trust);
+        float whole = logf(total(sum));
+        for (int64_t k = 0; k < count; k++) {
+            odds[r * count + k] = there && best[k].score > -INFINITY ? (best[k].score - best->score) * trust - whole : -INFINITY;
+            tokens[r * count + k] = best[k].token;
+        }
+    }
+}
+
+/* Draft a chain: behind the root, whose logits [rows, vocab] are given, token after token the best of each, each read in turn as
+ * the next node of the scratch. places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the
+ * chance that a chain stands is below `floor` in every row. tokens [rows, steps], `absent` where nothing may be chosen. Returns
+ * how many were drafted. table: embeddings [vocab, size]. work: as for a forward, and 2 rows * size + rows * vocab more. */
+int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
+                         const bf16 *table, const bf16 *logits, int64_t steps, const float *noise, const int64_t *places,
+                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, bf16 *work) {
+    int64_t rows = read->rows, vocab = head->outputs, size = head->size;
+    bf16 *hidden = work, *last = hidden + rows * size, *own = last + rows * size, *rest = own + rows * vocab;
+    int64_t parents[rows * (steps + 1)], where[rows], found[rows];
+    float odds[rows], sums[rows];
+    memset(sums, 0, sizeof sums);
+    for (int64_t d = 0;;) {
+        for (int64_t r = 0; r < rows; r++) where[r] = places ? places[r] + d : 0;
+        draftproof_best(d ? own : logits, noise, where, heats, trusts, rows, vocab, 1, odds, found, read->threads);
+        float top = -INFINITY;
+        for (int64_t r = 0; r < rows; r++) {
+            int gone = d > 0 && tokens[r * steps + d - 1] == absent;
+            tokens[r * steps + d] = gone || odds[r] == -INFINITY ? absent : found[r];
+            sums[r] += odds[r];
+            top = sums[r] > top ? sums[r] : top;
+        }
+        d++;
+        if (d == steps || top < floor) return d;
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t token = tokens[r * steps + d - 1];
+            memcpy(hidden + r * size, table + (token == absent ? 0 : token) * size, (size_t)size * sizeof(bf16));
+            for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
+        }
+        read->parents = parents, read->first = d, read->nodes = d + 1;
+        draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+        draftproof_linear(head, last, own, rows, read->threads);
+    }
+}
+
+/* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU; `first`: the bias of `back`
+ * counts where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab, hidden]. */
+typedef struct {
+    Linear fed, back, narrow, projection;
+    const Linear *blocks;
+    const bf16 *table;
+    int64_t hidden, layers, recurs, smooth, first;
+} Recurrence;
+
+/* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before them, become states. */
+static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside, int64_t rows, int64_t threads) {
+    int64_t size = head->hidden, all = rows * size;
+    bf16 *more = beside + all;
+    if (head->recurs) {
+        draftproof_linear(&head->fed, x, beside, rows, threads);
+        memcpy(x, beside, (size_t)all * sizeof(bf16));
+        if (before) draftproof_linear(&head->back, before, more, rows, threads);
+        else if (head->first && head->back.bias)
+            for (int64_t r = 0; r < rows; r++) memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
+        else memset(more, 0, (size_t)all * sizeof(bf16));
+    } else if (before) memcpy(more, before, (size_t)all * sizeof(bf16));
+    else memset(more, 0, (size_t)all * sizeof(bf16));
+    for (int64_t i = 0; i < all; i += LANES) {
+        narrowed(x + i, wide(x + i) + wide(more + i));
+        lanes v = wide(x + i);
+        if (head->recurs && head->smooth) narrowed(x + i, v / (1.0f + expo(-v)));
+    }
+}
+
+/* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows, hidden] and roots [rows]. All
+ * that is weighed goes into pools [rows, .]: tokens, parents (places in the pool), logarithms of the chance of the path; the root
+ * is in place 0. A search may end early below `floor`, as a chain does. Returns the size of a pool. work: room for
+ * rows * width * (8 hidden + 2 wide + vocab) numbers, where wide is the projection's size. */
+int64_t draftproof_search(const Recurrence *head, const bf16 *context, const int64_t *roots, int64_t rows, int64_t width, int64_t length,
+                          const float *noise, const int64_t *places, const float *heats, const float *trusts, float floor,
+                          int64_t *tokens, int64_t *parents, float *chances, int64_t room, bf16 *work, int64_t threads) {
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->projection.outputs, most = rows * width;
+    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden, *beside = before + most * hidden;
+    bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
+    bf16 *logits = room_beside + most * wider;
+    int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
+    float sums[most], odds[most * width], heat[most], trust[most];
+    for (int64_t r = 0; r < rows; r++) {
+        tokens[r * room] = roots[r], parents[r * room] = 0, chances[r * room] = 0;
+        ends[r * width] = 0, sums[r * width] = 0;
+    }
+    for (int64_t d = 0; d < length; d++) {
+        bf16 *state = states[d % 2], *last = states[(d + 1) % 2];
+        int64_t count = rows * beams;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t b = 0; b < beams; b++) {
+                int64_t at = r * beams + b, token = tokens[r * room + ends[r * width + b]];
+                memcpy(state + at * hidden, head->table + token * hidden, (size_t)hidden * sizeof(bf16));
+                if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden, (size_t)hidden * sizeof(bf16));
+                where[at] = places ? places[r] + d : 0, heat[at] = heats[r], trust[at] = trusts[r];
+            }
+        advanced(head, state, d ? before : NULL, beside, count, threads);
+        for (int64_t at = 0; at < count; at++) {
+            memcpy(pairs + 2 * at * hidden, context + at / beams * hidden, (size_t)hidden * sizeof(bf16));
+            memcpy(pairs + (2 * at + 1) * hidden, state + at * hidden, (size_t)hidden * sizeof(bf16));
+        }
+        if (head->narrow.size) draftproof_linear(&head->narrow, pairs, x, count, threads);
+        else memcpy(x, pairs, (size_t)(2 * count * hidden) * sizeof(bf16));
+        for (int64_t l = 0; l < head->layers; l++) draftproof_residual(head->blocks + l, x, room_beside, count, threads);
+        draftproof_linear(&head->projection, x, logits, count, threads);
+        draftproof_best(logits, noise, where, heat, trust, count, vocab, width, odds, found, threads);
+        float top = -INFINITY;
+        for (int64_t r = 0; r < rows; r++) {
+            Scored best[width];
+            for (int64_t b = 0; b < width; b++) best[b] = (Scored){-INFINITY, size};
+            for (int64_t b = 0; b < beams; b++)
+                for (int64_t k = 0; k < width; k++) {
+                    int64_t at = (r * beams + b) * width + k, place = size + b * width + k;
+                    tokens[r * room + place] = found[at], parents[r * room + place] = ends[r * width + b];
+                    float chance = chances[r * room + place] = sums[r * width + b] + odds[at];
+                    if (chance > best[width - 1].score) ranked(best, width, chance, place);
+                }
+            for (int64_t b = 0; b < width; b++) {
+                ends[r * width + b] = best[b].token, sums[r * width + b] = best[b].score;
+                above[r * width + b] = r * beams + (best[b].token - size) / width;
+            }
+            top = best->score > top ? best->score : top;
+        }
+        size += beams * width, beams = width;
+        if (top < floor) break;
+    }
+    return size;
+}

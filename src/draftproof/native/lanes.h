@@ -1,0 +1,154 @@
+/* What all kernels share: sixteen numbers at a time, bfloat16, and the forms in which the caller describes a model.
+ *
+ * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
+ * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
+ * chain, or in a tree.
+ */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef float lanes __attribute__((vector_size(64)));
+typedef int32_t bits __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+enum { LANES = 16, SMALL = 1 << 14, PRODUCTS = 1 << 17 };           /* below so many numbers, or products, one thread */
+
+static inline float widen(bf16 x) {
+    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+    return u.f;
+}
+
+static inline bf16 narrow(float x) {            /* to the nearest, ties to even */
+    union { float f; uint32_t i; } u = {x};
+    return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
+static inline lanes wide(const bf16 *from) {
+    halves h;
+    memcpy(&h, from, sizeof h);
+    return (lanes)(__builtin_convertvector(h, bits) << 16);
+}
+
+static inline void narrowed(bf16 *to, lanes x) {
+    bits i = (bits)x, even = (i >> 16) & 1;
+    bits out = (i + 0x7fff + even) >> 16, nan = x != x;
+    out = (out & ~nan) | (nan & 0x7fc0);
+    halves h = __builtin_convertvector(out, halves);
+    memcpy(to, &h, sizeof h);
+}
+
+static inline lanes loaded(const float *from) {
+    lanes x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline float total(lanes x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87 */
+    bits low = x < -87.0f;
+    x = (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low));
+    lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    x = x - n * 0.693359375f + n * 2.12194440e-4f;
+    lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * (x * x) + x + 1.0f;
+    bits power = (__builtin_convertvector(n, bits) + 127) << 23;
+    return (lanes)((bits)(y * (lanes)power) & ~low);
+}
+
+static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike, for normal numbers */
+    bits i = (bits)x, power = (i >> 23) - 126;
+    lanes m = (lanes)((i & 0x007fffff) | 0x3f000000);                                       /* in [0.5, 1) */
+    bits low = m < 0.707106781f;
+    lanes n = __builtin_convertvector(power + low, lanes);                                  /* true is -1 */
+    m = m + (lanes)((bits)m & low) - 1.0f;
+    lanes z = m * m, y = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    y = y * m + 1.1676998740e-1f;
+    y = y * m - 1.2420140846e-1f;
+    y = y * m + 1.4249322787e-1f;
+    y = y * m - 1.6668057665e-1f;
+    y = y * m + 2.0000714765e-1f;
+    y = y * m - 2.4999993993e-1f;
+    y = y * m + 3.3333331174e-1f;
+    y = y * m * z + n * -2.12194440e-4f - 0.5f * z;
+    return m + y + n * 0.693359375f;
+}
+
+static inline lanes larger(lanes a, lanes b) {
+    bits more = a > b;
+    return (lanes)(((bits)a & more) | ((bits)b & ~more));
+}
+
+static inline lanes absolute(lanes x) { return (lanes)((bits)x & 0x7fffffff); }
+
+static inline lanes partly(const bf16 *from, int64_t some) {
+    bf16 held[LANES] = {};
+    memcpy(held, from, (size_t)some * sizeof(bf16));
+    return wide(held);
+}
+
+static inline int some_of(bits x) {
+    int any = 0;
+    for (int l = 0; l < LANES; l++) any |= x[l];
+    return any;
+}
+
+/* Room for so many numbers, this thread's own, until it asks again. */
+static inline float *scratch(int64_t floats) {
+    static _Thread_local float *held;
+    static _Thread_local int64_t size;
+    if (floats > size) {
+        free(held);
+        size = floats + floats / 2;
+        if (posix_memalign((void **)&held, 64, (size_t)size * sizeof(float))) abort();
+    }
+    return held;
+}
+
+/* One read of a model: what all its layers share. */
+typedef struct {
+    int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
+    const int64_t *lengths;                     /* [rows] committed tokens */
+    const int64_t *parents;                     /* [rows, nodes] a parent comes before its children; -1 at the root */
+    const bf16 *cosines, *sines;                /* [context, head_dim] */
+    float scale;
+} Read;
+
+/* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
+ * the inputs rounded up, is a multiple of 16. With a scale per output they have 8 bits and 128 added to them, and fold is 4;
+ * without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. */
+typedef struct {
+    const void *weights;
+    const float *scale;
+    const bf16 *bias;
+    int64_t size, padded, outputs;
+} Linear;
+
+/* One layer of a model: queries, keys and values as one, gates and what they let through as one. */
+typedef struct {
+    Linear inner, output, gate_up, down;
+    const bf16 *before, *after, *query, *key;   /* weights of norms; those over heads may be null */
+    float epsilon;
+} Layer;
+
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
+                     int64_t threads);
+void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads);
+void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                       bf16 *keys, bf16 *values, bf16 *out);
+void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
+void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads);
+void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
+                        bf16 *last, bf16 *const *kept, bf16 *work);
