@@ -342,7 +342,7 @@ class _Stacked(NamedTuple):
 
 def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, shared: Linear) -> Tensor:
     """[K, B, rows] as `_Stacked.logits`; shared: the projection of heads that have none."""
-    states = hidden.repeat(len(heads), 1, 1)
+    states = hidden.expand(len(heads), -1, -1).clone(memory_format=torch.contiguous_format)     # written in place
     for state, own in zip(states, heads, strict=True):
         for block in own.blocks:
             found.residual(cast(Linear, block.native), state)
