@@ -329,8 +329,8 @@ class _Stacked(NamedTuple):
     def logits(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
         found = kernels()
-        if self.own is not None and found is not None and vocabulary.native is not None:
-            logits = _by_kernels(found, self.own[:heads], hidden, vocabulary.native.head)
+        if self.own is not None and found is not None:
+            logits = _by_kernels(found, self.own[:heads], hidden, vocabulary)
             return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
         states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
         for weight, bias in self.blocks:
@@ -340,15 +340,16 @@ class _Stacked(NamedTuple):
         return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
 
 
-def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, shared: Linear) -> Tensor:
-    """[K, B, rows] as `_Stacked.logits`; shared: the projection of heads that have none."""
+def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[K, B, rows] as `_Stacked.logits`."""
     states = hidden.expand(len(heads), -1, -1).clone(memory_format=torch.contiguous_format)     # written in place
     for state, own in zip(states, heads, strict=True):
         for block in own.blocks:
             found.residual(cast(Linear, block.native), state)
-    if heads[0].projection is None:
-        return found.multiply(shared, states)
-    return torch.stack([cast(PackedLinear, own.projection)(state) for state, own in zip(states, heads, strict=True)])
+    if heads[0].projection is not None:
+        return torch.stack([cast(PackedLinear, own.projection)(state) for state, own in zip(states, heads, strict=True)])
+    shared = vocabulary.native.head if vocabulary.native is not None else None
+    return found.multiply(shared, states) if shared is not None else vocabulary.unembed(states)
 
 
 def _packed(heads: Sequence[_Head], vocabulary: Vocabulary) -> list[_Own] | None:

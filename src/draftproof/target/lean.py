@@ -55,29 +55,32 @@ class _Layer(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What lies between tokens and hidden states, as our kernels read it: embeddings [V, H], and the head."""
+    """What lies between tokens and hidden states, as our kernels read it: embeddings [V, H], and the head if they do."""
 
     embeddings: Tensor
-    head: Native
+    head: Native | None
     owner: object                   # whose memory the head lies in
 
     @classmethod
     def of(cls, model: PreTrainedModel, lean: Lean) -> Tables | None:
         """Of a model in bfloat16 on a CPU that has kernels; a head in another layout is copied if it is small."""
-        table, head = lean.embed.weight, lean.native_head
-        if table.dtype != torch.bfloat16 or table.device.type != "cpu" or lean.fused is None:
+        if lean.fused is None:
             return None
-        if head is not None:
-            return cls(table, head, lean)
-        linear: Any = model.get_output_embeddings()
-        weight = linear.dense() if isinstance(linear, PackedLinear) else getattr(linear, "weight", None)
-        if linear.bias is not None or weight is None or weight.nbytes > COPIED:
-            return None
-        with torch.device("meta"):
-            own = nn.Linear(weight.shape[1], len(weight), bias=False)
-        own.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        made = PackedLinear(own, free=True) if packable(own) else None
-        return cls(table, made.native, made) if made is not None and made.native is not None else None
+        owner = None if lean.native_head is not None else _copied(model.get_output_embeddings())
+        return cls(lean.embed.weight, lean.native_head if owner is None else owner.native, owner or lean)
+
+
+def _copied(linear: nn.Module) -> PackedLinear | None:
+    """A small projection to the vocabulary once more, as our kernels read it."""
+    if not isinstance(linear, (nn.Linear, PackedLinear)) or linear.bias is not None:
+        return None
+    if 2 * linear.in_features * linear.out_features > COPIED:
+        return None
+    weight = linear.dense() if isinstance(linear, PackedLinear) else linear.weight.detach()
+    with torch.device("meta"):
+        own = nn.Linear(linear.in_features, linear.out_features, bias=False)
+    own.weight = nn.Parameter(weight, requires_grad=False)
+    return PackedLinear(own, free=True) if packable(own) else None
 
 
 class Lean:
