@@ -80,7 +80,8 @@ def _copied(linear: nn.Module) -> PackedLinear | None:
     with torch.device("meta"):
         own = nn.Linear(linear.in_features, linear.out_features, bias=False)
     own.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(own, free=True) if packable(own) else None
+    made = PackedLinear(own, free=True) if packable(own) else None
+    return made if made is not None and made.native is not None else None
 
 
 class Lean:
