@@ -167,6 +167,7 @@ class KeyedChance:
 
     def __init__(self, frontier: Frontier) -> None:
         self.keys, self.position = frontier.sampler.keys, frontier.prefix.position[:, None]
+        self.at_hand = frontier.sampler.at_hand
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
         coin = noise.stream(self.keys, Role.ACCEPT, torch.full_like(self.position, node), self.position)
@@ -174,7 +175,7 @@ class KeyedChance:
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position)
-        return winner(weights.log() + noise.gumbel(place, weights.shape[-1])[:, 0])
+        return winner(weights.log() + noise.gumbel(place, weights.shape[-1], at_hand=self.at_hand)[:, 0])
 
 
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used

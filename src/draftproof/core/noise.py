@@ -12,6 +12,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from draftproof.native.kernels import kernels
+
 _GOLDEN = -1640531527            # 0x9E3779B9, as a signed 32-bit number
 _SECOND = -2048144789            # 0x85EBCA6B
 _MIX_1, _MIX_2 = 0x7FEB352D, -2073254261          # 0x7FEB352D, 0x846CA68B
@@ -54,12 +56,17 @@ def uniform(streams: Tensor) -> Tensor:
     return _unit(_mix(_mix(streams[..., 0]) + streams[..., 1]))
 
 
-def gumbel(streams: Tensor, vocab: int) -> Tensor:
+def gumbel(streams: Tensor, vocab: int, *, at_hand: bool = False) -> Tensor:
     """[..., V] float32 standard Gumbel noise, one per token, for streams `[..., 2]`.
+
+    at_hand: by a kernel, if there is one, whose logarithms may differ in their last bits.
 
     ``argmax(logits + gumbel)`` is a draw from softmax(logits): the exponential race of Daliri, Musco and Suresh
     (arXiv 2408.07978). The uniform is finest near 0, where the winners of the race live: 31 bits.
     """
+    found = kernels() if at_hand else None
+    if found is not None:
+        return found.gumbel(streams, vocab)
     tokens = torch.arange(vocab, dtype=torch.int32, device=streams.device).mul_(_GOLDEN)
     bits = streams[..., :1] ^ tokens
     bits = _mix_(bits).add_(streams[..., 1:])

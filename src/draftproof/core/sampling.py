@@ -277,8 +277,7 @@ class Sampler:
         if noises is None or made_for is not position or noises.shape[1] <= depth:
             places = position[:, None] + 1 + torch.arange(depth + 1, device=self.device)
             origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-            streams, found = noise.stream(self.keys, role, places, origin), kernels() if self.at_hand else None
-            noises = noise.gumbel(streams, vocab) if found is None else found.gumbel(streams, vocab)
+            noises = noise.gumbel(noise.stream(self.keys, role, places, origin), vocab, at_hand=self.at_hand)
             noises.masked_fill_(self._greedy_rows, 0.0)                     # temperature 0 is noise 0
             self._round[role, vocab] = (position, noises)
         return noises

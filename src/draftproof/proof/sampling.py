@@ -342,9 +342,9 @@ def draws_used_twice(rule: str, seed: int) -> int:
     asked: list[Tensor] = []
 
     def recorded(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def record(streams: Tensor, *rest: Any) -> Tensor:
+        def record(streams: Tensor, *rest: Any, **how: Any) -> Tensor:
             asked.append(streams.reshape(-1, 2).clone())
-            return call(streams, *rest)
+            return call(streams, *rest, **how)
 
         return record
 
