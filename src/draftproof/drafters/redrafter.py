@@ -32,7 +32,7 @@ from draftproof.target.pack import PackedLinear, pack_linears
 
 STEPS = 5
 """Tokens a fresh head foretells, as published."""
-WIDTH, LENGTH = 2, 4
+WIDTH, LENGTH = 2, 5
 """Beams when nobody says, and drafted tokens of each, if the head foretells so many: quickest where drafting costs as much
 as on a CPU (`python -m draftproof.bench.sweep`)."""
 NODES = 12
@@ -228,7 +228,7 @@ class ReDrafter(Drafter):
     Scores race with the target's own noise, filters and penalties, each beam by its own path: beams are what the target
     is likely to pick, not merely what is likely.
 
-    width, length: beams, and tokens drafted in each (None: four, or as many as the head was trained for). Apple's "beam length"
+    width, length: beams, and tokens drafted in each (None: five, or as many as the head was trained for). Apple's "beam length"
     counts the root as well.
     tree: "nodes" drafts, of all tokens the search weighed, those on the most likely paths; "beams" what survives of the
     search, shared prefixes merged, as published.
