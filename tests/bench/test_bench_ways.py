@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import tiny
 import torch
+from drafting import needs_kernels
 
 from draftproof.bench import ours
 from draftproof.bench.against_transformers import Generate
@@ -111,6 +113,19 @@ def test_weights_are_counted_once() -> None:
     assert drafter_bytes(engine(draft_model())) == size[id(draft)] + buffers
     assert drafter_bytes(engine(DraftModel(Target(target), tiny.VOCAB))) == 0     # the target drafts for itself
     assert Ours("draft", engine(draft_model())).weights >= size[id(target)] + size[id(draft)]
+
+
+@needs_kernels
+def test_a_chain_in_one_call_counts_as_its_reads() -> None:
+    """Per round one read that begins it, and one of each drafted token but the last."""
+    way = Ours("draft model", load("demo", assistant_model="demo-draft", budget=4))
+    way.write([[1, 2, 3]], Sampling(), 20, time.perf_counter)
+    target, draft = way.reads().values()
+    rounds, widths = sum(target.values()), Counter[int]()
+    for shape, count in draft.items():
+        widths[shape.width] += count
+    assert sum(widths[width] for width in widths if width > 1) == rounds
+    assert 0 < widths[1] <= 3 * rounds
 
 
 def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:

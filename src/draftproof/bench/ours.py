@@ -24,6 +24,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.decoding.costs import measure_costs
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
+from draftproof.native.kernels import Contest
 from draftproof.target.cache import RowCache
 from draftproof.target.target import Target
 from draftproof.target.text import Codec, TextStream
@@ -99,6 +100,13 @@ class Watched:
             rows, nodes = tree.tokens.shape
             self.shapes[Shape(rows, nodes - first, cache.capacity)] += 1
         return self.inner.read(tree, cache, first=first, last_only=last_only, taps=taps)
+
+    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """A chain in one call counts as the reads it takes the place of: of all its tokens but the last."""
+        chain = self.inner.chain(logits, cache, steps, contest)
+        if chain is not None and chain.shape[1] > 1:
+            self.shapes[Shape(len(chain), 1, cache.capacity)] += chain.shape[1] - 1
+        return chain
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
