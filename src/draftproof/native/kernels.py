@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.native.pages import enlarge
+
 SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c")]
 HEADER = Path(__file__).with_name("lanes.h")
 SWITCH = "DRAFTPROOF_KERNELS"
-"""Set to 0 in the environment to do without."""
+"""Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""
@@ -244,7 +246,8 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
     """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, -inputs % EVEN, 0, -outputs % STRIP))
-    return padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2).contiguous()
+    lying = padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2)
+    return enlarge(torch.empty(lying.shape, dtype=weight.dtype)).copy_(lying)
 
 
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:

@@ -1,7 +1,7 @@
 /* What stands between the linear layers of a Llama-like model: norms, rotation, attention, gates; and all of its layers. */
 #include "lanes.h"
 
-enum { BLOCK = 16, TOGETHER = 4, WIDEST = 256 };
+enum { BLOCK = 16, TOGETHER = 4, WIDEST = 256, PART = 1024 };
 
 /* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
 void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
@@ -25,16 +25,17 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float 
 
 /* out = silu(gate) * up; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
 void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
-        bf16 *y = out + r * size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            lanes g = wide(gate + i);
-            narrowed(y + i, g / (1.0f + expo(-g)));
-            narrowed(y + i, wide(y + i) * wide(up + i));
+#pragma omp parallel for collapse(2) num_threads(threads) if (rows * size > SMALL / 4)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t part = 0; part < size; part += PART) {
+            const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
+            bf16 *y = out + r * size;
+            for (int64_t i = part; i < part + PART && i < size; i += LANES) {
+                lanes g = wide(gate + i);
+                narrowed(y + i, g / (1.0f + expo(-g)));
+                narrowed(y + i, wide(y + i) * wide(up + i));
+            }
         }
-    }
 }
 
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many

@@ -5,12 +5,28 @@
 #include <immintrin.h>
 #endif
 
-enum { FOUR = 4 };
+/* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row, so that they stay in the first cache; STRIPS
+ * of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for. */
+enum { FOUR = 4, MOST = 12, CHUNKS = 8, BLOCK = 256, STRIPS = 4, AHEAD = 192 };
+
+/* Activations are read in words of 32 bits, two numbers or four codes. Those of `beside` rows lie block by block, a block of
+ * one row after that of another: where word `i` of a row lies, seen from its first. */
+static inline int64_t place(int64_t i, int64_t beside) { return i / BLOCK * BLOCK * beside + i % BLOCK; }
+
+/* A row of activations laid out so, zeros up to `padded`. */
+static void laid(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside) {
+    for (int64_t i = 0; i < padded; i += 2 * BLOCK) {
+        int64_t room = padded - i < 2 * BLOCK ? padded - i : 2 * BLOCK, some = size - i < room ? size - i : room;
+        bf16 *to = (bf16 *)(words + place(i / 2, beside));
+        memcpy(to, x + i, (size_t)some * sizeof *to);
+        memset(to + some, 0, (size_t)(room - some) * sizeof *to);
+    }
+}
 
 /* Linear layers in 8 bits. Sums are of integers, hence the same in any order. */
-/* One row of activations to 8 bits around 0, the largest to 127, zeros up to `padded`; every four of them `stride` fours
- * apart. Returns the sum of the codes. */
-static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *fours, int64_t stride, float *most) {
+/* A row of activations to 8 bits around 0, the largest to 127, laid out so, zeros up to `padded`. Returns the sum of the
+ * codes. */
+static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside, float *most) {
     int64_t whole = size / LANES * LANES;
     lanes top = {};
     bits broken = {};
@@ -27,8 +43,8 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *fours
         lanes v = i < whole ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
         bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;              /* to the nearest, by cutting off */
         typedef int8_t bytes __attribute__((vector_size(16)));
-        union { bytes codes; int32_t fours[LANES / FOUR]; } u = {__builtin_convertvector(code, bytes)};
-        for (int f = 0; f < LANES / FOUR; f++) fours[(i / FOUR + f) * stride] = u.fours[f];
+        bytes u = __builtin_convertvector(code, bytes);
+        memcpy(words + place(i / FOUR, beside), &u, sizeof u);
         sum += code;
     }
     int32_t all = 0;
@@ -87,25 +103,32 @@ static inline lanes paired(lanes sum, bits weights, int32_t activations) {
 static inline lanes paired(lanes sum, bits weights, int32_t activations) { return sum + (lanes)(weights * activations); }
 #endif
 
-/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. Activations lie as words of 32 bits, those of
- * all rows beside each other; every sum runs in their order. */
+/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. `words` are those of one block; every sum
+ * runs in their order, on from what `to` holds. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
 #define MULTIPLY(R, NAME, SUMS, ADDED)                                                                                 \
-    static void NAME##_##R(const int32_t *words, const char *weights, int64_t count, void *to) {                        \
-        SUMS held[R][2] = {}, *sums = to;                                                                              \
-        for (int64_t i = 0; i < count; i++) {                                                                          \
-            bits weight[2];                                                                                            \
-            memcpy(weight, weights, sizeof weight);                                                                    \
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                     \
-                held[r][0] = ADDED(held[r][0], weight[0], words[r]);                                                   \
-                held[r][1] = ADDED(held[r][1], weight[1], words[r]);                                                   \
+    static void NAME##_##R(const int32_t *words, const char *weights, int64_t count, const char *next, void *to) {      \
+        SUMS held[R][2], *sums = to;                                                                                   \
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) held[r][0] = sums[2 * r], held[r][1] = sums[2 * r + 1];    \
+        int64_t last = count < AHEAD ? count : AHEAD;                                                                  \
+        const char *ahead = weights + AHEAD * 2 * sizeof(bits);                                                        \
+        for (int64_t left = count - last;; left = last, last = 0, ahead = next) {                                      \
+            for (; left > 0; left--) {                                                                                 \
+                bits weight[2];                                                                                        \
+                memcpy(weight, weights, sizeof weight);                                                                \
+                __builtin_prefetch(ahead), __builtin_prefetch(ahead + sizeof(bits));                                   \
+                _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                 \
+                    held[r][0] = ADDED(held[r][0], weight[0], words[r * BLOCK]);                                               \
+                    held[r][1] = ADDED(held[r][1], weight[1], words[r * BLOCK]);                                               \
+                }                                                                                                      \
+                words++;                                                                                               \
+                weights += sizeof weight;                                                                              \
+                ahead += sizeof weight;                                                                                \
             }                                                                                                          \
-            words += R;                                                                                                \
-            weights += sizeof weight;                                                                                  \
+            if (last == 0) break;                                                                                      \
         }                                                                                                              \
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) sums[2 * r] = held[r][0], sums[2 * r + 1] = held[r][1];    \
     }
-enum { MOST = 12 };
-typedef void (*Multiply)(const int32_t *, const char *, int64_t, void *);
+typedef void (*Multiply)(const int32_t *, const char *, int64_t, const char *, void *);
 #define UP_TO_MOST(...)                                                                                                \
     MULTIPLY(1, __VA_ARGS__) MULTIPLY(2, __VA_ARGS__) MULTIPLY(3, __VA_ARGS__) MULTIPLY(4, __VA_ARGS__)                 \
     MULTIPLY(5, __VA_ARGS__) MULTIPLY(6, __VA_ARGS__) MULTIPLY(7, __VA_ARGS__) MULTIPLY(8, __VA_ARGS__)                 \
@@ -120,51 +143,86 @@ static const Multiply multiply[2][MOST] = {
 /* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16. */
 int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
 
-static void paired_up(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t stride) {
-    for (int64_t i = 0; i < size / 2; i++) memcpy(words + i * stride, x + 2 * i, sizeof *words);
-    for (int64_t i = size / 2; i < padded / 2; i++) words[i * stride] = 2 * i < size ? x[2 * i] : 0;
+typedef union { bits whole; lanes real; } Sum;
+
+/* A product in the making. Chunks are rows that lie beside each other. */
+typedef struct {
+    const Linear *layer;
+    int64_t rows, chunks, count, stretch;       /* count: words of a row; stretch: with those its last block has room for */
+    const int32_t *words;
+    const float *most;                          /* [rows] the largest input of each, and the sum of its codes, times 128 */
+    const int32_t *offset;
+    bf16 *out;
+} Product;
+
+static inline int64_t begin(const Product *of, int64_t chunk) { return of->rows * chunk / of->chunks; }
+
+/* Weights of a strip from a word on. */
+static inline const char *weights(const Product *of, int64_t strip, int64_t word) {
+    return (const char *)of->layer->weights + (strip * of->count + word) * 2 * sizeof(bits);
 }
 
-/* inputs [rows, size] to out [rows, outputs]. Of 8 bits, an output is the sum times the row's largest input times the scale. */
+/* Of 8 bits, an output is the sum times the row's largest input times the scale. */
+static inline lanes output(const Product *of, Sum sum, int64_t row, int64_t start) {
+    const Linear *layer = of->layer;
+    lanes y = sum.real;
+    if (layer->scale) {
+        y = __builtin_convertvector(sum.whole - of->offset[row], lanes) * loaded(layer->scale + start) * of->most[row];
+    }
+    return layer->bias ? y + wide(layer->bias + start) : y;
+}
+
+/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
+static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
+    int64_t row = begin(of, top), end = begin(of, bottom), outputs = of->layer->outputs;
+    Sum sums[STRIPS][CHUNKS * MOST][2];
+    for (int64_t s = first; s < last; s++) memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
+    for (int64_t b = 0; b < of->count; b += BLOCK) {
+        int64_t some = of->count - b < BLOCK ? of->count - b : BLOCK;
+        for (int64_t s = first; s < last; s++) {
+            const char *next = s + 1 < last ? weights(of, s + 1, b) : weights(of, first, b + BLOCK);
+            for (int64_t c = top; c < bottom; c++) {
+                int64_t from = begin(of, c), beside = begin(of, c + 1) - from;
+                const int32_t *words = of->words + from * of->stretch + place(b, beside);
+                multiply[of->layer->scale != NULL][beside - 1](words, weights(of, s, b), some, next, sums[s - first][from - row]);
+            }
+        }
+    }
+    for (int64_t s = first; s < last; s++)
+        for (int64_t r = row; r < end; r++) {
+            int64_t start = s * 2 * LANES, some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
+            bf16 done[2 * LANES];
+            for (int h = 0; h < 2; h++)
+                narrowed(done + h * LANES, output(of, sums[s - first][r - row][h], r, start + h * LANES));
+            memcpy(of->out + r * outputs + start, done, (size_t)some * sizeof(bf16));
+        }
+}
+
+/* inputs [rows, size] to out [rows, outputs]. */
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
-    int64_t size = layer->size, outputs = layer->outputs, small = layer->scale != NULL, words_each = layer->padded / (small ? 4 : 2);
-    int64_t strips = (outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
-    float *most = scratch(rows * (2 + words_each));
+    int64_t small = layer->scale != NULL, count = layer->padded / (small ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
+    int64_t strips = (layer->outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
+    int64_t groups = threads * ((strips + threads * STRIPS - 1) / (threads * STRIPS));
+    int64_t as_is = !small && rows == 1 && layer->size == layer->padded;
+    float *most = scratch(rows * (2 + stretch));
     int32_t *offset = (int32_t *)(most + rows), *held = offset + rows;
-    const int32_t *words = !small && rows == 1 && size == layer->padded ? (const int32_t *)inputs : held;
-#pragma omp parallel num_threads(threads) if (rows * size * outputs > PRODUCTS)
+    Product of = {layer, rows, chunks, count, stretch, as_is ? (const int32_t *)inputs : held, most, offset, out};
+#pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
     {
-        if (words == held) {
+        if (!as_is) {
 #pragma omp for
             for (int64_t r = 0; r < rows; r++) {
-                int64_t c = ((r + 1) * chunks - 1) / rows, from = rows * c / chunks, beside = rows * (c + 1) / chunks - from;
-                int32_t *own = held + from * words_each + r - from;
-                if (small) offset[r] = 128 * coded(inputs + r * size, size, layer->padded, own, beside, most + r);
-                else paired_up(inputs + r * size, size, layer->padded, own, beside);
+                int64_t c = ((r + 1) * chunks - 1) / rows, from = begin(&of, c), beside = begin(&of, c + 1) - from;
+                int32_t *own = held + from * stretch + (r - from) * BLOCK;
+                const bf16 *x = inputs + r * layer->size;
+                if (small) offset[r] = 128 * coded(x, layer->size, layer->padded, own, beside, most + r);
+                else laid(x, layer->size, layer->padded, own, beside);
             }
         }
 #pragma omp for
-        for (int64_t s = 0; s < strips; s++)
-            for (int64_t c = 0; c < chunks; c++) {
-                int64_t from = rows * c / chunks, to = rows * (c + 1) / chunks, start = s * 2 * LANES;
-                int64_t some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
-                union { bits whole; lanes real; } sums[MOST][2];
-                multiply[small][to - from - 1](words + from * words_each,
-                                               (const char *)layer->weights + s * words_each * 2 * sizeof(bits), words_each, sums);
-                for (int64_t r = from; r < to; r++) {
-                    bf16 done[2 * LANES];
-                    for (int h = 0; h < 2; h++) {
-                        int64_t at = start + h * LANES;
-                        lanes y = sums[r - from][h].real;
-                        if (small) {
-                            y = __builtin_convertvector(sums[r - from][h].whole - offset[r], lanes);
-                            y = y * loaded(layer->scale + at) * most[r];
-                        }
-                        narrowed(done + h * LANES, layer->bias ? y + wide(layer->bias + at) : y);
-                    }
-                    memcpy(out + r * outputs + start, done, (size_t)some * sizeof(bf16));
-                }
-            }
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t c = 0; c < chunks; c += CHUNKS)
+                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks);
     }
 }
 
