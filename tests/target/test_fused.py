@@ -7,10 +7,11 @@ import torch
 import transformers
 
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.native.kernels import has_amx, kernels
+from draftproof.native.kernels import SWITCH, has_amx, kernels
+from draftproof.target import pack
 from draftproof.target.exactness import probe
 from draftproof.target.fused import NODES
-from draftproof.target.pack import pack_linears
+from draftproof.target.pack import PackedLinear, pack_linears
 from draftproof.target.target import Target
 
 SIZES = {
@@ -54,6 +55,27 @@ def read_by(way: str, family: str) -> Target:
     target = Target(own)
     assert target._lean is not None and target._lean.native == (way == "all by kernels")
     return target
+
+
+@ALL
+def test_our_kernels_read_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, or all of them if the environment says so; drafters in any case."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    small = model("llama")
+    layers = [layer for layer in small.modules() if type(layer) is torch.nn.Linear and layer is not small.lm_head]
+    size = sum(layer.weight.nbytes for layer in (*layers, small.lm_head))
+    for large, said, free, native in (
+        (size, None, None, True),
+        (size + 1, None, None, False),
+        (size + 1, "all", None, True),
+        (size + 1, None, True, True),
+        (size, None, False, False),
+    ):
+        monkeypatch.setattr(pack, "LARGE", large)
+        monkeypatch.setenv(SWITCH, said) if said else monkeypatch.delenv(SWITCH, raising=False)
+        own = copy.deepcopy(small)
+        assert pack_linears(own, free=free) >= len(layers)
+        assert {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)} == {native}
 
 
 def readings(target: Target) -> torch.Tensor:

@@ -252,11 +252,11 @@ def _model(
     parallel: str | None = None,
     group: Group = ALONE,
     packs: bool = True,
-    free: bool = False,
+    free: bool | None = None,
 ) -> PreTrainedModel:
     """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed.
 
-    free: a drafter, which may round in whatever order is quickest.
+    free: as for `pack_linears`.
     """
     if not isinstance(model, (str, Path)):
         return model

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -12,13 +10,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import Linear, has_amx, interleaved, kernels, plain, rounded
+from draftproof.native.kernels import SWITCH, Linear, has_amx, interleaved, kernels, plain, rounded
+from draftproof.native.pages import release
 
 M = TypeVar("M", bound=nn.Module)
 
 ROWS = 8
 """Rows per forward the packing is laid out for; others work as well."""
-
+LARGE = 1 << 26
+"""Bytes of linear layers that no cache holds. Reading them from memory is then all that counts, and our kernels do it in four
+fifths of the time. Smaller models keep the bits of their own layers, unless the environment says `ALL`."""
+ALL = "all"
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers beside each other that read the same inputs."""
@@ -46,8 +48,8 @@ class Whole(nn.Module):
 class PackedLinear(Whole):
     """A bfloat16 linear layer on the CPU whose weight lies as it is read; several layers in one if they share inputs.
 
-    free: by our own kernel where there is one, quicker for small layers but rounded in another order. By oneDNN otherwise,
-    which gives the bits of the originals.
+    free: by our own kernel where there is one, quicker but rounded in another order. By oneDNN otherwise, which gives the
+    bits of the originals. Either way a token's bits do not depend on what is read beside it.
     """
 
     def __init__(self, *linears: nn.Linear, free: bool = False) -> None:
@@ -88,16 +90,16 @@ class PackedPart(nn.Module):
         return self.whole.part(inputs, self.start, self.stop)
 
 
-def pack_linears(model: nn.Module, *, free: bool = False) -> int:
-    """Pack every plain bfloat16 linear layer of `model` in place, where that gives the same bits; return how many.
+def pack_linears(model: nn.Module, *, free: bool | None = None) -> int:
+    """Pack every plain bfloat16 linear layer of `model` in place; return how many.
 
-    free: in whatever order of rounding is quickest, for drafters, whose bits nobody reads.
-
+    free: in whatever order of rounding is quickest, as for drafters, whose bits nobody reads; None decides by size (`LARGE`).
     Layers that share their inputs become one. The originals are given up, page by page: for models loaded here, never
     for one that a user holds. Weights shared with another module (tied embeddings) stay: a packed copy would hold them
     twice.
     """
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    free = _large(model) if free is None else free
     packed = 0
     for module in list(model.modules()):
         groups = _groups(module, owners)
@@ -107,6 +109,11 @@ def pack_linears(model: nn.Module, *, free: bool = False) -> int:
             _pack(module, names, free)
             packed += len(names)
     return packed
+
+
+def _large(model: nn.Module) -> bool:
+    size = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
+    return size >= LARGE or os.environ.get(SWITCH) == ALL
 
 
 def _groups(module: nn.Module, owners: Counter[int]) -> list[dict[str, nn.Linear]]:
@@ -153,15 +160,6 @@ def packable(linear: nn.Linear) -> bool:
 def _supported() -> bool:
     """Whether this build of torch has the operators."""
     return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-
-
-def release(weight: Tensor) -> None:
-    """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint would keep them resident."""
-    if sys.platform == "linux":
-        start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if size > 0:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _same(linears: dict[str, nn.Linear]) -> bool:

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftproof.errors import BadInput
+from draftproof.native.pages import release
 from draftproof.target.lowbit import GROUP, Int4Linear, Int8Linear, bytes_of, works
-from draftproof.target.pack import PackedLinear, PackedPart, put, release, together
+from draftproof.target.pack import PackedLinear, PackedPart, put, together
 from draftproof.target.twin import twin
 
 KINDS = ("int8", "int4", "fp8")
