@@ -15,9 +15,12 @@ from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Frontier
 from draftproof.core.sampling import Sampling, Wishes
 from draftproof.core.tree import TokenTree
+from draftproof.decoding import decoder as decoder_module
+from draftproof.decoding.budget import Budget, Fixed
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.sequence import Running
+from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -55,18 +58,26 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Rare:
+    """A budget that drafts in one round of five."""
+
+    most = 3
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        self.round += 1
+        return self.most if self.round % 5 == 0 else 0
+
+
 def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **wishes: Any) -> Running:
     return Running(prompt, Wishes(Sampling(**wishes), len(prompt), sample=sample), limit)
 
 
-def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: int = 5, own: Any = None) -> Decoder:
-    class Same:
-        most = budget
-
-        def nodes(self, stats: object, rows: int) -> int:
-            return budget
-
-    return Decoder(own or target(), drafter, RULES[rule], Same(), rows, 128)
+def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None) -> Decoder:
+    asked = Fixed(budget) if isinstance(budget, int) else budget
+    return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
@@ -207,6 +218,33 @@ def test_a_round_commits_the_root_and_what_stood() -> None:
             text = [*row.prompt, *row.tokens]
             assert int(one.cache.lengths[index]) == len(text) - 1
             assert one.text[index, : len(text)].tolist() == text
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("plain", "guess")])
+@pytest.mark.parametrize("patience", [2, 32])
+def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
+    drafter: str, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rows, but for drafters that learn from the others in the order in which they write."""
+    told: list[int] = []
+
+    def drafts(patience: int) -> list[list[list[int]]]:
+        monkeypatch.setattr(decoder_module, "PATIENCE", patience)
+        inner, found = DRAFTERS[drafter](target()), []
+        propose, observe = inner.propose, inner.observe
+        monkeypatch.setattr(inner, "propose", lambda frontier: found.append(propose(frontier)) or found[-1])
+        monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+        one = decoder(inner, budget=Rare())
+        for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
+            one.admit([running(prompt, limit=25)])
+        told.clear()
+        while one.running:
+            one.step()
+        return [[tree.tokens.tolist(), tree.parents.tolist()] for tree in found]
+
+    once = drafts(1)
+    at_least = 1 if DRAFTERS[drafter](target()).rereads else 2
+    assert once and drafts(patience) == once and max(told) >= at_least
 
 
 def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:

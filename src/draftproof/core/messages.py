@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from draftproof.core.sampling import Prefix, Sampler
@@ -117,3 +118,19 @@ class Commit:
             best = reading.logits.topk(min(top, reading.logits.shape[-1]), -1)
             successors = Successors(tree, best.indices, best.values)
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
+
+    @classmethod
+    def joined(cls, commits: Sequence[Commit]) -> Commit:
+        """Commits of single tokens of the same rows, one behind another, as one; nodes are those of the chain they are."""
+        first = commits[0]
+        if len(commits) == 1:
+            return first
+        tokens, count = torch.cat([one.tokens for one in commits], 1), torch.full_like(first.count, len(commits))
+        hidden = [one.hidden for one in commits if one.hidden is not None]
+        seen = [one.successors for one in commits if one.successors is not None]
+        successors = None
+        if seen:
+            best, logits = (torch.cat(part, 1) for part in zip(*((one.tokens, one.logits) for one in seen), strict=True))
+            successors = Successors(TokenTree.chain(tokens), best, logits)
+        nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
+        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors)

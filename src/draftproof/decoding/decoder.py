@@ -24,6 +24,9 @@ from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
+PATIENCE = 32
+"""Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
+
 
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
@@ -44,6 +47,9 @@ class Decoder:
         self.running: list[Running] = []
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
+        self._floor = budget.floor if isinstance(budget, Confident) else 0.0
+        self._patient = self.at_hand and not drafter.rereads
+        self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
@@ -57,13 +63,14 @@ class Decoder:
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top)
-        self.drafter.observe(commit)
+        self._observe(commit)
         chosen = (self._note if self.at_hand else self._write)(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, accepted, chosen)
 
     @torch.inference_mode()
     def admit(self, samples: Sequence[Running]) -> None:
         """Prefill one prompt and start its `samples`, each a row of its own behind the running ones."""
+        self._tell()
         row, others = len(self.running), range(len(self.running))
         if self.twins is not None:
             self._arrange(others)
@@ -117,6 +124,7 @@ class Decoder:
     @torch.inference_mode()
     def preview(self, nodes: int) -> TokenTree:
         """What the drafter would draft now, of at most so many nodes per row. For drafters that are `free`."""
+        self._tell()
         tree, rows = self.drafter.propose(self._frontier(nodes)), len(self.running)
         return TokenTree(tree.tokens[:rows], tree.parents[:rows], tree.depth_limit, is_chain=tree.is_chain)
 
@@ -127,13 +135,13 @@ class Decoder:
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self.text[: self.rows], self._cache().lengths.clone(), ahead, longest)
         looks = self.sampler.at_hand and not self.rule.drawn
-        floor = self.budget.floor if looks and isinstance(self.budget, Confident) else 0.0
-        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor)
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, self._floor if looks else 0.0)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked."""
         if frontier.budget == 0:
             return TokenTree.root(frontier.prefix.root)
+        self._tell()
         tree = self.drafter.propose(frontier)
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
@@ -141,6 +149,22 @@ class Decoder:
         if drafted > frontier.budget:
             raise DrafterMismatch(f"the drafter {self.drafter.name} proposed {drafted} nodes, {frontier.budget} were allowed")
         return tree
+
+    def _observe(self, commit: Commit) -> None:
+        """Let the drafter learn what became true; of plain rounds, several at a time."""
+        if not self._patient or commit.tokens.shape[1] > 1:
+            self._tell()
+            self.drafter.observe(commit)
+            return
+        self._untold.append(commit)
+        if len(self._untold) == PATIENCE:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Nothing is kept from the drafter any more."""
+        if self._untold:
+            self.drafter.observe(Commit.joined(self._untold))
+            self._untold = []
 
     def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
         """Write accepted tokens and the new root behind `position`; return them [B, D], the root at count - 1."""
@@ -208,6 +232,7 @@ class Decoder:
 
     def _arrange(self, order: Sequence[int], twins: Tensor | None = None) -> None:
         """Keep these rows, in this order; `twins` if some are copies that nobody needs."""
+        self._tell()
         self.text[: len(order)] = self.text[list(order)]
         self.cache.select(order)
         self.drafter.select(order)
