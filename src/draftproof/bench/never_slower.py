@@ -3,7 +3,7 @@
     python -m draftproof.bench.never_slower [--model demo] [--assistant-model demo-draft] [--new-tokens N] [--rounds R]
 
 Each case writes every prompt plainly, with a fixed number of draft tokens and with the adaptive budget, in turn in one
-process, the order rotating; greedy, prefill included, texts compared. Warm-up runs pay for the first calls of the process,
+process, the order rotating; prefill included, texts compared. Warm-up runs pay for the first calls of the process,
 but the adaptive budget begins each case knowing nothing, so what it spends on learning is in its figures. Ratios are sums
 over all runs, wall time and CPU time of the process; the intervals are bootstrapped over the pairs.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from scipy.stats import bootstrap
 
 import draftproof as dp
 from draftproof.decoding.engine import usual_budget
+from draftproof.decoding.load import training_free
 from draftproof.decoding.stats import RoundStats
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -39,7 +40,9 @@ PROMPTS = (
     "In the forest a fox met a rabbit who",
     "Mom said that it was time to",
 )
-WARM_UP, SHORT, FIXED = 12, 8, 5
+WARM_UP, SHORT, LONG, FIXED = 12, 8, 640, 5
+"""Tokens: to warm up with, of a short text, of a long prompt, drafted in each round by the way that does not adapt."""
+HOT = 1.5
 
 
 class Wrong(dp.Drafter):
@@ -57,6 +60,51 @@ class Wrong(dp.Drafter):
         return dp.TokenTree.chain(torch.cat([root, (root + 7 * ahead + 1) % self.vocab_size], 1))
 
 
+class Dice(dp.Drafter):
+    """Costs nothing and draws tokens from everywhere, other ones for every text."""
+
+    name = "random"
+    default_budget = 7
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
+        root = frontier.prefix.root[:, None]
+        ahead = frontier.prefix.position[:, None] + torch.arange(1, 1 + frontier.budget, device=root.device)
+        return dp.TokenTree.chain(torch.cat([root, (root * 48271 + ahead * 69621) % 2147483647 % self.vocab_size], 1))
+
+
+class Case(NamedTuple):
+    """What is written, by which drafter: new tokens per text, rows side by side, tokens of the prompts (0: as they are)."""
+
+    drafter: str
+    new_tokens: int
+    rows: int = 1
+    temperature: float = 0.0
+    context: int = 0
+
+    @property
+    def title(self) -> str:
+        told = [self.drafter]
+        told += [f"{self.new_tokens} tokens"] if self.new_tokens == SHORT else []
+        told += [f"batch {self.rows}"] if self.rows > 1 else []
+        told += [f"T = {self.temperature}"] if self.temperature else []
+        told += [f"prompt of {self.context}"] if self.context else []
+        return ", ".join(told)
+
+
+def _cases(drafters: Iterable[str], new_tokens: int) -> list[Case]:
+    hard = ("always wrong", "draft model")
+    return [
+        *(Case(name, new_tokens) for name in drafters),
+        *(Case(name, SHORT) for name in hard),
+        *(Case(name, new_tokens, rows) for rows in (4, 16) for name in hard),
+        *(Case(name, new_tokens, temperature=HOT) for name in hard),
+        *(Case(name, new_tokens, context=LONG) for name in hard),
+    ]
+
+
 @dataclass
 class Way:
     """One way to decode: an engine, and what its runs took, prompt by prompt."""
@@ -67,10 +115,11 @@ class Way:
     texts: list[list[list[int]]] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
 
-    def run(self, prompts: list[list[int]], new_tokens: int) -> None:
+    def run(self, prompts: list[list[int]], case: Case) -> None:
         """Complete the prompts side by side."""
         wall, cpu = time.perf_counter(), time.process_time()
-        done = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=dp.Sampling())
+        wanted = dp.Sampling(temperature=case.temperature, seed=1)
+        done = self.engine.generate(prompts, max_new_tokens=case.new_tokens, sampling=wanted, batch_size=len(prompts))
         tokens = sum(len(one.tokens) for one in done)
         self.wall.append((time.perf_counter() - wall) / tokens)
         self.cpu.append((time.process_time() - cpu) / tokens)
@@ -89,23 +138,29 @@ def main() -> None:
     assert codec is not None, "the model needs a tokenizer for the prompts"
     drafters: dict[str, Callable[[], dp.Drafter]] = {
         "draft model": lambda: assisted.drafter,
+        "none named": training_free,
         "prompt lookup": dp.PromptLookup,
+        "random": lambda: Dice(target.vocab_size),
         "always wrong": lambda: Wrong(target.vocab_size),
         "as slow as the target": lambda: dp.DraftModel(target, target.vocab_size),
     }
-    cases = [(name, name, options.new_tokens, 1) for name in drafters]
-    cases += [(f"{name}, {SHORT} tokens", name, SHORT, 1) for name in ("draft model", "always wrong")]
-    cases += [(f"{name}, batch 8", name, options.new_tokens, 8) for name in ("draft model", "always wrong")]
-    prompts = [codec.encode(text) for text in PROMPTS]
+    texts = [codec.encode(text) for text in PROMPTS]
     found = []
-    for title, name, new_tokens, rows in cases:
-        if options.cases and not any(wanted in title for wanted in options.cases):
+    for case in _cases(drafters, options.new_tokens):
+        if options.cases and not any(wanted in case.title for wanted in options.cases):
             continue
-        ways = _ways(assisted, drafters[name]())
-        batches = [prompts] if rows > 1 else [[prompt] for prompt in prompts]
-        _measure(ways, batches, new_tokens, options.rounds * (4 if new_tokens == SHORT else 1))
-        found += [_line(title, way, ways) for way in ways if way != "plain"]
+        ways = _ways(assisted, drafters[case.drafter]())
+        prompts = [_long(text, texts, case.context) for text in texts]
+        batches = [(prompts * case.rows)[: case.rows]] if case.rows > 1 else [[prompt] for prompt in prompts]
+        _measure(ways, batches, case, options.rounds * (4 if case.new_tokens == SHORT else 1))
+        found += [_line(case.title, way, ways) for way in ways if way != "plain"]
     print(json.dumps([one._asdict() for one in found], indent=1)) if options.json else _print(found)
+
+
+def _long(text: list[int], texts: Sequence[list[int]], tokens: int) -> list[int]:
+    """A prompt of so many tokens that ends with `text`: the other beginnings before it, again and again."""
+    before = [token for other in texts for token in other] * (tokens // 8)
+    return [*before, *text][-tokens:] if tokens else text
 
 
 def _options() -> argparse.Namespace:
@@ -132,7 +187,7 @@ def _ways(engine: dp.Engine, drafter: dp.Drafter) -> dict[str, Way]:
     }
 
 
-def _measure(ways: dict[str, Way], batches: list[list[list[int]]], new_tokens: int, rounds: int) -> None:
+def _measure(ways: dict[str, Way], batches: list[list[list[int]]], case: Case, rounds: int) -> None:
     for way in ways.values():
         way.engine.generate(batches[0], max_new_tokens=WARM_UP, sampling=dp.Sampling())
     ways["adaptive"].engine.budget = usual_budget(ways["adaptive"].engine.drafter)
@@ -140,7 +195,7 @@ def _measure(ways: dict[str, Way], batches: list[list[list[int]]], new_tokens: i
     for _ in range(rounds * (len(PROMPTS) // len(batches))):
         for batch in batches:
             for place in range(len(order)):
-                order[(turn + place) % len(order)].run(batch, new_tokens)
+                order[(turn + place) % len(order)].run(batch, case)
             turn += 1
 
 
