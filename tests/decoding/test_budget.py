@@ -154,9 +154,51 @@ def test_the_bank_is_what_keeps_the_word() -> None:
 def test_many_short_answers_share_one_stake() -> None:
     budget, one = known(0.5), world(0.02, 0.5)
     for _ in range(60):
+        budget.begin()
         one.run(budget, 8)
     assert one.time <= (1 + RATE) * one.written + STAKE
     assert one.time / one.written < 1.03
+
+
+def test_what_was_gained_may_be_risked_where_a_text_begins() -> None:
+    """And no more: over all texts nothing is ever lost beyond the stake."""
+    for seed in range(4):
+        budget, one = known(0.5, seed), world(turning(400), 0.5, seed=seed)
+        for _ in range(20):
+            budget.begin()
+            one.run(budget, 200)
+            assert one.time <= (1 + RATE) * one.written + STAKE
+    bank = Bank(stake=8, rate=0.0)
+    bank.settle(1.0, 6.0)
+    bank.settle(9.0, 1.0)
+    bank.renew()
+    assert (bank.slack, bank.saved) == (5.0, 0.0)
+    bank.renew()
+    assert bank.slack == 5.0, "nothing was saved"
+
+
+def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None:
+    """In the second text a budget that had come to rest tries again, and drafts before long."""
+    behind = []
+    for begins in (True, False):
+        budget, one = known(0.2), world(lambda written, depth, size: float(written >= 400), 0.2)
+        one.run(budget, 400)
+        rounds = len(one.sizes)
+        if begins:
+            budget.begin()
+            assert not budget.resting
+        one.run(budget, 100)
+        behind.append(len(one.sizes) - rounds)
+    assert behind[0] < 30 and behind[0] < behind[1] / 2
+
+
+def test_a_budget_that_can_lose_nothing_more_looks_no_more() -> None:
+    budget = known(0.2)
+    world(0.0, 0.2).run(budget, 100)
+    budget.bank.slack, budget._plain_rounds = 0.1, 20
+    assert budget.curiosity() == 0
+    budget.bank.slack = 8.0
+    assert budget.curiosity() == 8
 
 
 @pytest.mark.parametrize(("stake", "rate"), [(0.0, 0.0), (3.0, 0.0)])
@@ -355,12 +397,16 @@ class Wild:
 
     def __init__(self, most: int, seed: int) -> None:
         self.most, self.dice, self.plain_step, self.resting = most, random.Random(seed), 0.0, False
+        self.begun = 0
         self.rounds: list[Round] = []
         self.seen: list[Round] = []
         self.aheads: list[Ahead] = []
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
         return self.dice.choice((0, 0, 0, 1, 2, 3, self.most))
+
+    def begin(self) -> None:
+        self.begun += 1
 
     def expect(self, ahead: Ahead) -> None:
         self.aheads.append(ahead)

@@ -35,7 +35,10 @@ SETTLED, REST = 8, 15
 """After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
 takes time as well."""
 CURIOUS = 8
-"""Plain rounds, resting ones not counted, between proposals that are only compared."""
+"""Plain rounds between proposals that are only compared; where drafting seemed not to pay, every round that does not rest is
+one for it, as far as the bank has more than a draft could lose."""
+KEPT = 0.1
+"""What is left of the counts when a text begins while drafting seemed not to pay: another text may repeat itself."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -62,6 +65,12 @@ class Bank:
     def affords(self, worst: float, setup: float) -> bool:
         """Whether a round may run that loses `worst` if all drafts are wrong, after a set-up."""
         return worst <= self.slack and worst + setup <= self.slack + self.saved
+
+    def renew(self) -> None:
+        """A text begins: fill up from what was saved."""
+        missing = max(0.0, min(self.stake - self.slack, self.saved))
+        self.slack += missing
+        self.saved -= missing
 
     def settle(self, cost: float, tokens: float, setup: float = 0.0, on_the_house: bool = False) -> None:
         """A round cost so much, gave so many tokens per row."""
@@ -109,7 +118,8 @@ class Adaptive:
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._rest = 0
-        self._turned = False
+        self._turned = self._looked = False
+        self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
         begin = sum(size <= BEGIN for size in self.sizes) - 1
         self._to_begin_with = range(begin, begin + 1) if begin else range(0)
 
@@ -120,6 +130,12 @@ class Adaptive:
     @property
     def resting(self) -> bool:
         return self._rest > 0
+
+    def begin(self) -> None:
+        self.bank.renew()
+        if self._plain_rounds >= 3 * SETTLED:
+            self._plain_rounds = self._rest = 0
+            self.acceptance.fade(KEPT)
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
@@ -157,7 +173,9 @@ class Adaptive:
         if self._nodes == 0:
             self._plain_rounds += 1
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
-            self.bank.settle(cost + self._in_steps(done.drafting), tokens)      # a drafter may have to keep its memory
+            drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
+            self.bank.settle(cost + drafting, tokens)
+            self._look, self._looked = drafting if self._looked else self._look, False
             self._rest = min(REST, self._plain_rounds // 4) if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
@@ -168,7 +186,9 @@ class Adaptive:
         self.acceptance.learn(self._nodes, done)
 
     def curiosity(self) -> int:
-        return self.most if self._plain_rounds % CURIOUS == CURIOUS // 2 else 0
+        due = self._plain_rounds >= SETTLED or self._plain_rounds % CURIOUS == CURIOUS // 2
+        self._looked = due and self.bank.affords(self._look + self._pace.high[-1] - 1, 0.0)
+        return self.most if self._looked else 0
 
     def glimpse(self, nodes: int, seen: Round) -> None:
         if seen.rows:

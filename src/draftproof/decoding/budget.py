@@ -68,6 +68,10 @@ class Learner(Protocol):
         """The next round will be plain, and nobody needs to be told of it."""
         ...
 
+    def begin(self) -> None:
+        """A text begins in the coming round, of which nothing is known yet."""
+        ...
+
     def expect(self, ahead: Ahead) -> None:
         """A round comes; `nodes` is asked next."""
         ...

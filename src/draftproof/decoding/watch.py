@@ -61,6 +61,8 @@ class Watch:
             return
         rows = list(self.decoder.running)
         written = [row.stats.emitted for row in rows]
+        if any(row.stats.rounds == 0 for row in rows):
+            self.learner.begin()
         if self.learner.resting:
             self._round()
             self._spent = self._spend()
