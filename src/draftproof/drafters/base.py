@@ -45,7 +45,9 @@ class Drafter(ABC):
         """Begin with empty memory for at most `rows` rows of at most `capacity` tokens. Default: nothing."""
 
     def observe(self, commit: Commit) -> None:
-        """Learn what became true: each row's prompt first, then every round. Default: nothing."""
+        """Learn what became true: each row's prompt first, then every round. Default: nothing.
+
+        Before the next `propose`, that is: of plain rounds between, several may come as one commit."""
 
     @abstractmethod
     def propose(self, frontier: Frontier) -> TokenTree:
