@@ -170,12 +170,13 @@ class Adaptive:
 
     def learn(self, done: Round) -> None:
         tokens = done.emitted / done.rows
+        looked, self._looked = self._looked, False
         if self._nodes == 0:
             self._plain_rounds += 1
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
             drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
             self.bank.settle(cost + drafting, tokens)
-            self._look, self._looked = drafting if self._looked else self._look, False
+            self._look = drafting if looked else self._look
             self._rest = min(REST, self._plain_rounds // 4) if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return

@@ -23,7 +23,8 @@ static void laid(const bf16 *x, int64_t size, int64_t padded, int32_t *words, in
     }
 }
 
-/* Linear layers in 8 bits. Sums are of integers, hence the same in any order. */
+/* Linear layers in 8 bits: sums are of integers, hence the same in any order. */
+
 /* A row of activations to 8 bits around 0, the largest to 127, laid out so, zeros up to `padded`. Returns the sum of the
  * codes. */
 static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside, float *most) {
@@ -43,8 +44,8 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words
         lanes v = i < whole ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
         bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;              /* to the nearest, by cutting off */
         typedef int8_t bytes __attribute__((vector_size(16)));
-        bytes u = __builtin_convertvector(code, bytes);
-        memcpy(words + place(i / FOUR, beside), &u, sizeof u);
+        bytes narrow = __builtin_convertvector(code, bytes);
+        memcpy(words + place(i / FOUR, beside), &narrow, sizeof narrow);
         sum += code;
     }
     int32_t all = 0;
@@ -117,8 +118,8 @@ static inline lanes paired(lanes sum, bits weights, int32_t activations) { retur
                 memcpy(weight, weights, sizeof weight);                                                                \
                 __builtin_prefetch(ahead), __builtin_prefetch(ahead + sizeof(bits));                                   \
                 _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                 \
-                    held[r][0] = ADDED(held[r][0], weight[0], words[r * BLOCK]);                                               \
-                    held[r][1] = ADDED(held[r][1], weight[1], words[r * BLOCK]);                                               \
+                    held[r][0] = ADDED(held[r][0], weight[0], words[r * BLOCK]);                                       \
+                    held[r][1] = ADDED(held[r][1], weight[1], words[r * BLOCK]);                                       \
                 }                                                                                                      \
                 words++;                                                                                               \
                 weights += sizeof weight;                                                                              \

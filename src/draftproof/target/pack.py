@@ -49,7 +49,7 @@ class PackedLinear(Whole):
     """A bfloat16 linear layer on the CPU whose weight lies as it is read; several layers in one if they share inputs.
 
     free: by our own kernel where there is one, quicker but rounded in another order. By oneDNN otherwise, which gives the
-    bits of the originals. Either way a token's bits do not depend on what is read beside it.
+    bits of the originals.
     """
 
     def __init__(self, *linears: nn.Linear, free: bool = False) -> None:
