@@ -195,7 +195,7 @@ def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None
 def test_a_budget_that_can_lose_nothing_more_looks_no_more() -> None:
     budget = known(0.2)
     world(0.0, 0.2).run(budget, 100)
-    budget.bank.slack, budget._plain_rounds = 0.1, 20
+    budget.bank.slack, budget._plain_rounds = 0.1, 19
     assert budget.curiosity() == 0
     budget.bank.slack = 8.0
     assert budget.curiosity() == 8

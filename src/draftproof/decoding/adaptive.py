@@ -34,9 +34,9 @@ UNLIMITED = 1e9
 SETTLED, REST = 8, 15
 """After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
 takes time as well."""
-CURIOUS = 8
-"""Plain rounds between proposals that are only compared; where drafting seemed not to pay, every round that does not rest is
-one for it, as far as the bank has more than a draft could lose."""
+CURIOUS, SELDOM = 8, 3
+"""Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
+bank has no more than a draft could lose."""
 KEPT = 0.1
 """What is left of the counts when a text begins while drafting seemed not to pay: another text may repeat itself."""
 
@@ -187,7 +187,8 @@ class Adaptive:
         self.acceptance.learn(self._nodes, done)
 
     def curiosity(self) -> int:
-        due = self._plain_rounds >= SETTLED or self._plain_rounds % CURIOUS == CURIOUS // 2
+        every = CURIOUS if self._plain_rounds < SETTLED else SELDOM
+        due = self._plain_rounds % every == every // 2
         self._looked = due and self.bank.affords(self._look + self._pace.high[-1] - 1, 0.0)
         return self.most if self._looked else 0
 
