@@ -15,7 +15,7 @@ def enlarge(tensor: Tensor) -> Tensor:
     Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a quarter of a million of
     them per GB, which costs a tenth of the time and more in a virtual machine.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)
     return tensor
 
