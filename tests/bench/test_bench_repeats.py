@@ -56,12 +56,22 @@ def test_dictation_allows_one_token() -> None:
         assert scores.isfinite().nonzero().tolist() == [[0, wanted]]
 
 
-def test_what_repeats_its_prompt_takes_fewer_rounds() -> None:
+def test_every_text_is_written_in_both_ways_if_there_is_room() -> None:
     plain = dp.load("demo", drafter="none", budget=0)
     text = "The cat sat on the mat, and the dog sat on the log, and the bird sat in the tree."
-    found = measure(plain, [Task("echo", f"{text}\n", text), Task("too long", text * 80, text)], rounds=1)
-    assert list(found) == ["echo"] and len(found["echo"].ours) == len(found["echo"].plain) == 1
-    assert found["echo"].stats.emitted + 1 == len(plain.codec.encode(text))
+    found = measure(plain, [Task("echo", f"{text}\n", text), Task("too long", text * 80, text)], rounds=2)
+    assert list(found) == ["echo"] and len(found["echo"].ours) == len(found["echo"].plain) == 2
+    assert found["echo"].stats.emitted + 2 == 2 * len(plain.codec.encode(text))
+
+
+def test_what_repeats_its_prompt_takes_fewer_rounds() -> None:
+    """With as many drafted in every round: what a budget does depends on the clock."""
+    engine = dp.load("demo", budget=10)
+    text = "The cat sat on the mat, and the dog sat on the log, and the bird sat in the tree."
+    prompt, wanted = engine.codec.encode(f"{text}\n"), engine.codec.encode(text)
+    dictated = dp.Sampling(processors=(Dictation(prompt, wanted),))
+    done = engine.generate([prompt], max_new_tokens=len(wanted), sampling=dictated)[0]
+    assert done.tokens == wanted and done.stats.rounds < len(wanted) / 2
 
 
 def test_cases_of_the_grid_say_what_they_are() -> None:
@@ -71,6 +81,12 @@ def test_cases_of_the_grid_say_what_they_are() -> None:
     assert all(word in titles for word in ("8 tokens", "batch 16", "T = 1.5", "prompt of 640"))
     long = never_slower._long([1, 2], [[3], [4, 5], [1, 2]], 16)
     assert len(long) == 12 and long[-2:] == [1, 2] and never_slower._long([1, 2], [[3]], 0) == [1, 2]
+
+
+def test_no_way_of_the_grid_remembers_what_another_wrote() -> None:
+    engine = dp.load("demo", drafter="none")
+    made = [way.engine.drafter for way in never_slower._ways(engine, dp.PromptLookup).values()]
+    assert len({id(drafter) for drafter in made}) == 3
 
 
 @pytest.mark.parametrize("drafter", [never_slower.Dice, never_slower.Wrong])

@@ -473,6 +473,16 @@ class Watched(Watch):
     free = True
 
 
+def test_a_budget_is_told_where_a_text_begins() -> None:
+    """In its first round and no other, also while it rests."""
+    for rests in (False, True):
+        budget = Wild(3, 1)
+        budget.resting = rests
+        engine = Engine(target(), PromptLookup(), budget=budget)
+        engine.generate(prompts(4, seed=2), max_new_tokens=12, batch_size=1)
+        assert budget.begun == 4
+
+
 def test_rounds_are_reported_as_they_were() -> None:
     asked, budget = prompts(5, seed=2), Wild(6, 4)
     done = Engine(target(), DRAFTERS["target itself"](target()), budget=budget).generate(
@@ -480,6 +490,7 @@ def test_rounds_are_reported_as_they_were() -> None:
     )
     assert sum(one.emitted for one in budget.rounds) == sum(len(one.tokens) - 1 for one in done)
     assert sum(one.rows for one in budget.rounds) == sum(one.stats.rounds for one in done)
+    assert budget.begun == 1, "all texts began in the first round"
     for name, at in (("tried", "tried_at"), ("stood", "accepted_at")):
         told = [sum(column) for column in itertools.zip_longest(*(getattr(one, name) for one in budget.rounds), fillvalue=0)]
         kept = [sum(column) for column in itertools.zip_longest(*(getattr(one.stats, at) for one in done), fillvalue=0)]

@@ -20,7 +20,6 @@ from draftproof.decoding.budget import Budget, Fixed
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.sequence import Running
-from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -56,19 +55,6 @@ class NoHostReads(TorchDispatchMode):
                 "a mask as an index has a size only the host knows"
             )
         return func(*args, **(kwargs or {}))
-
-
-class Rare:
-    """A budget that drafts in one round of five."""
-
-    most = 3
-
-    def __init__(self) -> None:
-        self.round = 0
-
-    def nodes(self, stats: RoundStats, rows: int) -> int:
-        self.round += 1
-        return self.most if self.round % 5 == 0 else 0
 
 
 def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **wishes: Any) -> Running:
@@ -234,7 +220,7 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
         propose, observe = inner.propose, inner.observe
         monkeypatch.setattr(inner, "propose", lambda frontier: found.append(propose(frontier)) or found[-1])
         monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
-        one = decoder(inner, budget=Rare())
+        one = decoder(inner, budget=Fading(3))
         for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
             one.admit([running(prompt, limit=25)])
         told.clear()

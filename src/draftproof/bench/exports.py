@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from draftproof.bench.inflate import inflate, parameters
+from draftproof.bench.inflate import inflated
 from draftproof.errors import BadInput
-from draftproof.target.loading import PreTrainedModel, load_model, load_tokenizer
+from draftproof.target.loading import PreTrainedModel, load_tokenizer
 
 PRECISIONS = ("bf16", "int8")
 """bfloat16 weights, or eight bits each: W8A8 here, OpenVINO's int8 and llama.cpp's Q8_0."""
@@ -33,11 +33,10 @@ class Missing(Exception):
 
 def write_folder(model: str, size: str | None, folder: Path) -> Path:
     """A model and its tokenizer as transformers writes them, in bfloat16, inflated evenly to `size` parameters if asked."""
-    loaded, tokenizer = load_model(model, "bfloat16", "cpu"), load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise BadInput(f"{model} has no tokenizer; put one beside the model, its prompts are texts")
-    if size is not None:
-        inflate(loaded, parameters(size), even=True)
+    loaded = inflated(model, size, even=True)
     disable_progress_bar()
     loaded.save_pretrained(folder)
     enable_progress_bar()

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import bootstrap
@@ -17,6 +18,25 @@ from draftproof.decoding.stats import RoundStats
 PLAIN, GENERATE = "plain", "transformers"
 """Names of the ways that others are compared with."""
 CONFIDENCE = 0.95
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Ratio(NamedTuple):
+    """Sum over sum, and its 95 % interval over the pairs."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: list[float], plain: list[float]) -> Ratio:
+        def of_sums(mine: Values, theirs: Values, axis: int = -1) -> Values:
+            ratio: Values = np.sum(mine, axis=axis) / np.sum(theirs, axis=axis)
+            return ratio
+
+        data = (np.array(ours), np.array(plain))
+        found = bootstrap(data, of_sums, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(0))
+        return cls(float(of_sums(*data)), float(found.confidence_interval.low), float(found.confidence_interval.high))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.target.lean import FAMILIES
-from draftproof.target.loading import PreTrainedModel
+from draftproof.target.loading import PreTrainedModel, load_model
 
 LAYERS, FEWEST = 24, 4
 """Layers the heavy model should have, as real ones of half a billion to two billion do; blocks added at least."""
@@ -32,6 +32,17 @@ def parameters(text: str) -> int:
     if not found:
         raise BadInput(f"inflate was {text!r}; give a number of parameters such as 0.5B or 350M")
     return round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[found[2]])
+
+
+def inflated(
+    name: str, size: str | None, dtype: str | None = "bfloat16", device: str | None = "cpu", *, even: bool = False
+) -> PreTrainedModel:
+    """The model of this name as transformers loads it, inflated if a size is given."""
+    wanted = parameters(size) if size is not None else None
+    model = load_model(name, dtype, device)
+    if wanted is not None:
+        inflate(model, wanted, even=even)
+    return model
 
 
 def inflate(model: PreTrainedModel, size: int, *, even: bool = False) -> None:

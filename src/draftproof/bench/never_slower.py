@@ -15,20 +15,19 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import bootstrap
+from torch import Tensor
 
 import draftproof as dp
+from draftproof.bench.figures import Ratio
 from draftproof.decoding.engine import usual_budget
 from draftproof.decoding.load import training_free
 from draftproof.decoding.stats import RoundStats
-
-Values = np.ndarray[Any, np.dtype[np.float64]]
 
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily. She",
@@ -57,22 +56,21 @@ class Wrong(dp.Drafter):
     def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
         root = frontier.prefix.root[:, None]
         ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
-        return dp.TokenTree.chain(torch.cat([root, (root + 7 * ahead + 1) % self.vocab_size], 1))
+        drafted = self.drafted(root, frontier.prefix.position[:, None], ahead)
+        return dp.TokenTree.chain(torch.cat([root, drafted % self.vocab_size], 1))
+
+    def drafted(self, root: Tensor, position: Tensor, ahead: Tensor) -> Tensor:
+        """[B, K] numbers for the tokens `ahead` [K] of roots [B, 1] at these positions."""
+        return root + 7 * ahead + 1
 
 
-class Dice(dp.Drafter):
-    """Costs nothing and draws tokens from everywhere, other ones for every text."""
+class Dice(Wrong):
+    """Costs nothing and draws tokens from everywhere, other ones at every place."""
 
     name = "random"
-    default_budget = 7
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
-        root = frontier.prefix.root[:, None]
-        ahead = frontier.prefix.position[:, None] + torch.arange(1, 1 + frontier.budget, device=root.device)
-        return dp.TokenTree.chain(torch.cat([root, (root * 48271 + ahead * 69621) % 2147483647 % self.vocab_size], 1))
+    def drafted(self, root: Tensor, position: Tensor, ahead: Tensor) -> Tensor:
+        return (root * 48271 + (position + ahead) * 69621) % 2147483647
 
 
 class Case(NamedTuple):
@@ -149,7 +147,7 @@ def main() -> None:
     for case in _cases(drafters, options.new_tokens):
         if options.cases and not any(wanted in case.title for wanted in options.cases):
             continue
-        ways = _ways(assisted, drafters[case.drafter]())
+        ways = _ways(assisted, drafters[case.drafter])
         prompts = [_long(text, texts, case.context) for text in texts]
         batches = [(prompts * case.rows)[: case.rows]] if case.rows > 1 else [[prompt] for prompt in prompts]
         _measure(ways, batches, case, options.rounds * (4 if case.new_tokens == SHORT else 1))
@@ -175,15 +173,16 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _ways(engine: dp.Engine, drafter: dp.Drafter) -> dict[str, Way]:
-    """Plain, fixed and adaptive around one target and one drafter."""
+def _ways(engine: dp.Engine, drafter: Callable[[], dp.Drafter]) -> dict[str, Way]:
+    """Plain, fixed and adaptive around one target; neither of them remembers what the other wrote."""
     def around(own: dp.Drafter, budget: dp.Budget) -> Way:
         return Way(dp.Engine(engine.target, own, budget=budget, stop_tokens=engine.stop_tokens))
 
+    adaptive = drafter()
     return {
         "plain": around(dp.Plain(), dp.Fixed(0)),
-        f"fixed {FIXED}": around(drafter, dp.Fixed(FIXED)),
-        "adaptive": around(drafter, usual_budget(drafter)),
+        f"fixed {FIXED}": around(drafter(), dp.Fixed(FIXED)),
+        "adaptive": around(adaptive, usual_budget(adaptive)),
     }
 
 
@@ -197,24 +196,6 @@ def _measure(ways: dict[str, Way], batches: list[list[list[int]]], case: Case, r
             for place in range(len(order)):
                 order[(turn + place) % len(order)].run(batch, case)
             turn += 1
-
-
-class Ratio(NamedTuple):
-    """Sum over sum, and its 95 % interval over the pairs."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, ours: list[float], plain: list[float]) -> Ratio:
-        def of_sums(mine: Values, theirs: Values, axis: int = -1) -> Values:
-            ratio: Values = np.sum(mine, axis=axis) / np.sum(theirs, axis=axis)
-            return ratio
-
-        data = (np.array(ours), np.array(plain))
-        found = bootstrap(data, of_sums, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(0))
-        return cls(float(of_sums(*data)), float(found.confidence_interval.low), float(found.confidence_interval.high))
 
 
 class Line(NamedTuple):

@@ -30,12 +30,11 @@ from rich.table import Table
 from torch import Tensor
 
 import draftproof as dp
-from draftproof.bench.inflate import inflate, parameters
-from draftproof.bench.never_slower import Ratio
+from draftproof.bench.figures import Ratio
+from draftproof.bench.inflate import inflated
 from draftproof.decoding.load import training_free
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput, DraftproofError
-from draftproof.target.loading import load_model
 from draftproof.target.pack import pack_linears
 
 ARTICLE = 1400
@@ -147,19 +146,12 @@ def main() -> None:
         tasks = [task for make, file in kinds if file is not None for task in islice(make(file), given.limit)]
         if not tasks or given.rounds < 1:
             raise BadInput("there is nothing to write; give --human-eval or --spec-bench, 1 or more as --limit and --rounds")
-        model: dp.Engine = dp.load(_heavy(given.model, given.inflate), drafter="none")
-        _print(measure(model, tasks, given.rounds), given.model + (f", inflated to {given.inflate}" if given.inflate else ""))
+        model = inflated(given.model, given.inflate)
+        pack_linears(model)
+        title = given.model + (f", inflated to {given.inflate}" if given.inflate else "")
+        _print(measure(dp.load(model, drafter="none"), tasks, given.rounds), title)
     except DraftproofError as error:
         parser.error(str(error))
-
-
-def _heavy(name: str, size: str | None) -> object:
-    if size is None:
-        return name
-    model = load_model(name, "bfloat16", "cpu")
-    inflate(model, parameters(size))
-    pack_linears(model)
-    return model
 
 
 def _print(found: dict[str, Found], model: str) -> None:

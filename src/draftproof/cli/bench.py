@@ -316,14 +316,9 @@ def _plain(plan: _Plan) -> Engine:
 
 def _heavy(plan: _Plan) -> PreTrainedModel:
     """The model as transformers loads it, inflated if that was asked for."""
-    from draftproof.bench.inflate import inflate, parameters
-    from draftproof.target.loading import load_model
+    from draftproof.bench.inflate import inflated
 
-    size = parameters(plan.inflate) if plan.inflate is not None else None
-    model = load_model(plan.model, plan.dtype, plan.device)
-    if size is not None:
-        inflate(model, size)
-    return model
+    return inflated(plan.model, plan.inflate, plan.dtype, plan.device)
 
 
 def _our_ways(plan: _Plan, first: Engine) -> list[Way]:

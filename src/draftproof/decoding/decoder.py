@@ -48,7 +48,7 @@ class Decoder:
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
-        self._patient = self.at_hand and not drafter.rereads
+        self._patient = self.at_hand and not drafter.rereads        # one that rereads counts what it has not read yet
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         drafter.start(rows, capacity)
 

@@ -13,7 +13,7 @@ def enlarge(tensor: Tensor) -> Tensor:
     """Ask for large pages behind a tensor that nothing was written to yet; returns it.
 
     Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a quarter of a million of
-    them per GB, which costs a tenth of the time and more in a virtual machine.
+    them per GB, and in a virtual machine each lookup is long.
     """
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)

@@ -112,6 +112,7 @@ def pack_linears(model: nn.Module, *, free: bool | None = None) -> int:
 
 
 def _large(model: nn.Module) -> bool:
+    """Whether our kernels are to read a target's layers."""
     size = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
     return size >= LARGE or os.environ.get(SWITCH) == ALL
 
