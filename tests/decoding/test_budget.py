@@ -192,6 +192,24 @@ def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None
     assert behind[0] < 30 and behind[0] < behind[1] / 2
 
 
+def test_a_text_begins_with_all_that_may_be_lost_if_it_was_gained() -> None:
+    budget = known(0.2)
+    budget.bank.slack, budget.bank.saved = 0.5, 100.0
+    budget.begin()
+    assert (budget.bank.slack, budget.bank.saved) == (STAKE, 92.5)
+
+
+def test_a_look_that_took_long_is_not_repeated_soon() -> None:
+    """What the last one took is set against what may be lost."""
+    for took, again in ((0.001, 8), (0.05, 0)):                # a plain step takes a hundredth of a second here
+        budget = Adaptive(8, costs=CostTable.of(linear(0.2), plain_step=0.01))
+        budget._plain_rounds = 4
+        assert budget.curiosity() == 8
+        budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01 + took, drafting=took))
+        budget._plain_rounds = 4
+        assert budget.curiosity() == again, took
+
+
 def test_a_budget_that_can_lose_nothing_more_looks_no_more() -> None:
     budget = known(0.2)
     world(0.0, 0.2).run(budget, 100)
@@ -471,6 +489,16 @@ class Watched(Watch):
     """As `Watch`, and free."""
 
     free = True
+
+
+def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
+    """After plain rounds as well, of which other drafters learn later."""
+    budget = Wild(3, 1)
+    budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
+    prompt = prompts(1, seed=2)[0]
+    Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate([prompt], max_new_tokens=9)
+    unread = [ahead.unread for ahead in budget.aheads]
+    assert unread == list(range(unread[0], unread[0] + 8)) and unread[0] >= len(prompt) - 1
 
 
 def test_a_budget_is_told_where_a_text_begins() -> None:

@@ -223,6 +223,8 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
         one = decoder(inner, budget=Fading(3))
         for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
             one.admit([running(prompt, limit=25)])
+            for _ in range(3):                          # rows join before and after plain rounds
+                one.step()
         told.clear()
         while one.running:
             one.step()

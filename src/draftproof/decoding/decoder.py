@@ -70,7 +70,6 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, samples: Sequence[Running]) -> None:
         """Prefill one prompt and start its `samples`, each a row of its own behind the running ones."""
-        self._tell()
         row, others = len(self.running), range(len(self.running))
         if self.twins is not None:
             self._arrange(others)
