@@ -1,8 +1,9 @@
 # Two commands on a fresh machine with Python 3.11, pip and gcc:
 #   make demo    watch a language model write faster than it can alone, the same text
-#   make test    linters, types, layering and the whole test suite
+#   make test    linters, types, layering and the whole test suite, on two cores (WORKERS=N for others)
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,7 +14,7 @@ demo: setup
 	@$(BIN)/draftproof demo
 
 test: setup lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: setup
 	@$(BIN)/ruff check src tests recipes examples
