@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -184,6 +186,16 @@ def medusa_head(share_lm_head: bool = False) -> MedusaHead:
     return head
 
 
+@lru_cache(maxsize=1)
+def paired_head() -> MedusaHead:
+    """The same heads, with the pairs of tokens that `target()` writes behind `prompts(8)`."""
+    head = copy.deepcopy(medusa_head())
+    done = Engine(target()).generate(prompts(8), max_new_tokens=40)
+    chains = [[*prompt, *one.tokens] for prompt, one in zip(prompts(8), done, strict=True)]
+    head.count(*torch.tensor([pair for chain in chains for pair in pairwise(chain)]).unbind(1))
+    return head
+
+
 @lru_cache(maxsize=4)
 def redrafter_head(share_lm_head: bool = False) -> ReDrafterHead:
     """A recurrence over four tokens that knows what `target()` writes; one for all tests."""
@@ -210,6 +222,7 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "target itself": lambda target: DraftModel(target, target.vocab_size),
     "target itself, tree": lambda target: DraftModel(target, target.vocab_size, TreeShape.branching((2, 2, 1))),
     "medusa": lambda target: Medusa(medusa_head(), target),
+    "medusa, pairs": lambda target: Medusa(paired_head(), target),
     "medusa, fixed tree": lambda target: Medusa(medusa_head(share_lm_head=True), target, MEDUSA_TREE),
     "redrafter": lambda target: ReDrafter(redrafter_head(), target),
     "redrafter, beams": lambda target: ReDrafter(redrafter_head(share_lm_head=True), target, width=3, tree="beams"),

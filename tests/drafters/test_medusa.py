@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from drafting import MEDUSA_TREE, Watch, accepted_share, medusa_head, needs_kernels, packed_target, texts
+from drafting import MEDUSA_TREE, Watch, accepted_share, medusa_head, needs_kernels, packed_target, paired_head, texts
 from tiny import VOCAB, paths_of, prompts, sampler_of, target
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +17,9 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.sampling import Paths, Prefix, Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.decoding.engine import Engine
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.medusa import EXACT, NODES, Medusa, MedusaConfig, MedusaHead, candidates
+from draftproof.drafters.medusa_pairs import WEIGHT
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -322,6 +324,43 @@ class Chains:
         return getattr(target(), name)
 
 
+def test_a_target_that_cannot_read_trees_is_drafted_a_chain_by_pairs() -> None:
+    """Each choice is the likeliest behind the one before."""
+    head = paired_head()
+    gains = torch.stack([behind(head, token) for token in range(VOCAB)])
+    stage = Scene(head, Sampling(), vocabulary=Chains())
+    for budget, length in ((0, 0), (2, 2), (9, 3)):
+        drafted = stage.propose(budget)
+        assert drafted.is_chain and drafted.tokens.shape == (3, length + 1)
+        for step in range(length):
+            law = stage.logits[:, step].log_softmax(-1) + WEIGHT * gains[drafted.tokens[:, step]]
+            assert torch.equal(law.argmax(-1), drafted.tokens[:, step + 1])
+    asked = Scene(head, Sampling()).propose(9, trees=False)
+    assert asked.is_chain and torch.equal(asked.tokens, drafted.tokens)
+
+
+def behind(head: MedusaHead, parent: int) -> Tensor:
+    """[V] the gains of all tokens."""
+    pairs = head.pairs
+    assert pairs is not None
+    here = slice(int(pairs.starts[parent]), int(pairs.starts[parent + 1]))
+    return pairs.rest[parent].repeat(VOCAB).index_copy(0, pairs.tokens[here].long(), pairs.gains[here])
+
+
+def test_a_fixed_tree_takes_the_choices_of_the_heads_as_they_are() -> None:
+    plain, paired = (Scene(head, Sampling(), tree=MEDUSA_TREE).propose(7) for head in (medusa_head(), paired_head()))
+    assert torch.equal(plain.tokens, paired.tokens)
+    plain, paired = (Scene(head, Sampling()).propose(7) for head in (medusa_head(), paired_head()))
+    assert not torch.equal(plain.tokens, paired.tokens)
+
+
+def test_unshared_heads_keep_their_pairs() -> None:
+    head = MedusaHead.fresh(target(), 2)
+    head.count(torch.tensor([1, 1, 1]), torch.tensor([2, 2, 2]))
+    own = head.unshared(target())
+    assert own.pairs is head.pairs and own.config.pairs == head.config.pairs == 1
+
+
 def test_a_target_that_cannot_read_trees_is_drafted_a_chain() -> None:
     for tree in (None, "dynamic", MEDUSA_TREE):
         stage = Scene(noisy_head(), Sampling(), tree=tree, vocabulary=Chains())
@@ -361,11 +400,12 @@ def test_it_remembers_the_last_committed_state_of_each_row() -> None:
     assert torch.equal(drafter._hidden[:4], torch.stack([wanted[2], hidden[1, 2, 0], wanted[0], hidden[0, 1, 0]]))
 
 
-@pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE, "pairs"], ids=["dynamic", "fixed", "pairs"])
 @pytest.mark.parametrize("wish", [Sampling(), Sampling(temperature=0.9, top_k=7)])
 def test_a_round_reads_nothing_back(tree: Any, wish: Sampling) -> None:
     """Observing and proposing run on tensors that have no values."""
-    stage = Scene(noisy_head(), wish, tree=tree, at_hand=False)
+    head, tree = (paired_head(), "dynamic") if tree == "pairs" else (noisy_head(), tree)
+    stage = Scene(head, wish, tree=tree, at_hand=False)
     stage.propose(7)                                                    # what is made once is made
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         places = torch.zeros(3, 2, dtype=torch.int64)
@@ -394,7 +434,13 @@ WISHES = {
     "minimum": Sampling(min_new_tokens=9, stop_tokens=tuple(range(0, VOCAB, 6))),
     "processor": Sampling(processors=[lambda ids, scores: scores - 0.5 * (torch.arange(VOCAB) == ids[0, -1])]),
 }
-DRAFTS = {"dynamic": "dynamic", "fixed": MEDUSA_TREE, "chain": ((0,), (0, 0), (0, 0, 0))}
+CHAIN = ((0,), (0, 0), (0, 0, 0))
+DRAFTS: dict[str, Callable[[], Drafter]] = {
+    "dynamic": lambda: Medusa(medusa_head(), target(), "dynamic"),
+    "fixed": lambda: Medusa(medusa_head(), target(), MEDUSA_TREE),
+    "chain": lambda: Medusa(medusa_head(), target(), CHAIN),
+    "pairs": lambda: Medusa(paired_head(), target(), "dynamic"),
+}
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -403,7 +449,7 @@ def test_the_same_text_as_plain(wish: str, draft: str) -> None:
     """Ragged prompts in fewer rows than there are: rows join and leave while others run."""
     asked = prompts(8)
     wanted = texts(Engine(target()), asked, max_new_tokens=30, sampling=WISHES[wish])
-    drafter = Watch(Medusa(medusa_head(), target(), DRAFTS[draft]))
+    drafter = Watch(DRAFTS[draft]())
     done = Engine(target(), drafter).generate(asked, max_new_tokens=30, sampling=WISHES[wish], batch_size=3)
     assert [(one.tokens, one.finish_reason) for one in done] == wanted
     assert accepted_share(done) > 0.01
@@ -412,10 +458,9 @@ def test_the_same_text_as_plain(wish: str, draft: str) -> None:
 def test_heads_that_know_the_text_are_accepted() -> None:
     """Equality would mean little if nothing were accepted: what the heads learnt by heart they draft, all rows at once."""
     for wish, least in ((Sampling(), 1.5), (Sampling(temperature=1.0, seed=5), 1.0)):
-        for tree in DRAFTS.values():
-            engine = Engine(target(), Medusa(medusa_head(), target(), tree))
-            done = engine.generate(prompts(8), max_new_tokens=40, sampling=wish)
-            assert sum(one.stats.accepted for one in done) > least * sum(one.stats.rounds for one in done), (wish, tree)
+        for name, drafter in DRAFTS.items():
+            done = Engine(target(), drafter()).generate(prompts(8), max_new_tokens=40, sampling=wish)
+            assert sum(one.stats.accepted for one in done) > least * sum(one.stats.rounds for one in done), (wish, name)
 
 
 # Mistakes -----------------------------------------------------------------------------------------------------------------

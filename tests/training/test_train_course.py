@@ -94,6 +94,8 @@ def test_the_folder_says_where_it_comes_from(ground: Path, finished: Path) -> No
     for words in ("`tiny`", "texts.jsonl", record["settings"]["data"]["texts.jsonl"], "licence", "12 steps", "torch", "CPU"):
         assert words in card
     assert f"{record['held_out']['tokens_per_round']:.2f}" in card and record["rows"] + record["held_out_rows"] == 64
+    assert record["pairs"] == json.loads((finished / "config.json").read_text())["pairs"] > 0
+    assert f"{record['pairs']:,} pairs" in card
     for file in ("README.md", "training.json", "config.json"):
         assert str(ground) not in (finished / file).read_text()           # nothing of this machine's folders
     for name in ("accuracy.png", "loss.png"):

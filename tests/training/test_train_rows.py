@@ -48,6 +48,12 @@ def test_padding_counts_for_nothing_and_the_rest_is_the_text() -> None:
         assert batch.tokens.numel() <= 4 * rows.length and batch.read == sum(rows.sizes()[list(batch.rows)])
 
 
+def test_pairs_end_with_what_counts_and_never_span_rows() -> None:
+    rows = Rows([Marked([1, 2, 3, 4], [False, False, True, True]), Marked([5, 6, 7, 8], [True, False, False, True])], 32)
+    first, second = rows.pairs()
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(2, 3), (3, 4), (7, 8)]
+
+
 def test_short_rows_stand_with_short_ones() -> None:
     rows = Rows((Marked([1] * size, [True] * size) for size in [16] * 64 + [128] * 8), 128)
     batches = Batches(rows, 2, 0)

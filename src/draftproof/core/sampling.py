@@ -241,6 +241,12 @@ class Sampler:
             return None
         return Contest(*self._noise_at(paths, 1, vocab), *self._heats, log(floor) if floor else -_INF)
 
+    @cached_property
+    def slope(self) -> Tensor:
+        """[B] by how much `odds` part where logits part by 1, at a temperature."""
+        heats, trusts = self._heats
+        return (trusts / heats)[:, 0]
+
     def _kernels(self, logits: Tensor) -> Kernels | None:
         """Our own, for logits they can read."""
         return kernels() if self._simple and logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None

@@ -102,6 +102,12 @@ class DraftHead(nn.Module, ABC):
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
         """Logits [B, S - 2 - i, V] of step i = 0, 1, ..., teacher-forced: row t is for token t + 2 + i."""
 
+    def count(self, first: Tensor, second: Tensor) -> int:
+        """Learn what is counted, not trained: in the training text tokens `second` [N] came behind `first` [N].
+
+        Returns how many pairs it keeps. Default: none."""
+        return 0
+
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         """The drafter that decodes with these weights, in the dtype and on the device of the target."""

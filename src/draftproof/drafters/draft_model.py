@@ -138,7 +138,7 @@ class DraftModel(Drafter):
 
     def _at_once(self, frontier: Frontier, logits: Tensor, steps: int) -> Tensor | None:
         """[B, d] the chain behind the root, if the model can draft it in one call."""
-        behind = Paths(frontier.prefix, TokenTree.root(frontier.prefix.root))
+        behind = Paths(frontier.prefix, TokenTree.chain(frontier.prefix.root[:, None].expand(-1, steps)))
         contest = frontier.sampler.contest(behind, self.vocab_size, frontier.floor)
         draft = getattr(self.model, "chain", None)
         if contest is None or draft is None or self.model.vocab_size != self.vocab_size:

@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
+from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.native.kernels import EVEN, Kernels, Linear, kernels
@@ -43,7 +45,7 @@ class MedusaConfig:
 
     num_layers: residual blocks per head. vocab_size: tokens the ids refer to. share_lm_head: project with the target's
     own table. draft_vocab_size: how many tokens an own projection knows, if not all. base_model: the target trained for.
-    tree: the calibrated tree, rank paths in order of addition, or None.
+    tree: the calibrated tree, rank paths in order of addition, or None. pairs: how many pairs of tokens were counted.
     """
 
     num_heads: int
@@ -55,6 +57,7 @@ class MedusaConfig:
     base_model: str = ""
     draft_vocab_size: int | None = None
     tree: tuple[RankPath, ...] | None = None
+    pairs: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
@@ -96,6 +99,7 @@ class MedusaHead(DraftHead):
         super().__init__()
         self.config = config
         self.heads = nn.ModuleList(_Head(config) for _ in range(config.num_heads))
+        self.pairs = Pairs(config.vocab_size, config.pairs) if config.pairs else None
         known = config.draft_vocab_size
         self.register_buffer("token_map", torch.arange(known) if known is not None else None)
 
@@ -123,6 +127,7 @@ class MedusaHead(DraftHead):
         own = MedusaHead.fresh(vocabulary, self.config.num_heads, self.config.num_layers, share_lm_head=False)
         own = own.to(next(self.parameters()))
         own.load_state_dict(self.state_dict(), strict=False)
+        own.pairs = self.pairs
         own.config = replace(self.config, share_lm_head=False, bias=True, vocab_size=vocabulary.vocab_size)
         return own
 
@@ -137,6 +142,11 @@ class MedusaHead(DraftHead):
             logits = vocabulary.unembed(inner.to(vocabulary.dtype)) if head.proj is None else head.proj(inner)
             yield over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
 
+    def count(self, first: Tensor, second: Tensor) -> int:
+        self.pairs = Pairs.counted(first, second, self.config.vocab_size)
+        self.config = replace(self.config, pairs=len(self.pairs.tokens) if self.pairs is not None else 0)
+        return self.config.pairs
+
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
 
@@ -149,7 +159,8 @@ class Medusa(Drafter):
 
     tree: rank paths in order of addition, of which a smaller budget takes the first; the name of a published set;
     "dynamic", the most likely paths of each round; or None, the tree the heads were calibrated for, else "dynamic".
-    For a target that cannot read trees it drafts the chain of first choices.
+    For a target that cannot read trees it drafts the chain of first choices. Where pairs were counted, what is likely in a
+    dynamic tree or a chain depends on the token before; a fixed tree takes the heads' choices as they are.
     """
 
     name = "medusa"
@@ -165,6 +176,7 @@ class Medusa(Drafter):
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
         self._weights = _Stacked.of(head, vocabulary)
+        self._pairs = head.pairs.table(vocabulary.vocab_size, vocabulary.device) if head.pairs is not None else None
         self._hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
         self._shapes: dict[int, TreeShape] = {}
 
@@ -185,10 +197,12 @@ class Medusa(Drafter):
         self._hidden[: len(rows)] = self._hidden[list(rows)]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        root = frontier.prefix.root[:, None]
-        shape = self._shape(frontier.budget, frontier.trees and self.vocabulary.reads_trees)
-        if len(shape) == 1:
+        root, trees = frontier.prefix.root[:, None], frontier.trees and self.vocabulary.reads_trees
+        if frontier.budget == 0:
             return TokenTree.chain(root)
+        if self._pairs is not None and (self.tree is None or not trees):
+            return self._paired(frontier, root, self._pairs, trees)
+        shape = self._shape(frontier.budget, trees)
         plan = _plan(shape, root.device)
         steps, choices = self._choices(frontier, root, plan)                                # [B, K, R] both
         if frontier.sampler.at_hand and len(shape) > frontier.budget + 1:
@@ -202,15 +216,35 @@ class Medusa(Drafter):
             return tree
         return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), odds, frontier.budget + 1, plan.depth)
 
-    def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-        """[B, K, R] the logarithms of the chances of each head's choices, and these, as the target will choose.
+    def _paired(self, frontier: Frontier, root: Tensor, pairs: Table, trees: bool) -> TokenTree:
+        """The tree, or the chain, of the likeliest paths where each choice depends on the one before."""
+        steps, children = self.config.num_heads, frontier.budget if trees else 1
+        nodes = frontier.budget if trees else min(frontier.budget, steps)
+        logits = self._weights.logits(self._hidden[: len(root)], min(steps, nodes), self.vocabulary)
+        found = kernels() if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
+        behind = self._behind(frontier, root, logits)
+        contest = frontier.sampler.contest(behind, logits.shape[-1], 0)
+        if found is not None and contest is not None:
+            return pairs.tree(found, logits, root[:, 0], nodes, children, contest)
+        odds = frontier.sampler.odds(frontier.sampler.race(logits, behind, Role.TARGET))
+        weights = WEIGHT * frontier.sampler.slope
+        pool = pairs.pool(root[:, 0], odds, weights, nodes, children)
+        if not trees:
+            return replace(TokenTree.chain(pool.tokens), odds=pool.chances.exp())
+        return TokenTree.likeliest(
+            pool.tokens, pool.parents, pool.chances.exp(), nodes + 1, logits.shape[1], at_hand=frontier.sampler.at_hand
+        )
 
-        Penalties and n-gram rules look at the heads' own first choices as the text between.
-        """
+    def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+        """[B, K, R] the logarithms of the chances of each head's choices, and these, as the target will choose."""
         logits = self._weights.logits(self._hidden[: len(root)], plan.depth, self.vocabulary)
+        return frontier.sampler.best(logits, self._behind(frontier, root, logits), plan.width)
+
+    def _behind(self, frontier: Frontier, root: Tensor, logits: Tensor) -> Paths:
+        """Where the heads stand. Penalties and n-gram rules look at their own first choices as the text between."""
         told = frontier.sampler.reads_text                                                  # otherwise nobody asks for tokens
-        tokens = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, plan.depth)
-        return frontier.sampler.best(logits, Paths(frontier.prefix, TokenTree.chain(tokens)), plan.width)
+        tokens = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, logits.shape[1])
+        return Paths(frontier.prefix, TokenTree.chain(tokens))
 
     def _shape(self, budget: int, trees: bool) -> TreeShape:
         """The tree of this budget or, where it is chosen in the round, what it is chosen from."""

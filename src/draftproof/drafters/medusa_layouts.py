@@ -80,10 +80,12 @@ def from_tensors(config: Config, tensors: Tensors, vocabulary: Vocabulary) -> Me
         base_model=str(config.get("base_model") or config.get("base_model_name_or_path") or ""),
         draft_vocab_size=rows if token_map is not None else None,
         tree=_tree(config),
+        pairs=len(tensors["pairs.tokens"]) if "pairs.tokens" in tensors else 0,
     )
     must_fit(form.hidden_size, form.vocab_size, vocabulary)
     if token_map is not None:
         state["token_map"] = token_map
+    state |= {name: tensors[name] for name in tensors if name.startswith("pairs.")}
     return _filled(form, state)
 
 

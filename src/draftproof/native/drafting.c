@@ -79,34 +79,125 @@ void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *plac
     }
 }
 
+/* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the earlier, and the logarithm of
+ * the sum of all, each by trust times its score less the best. INFINITY where there is nothing to choose, or a logit is NaN. */
+static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab, float *scores, Scored *best,
+                     int64_t count) {
+    for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
+    bits broken = {};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        lanes score = heated(logits, noise, heat, i, vocab);
+        memcpy(scores + i, &score, sizeof score);
+        broken |= score != score;
+        if (some_of(score > best[count - 1].score))
+            for (int l = 0; l < LANES; l++)
+                if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
+    }
+    if (some_of(broken) || best->score == -INFINITY) return INFINITY;
+    lanes sum = {};
+    for (int64_t i = 0; i < vocab; i += LANES) sum += expo((loaded(scores + i) - best->score) * trust);
+    return logf(total(sum));
+}
+
 /* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of each: chances are the softmax of
  * trust times the scores. Where a logit is NaN nothing has a chance. */
 void draftproof_best(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, const float *trusts,
                      int64_t rows, int64_t vocab, int64_t count, float *odds, int64_t *tokens, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
-        const float *own = noise ? noise + places[r] * vocab : NULL;
-        float *scores = scratch(vocab + LANES), trust = trusts[r];
         Scored best[count];
-        for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
-        bits broken = {};
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
-            memcpy(scores + i, &score, sizeof score);
-            broken |= score != score;
-            if (some_of(score > best[count - 1].score))
-                for (int l = 0; l < LANES; l++)
-                    if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
-        }
-        int there = !some_of(broken) && best->score > -INFINITY;
-        lanes sum = {};
-        for (int64_t i = 0; there && i < vocab; i += LANES) sum += expo((loaded(scores + i) - best->score) * trust);
-        float whole = logf(total(sum));
+        const float *own = noise ? noise + places[r] * vocab : NULL;
+        float whole = weighed(logits + r * vocab, own, heats[r], trusts[r], vocab, scratch(vocab + LANES), best, count);
         for (int64_t k = 0; k < count; k++) {
-            odds[r * count + k] = there && best[k].score > -INFINITY ? (best[k].score - best->score) * trust - whole : -INFINITY;
+            int there = whole < INFINITY && best[k].score > -INFINITY;
+            odds[r * count + k] = there ? (best[k].score - best->score) * trusts[r] - whole : -INFINITY;
             tokens[r * count + k] = best[k].token;
         }
     }
+}
+
+/* Pairs of tokens, as in drafters/medusa_pairs.py. */
+typedef struct {
+    const int32_t *starts, *tokens;
+    const float *gains, *rest;
+} Pairs;
+
+/* The `count` likeliest children of a parent and the logarithms of their chances, falling: its pairs, each of whose chances
+ * [vocab] gains, and the head's own best choices. weight: what gains are multiplied with. */
+static void behind(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own, float weight, Scored *best, int64_t count) {
+    int64_t first = pairs->starts[parent], named = pairs->starts[parent + 1] - first;
+    const int32_t *tokens = pairs->tokens + first;
+    const float *gains = pairs->gains + first;
+    float lifted[named + LANES], rest = weight * pairs->rest[parent];
+    lanes sum = {}, taken = {};
+    for (int64_t i = 0; i < named; i += LANES) {
+        lanes before = (lanes){} - INFINITY, gain = {};
+        for (int64_t l = 0; l < LANES && i + l < named; l++) before[l] = chances[tokens[i + l]], gain[l] = gains[i + l];
+        lanes after = before + weight * gain;
+        taken += expo(before), sum += expo(after);
+        memcpy(lifted + i, &after, sizeof after);
+    }
+    float left = 1 - total(taken), whole = logf(total(sum) + (left > 0 ? left : 0) * expf(rest));
+    for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
+    for (int64_t i = 0; i < named; i++)
+        if (lifted[i] > best[count - 1].score) ranked(best, count, lifted[i], tokens[i]);
+    for (int64_t k = 0; k < count && own[k].score + rest > best[count - 1].score; k++) {
+        int twice = 0;
+        for (int64_t i = 0; i < named; i++) twice |= tokens[i] == own[k].token;
+        if (!twice) ranked(best, count, own[k].score + rest, own[k].token);
+    }
+    for (int64_t k = 0; k < count; k++) best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
+}
+
+/* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and pairs, in falling order of their
+ * chances, of which at most `children` have one parent: tokens, parents and the logarithms of chances [rows, nodes + 1], `absent`
+ * and -inf where there are no more. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
+void draftproof_paired(const Pairs *pairs, float weight, const bf16 *logits, const int64_t *roots, int64_t rows, int64_t heads,
+                       int64_t vocab, int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
+                       const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, float *work, int64_t threads) {
+    int64_t wide = vocab + LANES, most = children < vocab ? children : vocab;
+    Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
+    if (!own) abort();
+#pragma omp parallel for num_threads(threads) if (rows * heads * vocab > SMALL)
+    for (int64_t i = 0; i < rows * heads; i++) {
+        int64_t r = i / heads;
+        float *chances = work + i * wide;
+        Scored *best = own + i * most;
+        const float *heard = noise ? noise + (places[r] + i % heads) * vocab : NULL;
+        float whole = weighed(logits + i * vocab, heard, heats[r], trusts[r], vocab, chances, best, most), top = best->score;
+        for (int64_t k = 0; k < most; k++) best[k].score = whole < INFINITY ? (best[k].score - top) * trusts[r] - whole : -INFINITY;
+        for (int64_t t = 0; t < vocab; t += LANES) {
+            lanes chance = whole < INFINITY ? (loaded(chances + t) - top) * trusts[r] - whole : (lanes){} - INFINITY;
+            memcpy(chances + t, &chance, sizeof chance);
+        }
+    }
+#pragma omp parallel for num_threads(threads) if (rows > 2)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t *token = tokens + r * (nodes + 1), *above = parents + r * (nodes + 1), rank[nodes + 1], depth[nodes + 1];
+        float *chance = odds + r * (nodes + 1), next[nodes + 1], push = weight * trusts[r] / heats[r];
+        Scored *lists = (Scored *)scratch((nodes + 1) * most * (int64_t)(sizeof(Scored) / sizeof(float)));
+        for (int64_t n = 0; n <= nodes; n++) {
+            int64_t from = 0;
+            for (int64_t m = 1; m < n; m++)
+                if (next[m] > next[from]) from = m;
+            int there = n == 0 || next[from] > -INFINITY;
+            Scored *list = lists + n * most;
+            token[n] = n == 0 ? roots[r] : there ? lists[from * most + rank[from]].token : absent;
+            chance[n] = n == 0 ? 0 : next[from];
+            above[n] = n == 0 ? -1 : there ? from : 0;
+            depth[n] = n == 0 ? 0 : depth[from] + 1;
+            rank[n] = 0, next[n] = -INFINITY;
+            if (n && there) {
+                rank[from]++;
+                next[from] = rank[from] < most ? chance[from] + lists[from * most + rank[from]].score : -INFINITY;
+            }
+            if (!there || depth[n] == heads) continue;
+            int64_t at = r * heads + depth[n];
+            behind(pairs, token[n], work + at * wide, own + at * most, push, list, most);
+            next[n] = chance[n] + list->score;
+        }
+    }
+    free(own);
 }
 
 /* Draft a chain: behind the root, whose logits [rows, vocab] are given, token after token the best of each, each read in turn as

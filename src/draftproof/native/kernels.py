@@ -34,6 +34,8 @@ WIDEST = 256
 """Largest head the kernels have room for."""
 STRIP, EVEN = 32, 16
 """Outputs of a linear layer made at a time, and what numbers of its inputs are rounded up to."""
+LANES = 16
+"""Numbers the kernels reckon with at a time, at most."""
 
 
 class Read(ctypes.Structure):
@@ -82,6 +84,12 @@ class Recurrence(ctypes.Structure):
     )
 
 
+class Pairs(ctypes.Structure):
+    """Pairs of tokens; as in drafting.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("starts", "tokens", "gains", "rest"))
+
+
 class Kernels:
     """The functions of the library, which take pointers as numbers.
 
@@ -120,6 +128,10 @@ class Kernels:
         self._search = library.draftproof_search
         self._search.argtypes = (
             *(pointer,) * 3, *(number,) * 3, *(pointer,) * 4, ctypes.c_float, *(pointer,) * 3, number, pointer, number
+        )  # fmt: skip
+        self._paired = library.draftproof_paired
+        self._paired.argtypes = (
+            pointer, ctypes.c_float, *(pointer,) * 2, *(number,) * 5, *(pointer,) * 4, number, *(pointer,) * 4, number
         )  # fmt: skip
         for function in vars(self).values():
             function.restype = None
@@ -200,6 +212,25 @@ class Kernels:
             tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), room, work.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens[:, :size], parents[:, :size], chances[:, :size]
+
+    def paired(
+        self, pairs: Pairs, weight: float, logits: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest,
+        absent: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The tree of the likeliest `nodes` nodes, [rows, nodes + 1] each: tokens, parents, logarithms of their chances.
+
+        logits: [rows, heads, V] bfloat16. roots: [rows]. weight: what gains are multiplied with before they are added to
+        logits. children: at most so many of one parent. `absent` where there are no more. The caller keeps what `pairs` names.
+        """
+        (rows, heads, vocab), logits = logits.shape, logits.contiguous()
+        tokens, parents = torch.empty(2, rows, nodes + 1, dtype=torch.int64)
+        chances, work = torch.empty(rows, nodes + 1), torch.empty(rows * heads * (vocab + LANES))
+        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        self._paired(
+            ctypes.addressof(pairs), weight, logits.data_ptr(), roots.data_ptr(), rows, heads, vocab, nodes, children, *where,
+            absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), work.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, parents, chances
 
 
 class Contest(NamedTuple):

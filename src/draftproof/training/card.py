@@ -74,10 +74,12 @@ def _figures(record: Mapping[str, Any]) -> str:
     exam = record["held_out"]
     hits = enumerate(zip(exam["top1"], exam["top5"], strict=True), 2)
     rows = [f"| {ahead} | {one:.1%} | {five:.1%} |" for ahead, (one, five) in hits]
+    pairs = f", and more with the {record['pairs']:,} pairs of tokens that were counted" if record["pairs"] else ""
     return (
         "## Figures\n\nOn held-out text that was never trained on, teacher-forced; token 1 is the target's own.\n\n"
         "| token ahead | first choice right | one of five right |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        f"Expected tokens per round with a chain of first choices: **{exam['tokens_per_round']:.2f}**; a tree accepts more.\n"
+        f"Expected tokens per round with a chain of first choices: **{exam['tokens_per_round']:.2f}**; a tree accepts more"
+        f"{pairs}.\n"
     )
 
 

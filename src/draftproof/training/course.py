@@ -149,8 +149,9 @@ def _heads_only(course: Course, ground: Ground, guide: Guide) -> None:
     subject = HeadsAlone(ground.head, ground.target, *_readers(course, ground), course.objective)
     trainer = _trainer(course, ground, subject, course.out, guide)
     trainer.fit()
+    pairs = ground.head.count(*ground.material.train.pairs())
     write_head(ground.head, course.out)
-    _finish(course, ground, [trainer], guide)
+    _finish(course, ground, [trainer], pairs, guide)
 
 
 def _jointly(course: Course, ground: Ground, guide: Guide) -> None:
@@ -173,8 +174,9 @@ def _jointly(course: Course, ground: Ground, guide: Guide) -> None:
     exam = HeadsAlone(head, new, streamed, streamed, course.objective).examine(stages[-1].held_out)
     stages[-1].exam = exam._replace(figures=stages[-1].exam.figures if stages[-1].exam else {})
     _write_model(merged, ground.codec, course.out / "model")
+    pairs = head.count(*ground.material.train.pairs())
     write_head(head, course.out / "heads")
-    _finish(course, ground, stages, guide)
+    _finish(course, ground, stages, pairs, guide)
 
 
 def _trainer(course: Course, ground: Ground, subject: Subject, folder: Path, guide: Guide) -> Trainer:
@@ -195,7 +197,7 @@ def _readers(course: Course, ground: Ground) -> tuple[Reader, Reader]:
     return Cached(streamed, ground.material.train, course.out / "cache", course.cache_gb, identity), streamed
 
 
-def _finish(course: Course, ground: Ground, stages: list[Trainer], guide: Guide) -> None:
+def _finish(course: Course, ground: Ground, stages: list[Trainer], pairs: int, guide: Guide) -> None:
     """Plots, card and record; what only served to go on is then of no more use."""
     last, name = stages[-1], public_name(course.model)
     record = {
@@ -207,6 +209,7 @@ def _finish(course: Course, ground: Ground, stages: list[Trainer], guide: Guide)
         "documents": ground.material.documents,
         "rows": len(ground.material.train),
         "counted": ground.material.train.counted,
+        "pairs": pairs,
         "held_out_rows": len(ground.material.held_out),
         "held_out": last.exam._asdict() if last.exam else {},
         "machine": machine(),

@@ -70,6 +70,12 @@ class Rows:
         found.update(self.starts.tobytes())
         return found.hexdigest()[:32]
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Tokens that have one behind them that counts, and these."""
+        behind = self.counts[1:].copy()
+        behind[self.starts[1:-1] - 1] = False                       # another row begins
+        return torch.from_numpy(self.tokens[:-1][behind]), torch.from_numpy(self.tokens[1:][behind])
+
     def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.diff(self.starts)
 
