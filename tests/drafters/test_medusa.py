@@ -19,7 +19,6 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.medusa import EXACT, NODES, Medusa, MedusaConfig, MedusaHead, candidates
-from draftproof.drafters.medusa_pairs import WEIGHT
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -327,31 +326,31 @@ class Chains:
 def test_a_target_that_cannot_read_trees_is_drafted_a_chain_by_pairs() -> None:
     """Each choice is the likeliest behind the one before."""
     head = paired_head()
-    gains = torch.stack([behind(head, token) for token in range(VOCAB)])
     stage = Scene(head, Sampling(), vocabulary=Chains())
     for budget, length in ((0, 0), (2, 2), (9, 3)):
         drafted = stage.propose(budget)
         assert drafted.is_chain and drafted.tokens.shape == (3, length + 1)
         for step in range(length):
-            law = stage.logits[:, step].log_softmax(-1) + WEIGHT * gains[drafted.tokens[:, step]]
-            assert torch.equal(law.argmax(-1), drafted.tokens[:, step + 1])
+            choice = head.behind(drafted.tokens[:, step], stage.logits[:, step]).argmax(-1)
+            assert torch.equal(choice, drafted.tokens[:, step + 1])
     asked = Scene(head, Sampling()).propose(9, trees=False)
     assert asked.is_chain and torch.equal(asked.tokens, drafted.tokens)
 
 
-def behind(head: MedusaHead, parent: int) -> Tensor:
-    """[V] the gains of all tokens."""
-    pairs = head.pairs
-    assert pairs is not None
-    here = slice(int(pairs.starts[parent]), int(pairs.starts[parent + 1]))
-    return pairs.rest[parent].repeat(VOCAB).index_copy(0, pairs.tokens[here].long(), pairs.gains[here])
-
-
-def test_a_fixed_tree_takes_the_choices_of_the_heads_as_they_are() -> None:
-    plain, paired = (Scene(head, Sampling(), tree=MEDUSA_TREE).propose(7) for head in (medusa_head(), paired_head()))
-    assert torch.equal(plain.tokens, paired.tokens)
-    plain, paired = (Scene(head, Sampling()).propose(7) for head in (medusa_head(), paired_head()))
-    assert not torch.equal(plain.tokens, paired.tokens)
+def test_ranks_of_a_fixed_tree_are_those_behind_the_parent() -> None:
+    head = paired_head()
+    stage = Scene(head, Sampling(), tree=MEDUSA_TREE)
+    for budget in (2, 7):
+        drafted = stage.propose(budget)
+        for row in range(3):
+            wanted = set()
+            for path in MEDUSA_TREE[:budget]:
+                text = [int(stage.prefix.root[row])]
+                for step, rank in enumerate(path):
+                    law = head.behind(torch.tensor(text[-1:]), stage.logits[row, step][None])[0]
+                    text.append(int(law.argsort(descending=True)[rank]))
+                wanted.add(tuple(text[1:]))
+            assert set(drafted_paths(drafted, row)) == wanted
 
 
 def test_unshared_heads_keep_their_pairs() -> None:

@@ -97,11 +97,15 @@ def test_ranks_do_not_depend_on_how_many_texts_are_read_together(monkeypatch: py
     assert all(torch.equal(one, other) for one, other in zip(together, ranks_of(head, target(), texts), strict=True))
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["heads alone", "pairs"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("ends", [(), (3, 7, 11)], ids=["full length", "end tokens"])
-def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...]) -> None:
+def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...], pairs: bool) -> None:
     """For every size of a grown tree: what is counted from ranks is what decoding with that tree does, to the round."""
     texts, head = texts_of(temperature, ends), heads()
+    if pairs:
+        ordered = torch.tensor([pair for text in texts for pair in itertools.pairwise(text.tokens)])
+        assert head.count(*ordered.unbind(1)) > 10
     ranks = ranks_of(head, target(), texts)
     tree = grow(complete(ranks), 24)
     counted = rounds_of(ranks, tree)

@@ -108,6 +108,10 @@ class DraftHead(nn.Module, ABC):
         Returns how many pairs it keeps. Default: none."""
         return 0
 
+    def behind(self, parents: Tensor, logits: Tensor) -> Tensor:
+        """A step's logits [P, V] where the tokens before are `parents` [P], as it drafts with them. Default: as they are."""
+        return logits
+
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         """The drafter that decodes with these weights, in the dtype and on the device of the target."""

@@ -147,6 +147,11 @@ class MedusaHead(DraftHead):
         self.config = replace(self.config, pairs=len(self.pairs.tokens) if self.pairs is not None else 0)
         return self.config.pairs
 
+    def behind(self, parents: Tensor, logits: Tensor) -> Tensor:
+        if self.pairs is None:
+            return logits
+        return logits + WEIGHT * self.pairs.table(logits.shape[-1], logits.device).behind(parents).to(logits.dtype)
+
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
 
@@ -159,8 +164,8 @@ class Medusa(Drafter):
 
     tree: rank paths in order of addition, of which a smaller budget takes the first; the name of a published set;
     "dynamic", the most likely paths of each round; or None, the tree the heads were calibrated for, else "dynamic".
-    For a target that cannot read trees it drafts the chain of first choices. Where pairs were counted, what is likely in a
-    dynamic tree or a chain depends on the token before; a fixed tree takes the heads' choices as they are.
+    For a target that cannot read trees it drafts the chain of first choices. Where pairs were counted, what is likely
+    depends on the token before, and ranks are those behind the parent.
     """
 
     name = "medusa"
@@ -200,8 +205,9 @@ class Medusa(Drafter):
         root, trees = frontier.prefix.root[:, None], frontier.trees and self.vocabulary.reads_trees
         if frontier.budget == 0:
             return TokenTree.chain(root)
-        if self._pairs is not None and (self.tree is None or not trees):
-            return self._paired(frontier, root, self._pairs, trees)
+        if self._pairs is not None:
+            shaped = not trees or self.tree is not None
+            return self._paired(frontier, root, self._pairs, self._shape(frontier.budget, trees) if shaped else None)
         shape = self._shape(frontier.budget, trees)
         plan = _plan(shape, root.device)
         steps, choices = self._choices(frontier, root, plan)                                # [B, K, R] both
@@ -216,24 +222,21 @@ class Medusa(Drafter):
             return tree
         return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), odds, frontier.budget + 1, plan.depth)
 
-    def _paired(self, frontier: Frontier, root: Tensor, pairs: Table, trees: bool) -> TokenTree:
-        """The tree, or the chain, of the likeliest paths where each choice depends on the one before."""
-        steps, children = self.config.num_heads, frontier.budget if trees else 1
-        nodes = frontier.budget if trees else min(frontier.budget, steps)
-        logits = self._weights.logits(self._hidden[: len(root)], min(steps, nodes), self.vocabulary)
+    def _paired(self, frontier: Frontier, root: Tensor, pairs: Table, shape: TreeShape | None) -> TokenTree:
+        """The tree of this shape, or the likeliest paths, where each choice depends on the one before."""
+        nodes, sampler = frontier.budget if shape is None else len(shape) - 1, frontier.sampler
+        deepest = self.config.num_heads if shape is None else len(shape.levels) - 1
+        logits = self._weights.logits(self._hidden[: len(root)], min(deepest, nodes), self.vocabulary)
         found = kernels() if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
         behind = self._behind(frontier, root, logits)
-        contest = frontier.sampler.contest(behind, logits.shape[-1], 0)
+        contest = sampler.contest(behind, logits.shape[-1], 0)
         if found is not None and contest is not None:
-            return pairs.tree(found, logits, root[:, 0], nodes, children, contest)
-        odds = frontier.sampler.odds(frontier.sampler.race(logits, behind, Role.TARGET))
-        weights = WEIGHT * frontier.sampler.slope
-        pool = pairs.pool(root[:, 0], odds, weights, nodes, children)
-        if not trees:
-            return replace(TokenTree.chain(pool.tokens), odds=pool.chances.exp())
-        return TokenTree.likeliest(
-            pool.tokens, pool.parents, pool.chances.exp(), nodes + 1, logits.shape[1], at_hand=frontier.sampler.at_hand
-        )
+            return pairs.tree(found, logits, root[:, 0], nodes, contest, shape)
+        odds, weights = sampler.odds(sampler.race(logits, behind, Role.TARGET)), WEIGHT * sampler.slope
+        if shape is not None:
+            return pairs.shaped(root[:, 0], odds, weights, shape)
+        tokens, parents, chances = pairs.pool(root[:, 0], odds, weights, nodes)
+        return TokenTree.likeliest(tokens, parents, chances.exp(), nodes + 1, logits.shape[1], at_hand=sampler.at_hand)
 
     def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         """[B, K, R] the logarithms of the chances of each head's choices, and these, as the target will choose."""

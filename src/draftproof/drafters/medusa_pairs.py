@@ -10,13 +10,13 @@ Shape letters beyond the usual: P pairs, K steps, S pairs of one parent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import DrafterMismatch
 from draftproof.native import kernels as native
 from draftproof.native.kernels import Contest, Kernels
@@ -84,7 +84,7 @@ class Pairs(nn.Module):
             )
         known = min(len(self.rest), vocab_size)                 # tables are padded: what is beyond has no pairs
         starts = torch.cat([starts[: known + 1], starts[known].expand(vocab_size - known)])
-        rest = torch.cat([self.rest[:known].float(), torch.zeros(vocab_size - known)])
+        rest = torch.cat([self.rest[:known].float(), self.rest.new_zeros(vocab_size - known).float()])
         tensors = (part.to(device).contiguous() for part in (starts.int(), self.tokens, self.gains.float(), rest))
         return Table(int(sizes.max()), *tensors)
 
@@ -116,58 +116,93 @@ class Table:
         """Where it lies, for our kernels."""
         return native.Pairs(*(part.data_ptr() for part in (self.starts, self.tokens, self.gains, self.rest)))
 
-    def tree(self, found: Kernels, logits: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest) -> TokenTree:
-        """As `pool`, chosen from by our kernels: logits [B, K, V] in bfloat16."""
-        tokens, parents, chances = found.paired(self.native, WEIGHT, logits, roots, nodes, children, contest, ABSENT)
-        return TokenTree(tokens, parents, min(nodes, logits.shape[1]), is_chain=children == 1, odds=chances.exp())
+    def tree(
+        self, found: Kernels, logits: Tensor, roots: Tensor, nodes: int, contest: Contest, shape: TreeShape | None
+    ) -> TokenTree:
+        """As `pool`, chosen from, or as `shaped`, by our kernels: logits [B, K, V] in bfloat16, roots [B]."""
+        children, births = (nodes, None) if shape is None else (max(shape.ranks) + 1, _births(shape))
+        drafted = found.paired(self.native, WEIGHT, logits, roots, nodes, children, contest, ABSENT, births)
+        tokens, parents, odds = drafted[0], drafted[1], drafted[2].exp()
+        if shape is not None:
+            return TokenTree.shaped(tokens, shape, odds=odds)
+        return TokenTree(tokens, parents, min(nodes, logits.shape[1]), odds=odds)
 
-    def pool(self, root: Tensor, odds: Tensor, weights: Tensor, nodes: int, children: int) -> Pool:
-        """What the `nodes` likeliest nodes are among, behind roots [B]; `children` are weighed of each parent.
+    def pool(self, root: Tensor, odds: Tensor, weights: Tensor, nodes: int) -> Pool:
+        """What the `nodes` likeliest nodes are among, behind roots [B].
 
         odds: [B, K, V] the logarithms of the chances that heads give, whatever stands before. weights: [B] what gains are
         multiplied with. No host synchronisation.
         """
         level, chances = root[:, None], odds.new_zeros(len(root), 1)
         levels = [Pool(level, torch.zeros_like(level), chances)]
-        own, start = odds.topk(min(children, odds.shape[-1]), -1), 0
+        own, start = odds.topk(min(nodes, odds.shape[-1]), -1), 0
         for step in range(odds.shape[1]):
             above = chances.topk(min(nodes, level.shape[1]), 1)                             # [B, W]
             parents = level.gather(1, above.indices)
-            weighed = self._behind(parents, odds[:, step], own.values[:, step], own.indices[:, step], weights)
-            best = weighed.chances.topk(min(children, weighed.chances.shape[-1]), -1)       # [B, W, R]
-            places = (start + above.indices)[..., None].expand_as(best.indices)
+            tokens, best = self._behind(parents, odds[:, step], own.values[:, step], own.indices[:, step], weights, nodes)
+            places = (start + above.indices)[..., None].expand_as(best)
             start += level.shape[1]
-            chances = (above.values[..., None] + best.values).flatten(1)
-            level = weighed.tokens.gather(2, best.indices).flatten(1)
+            level, chances = tokens.flatten(1), (above.values[..., None] + best).flatten(1)
             levels.append(Pool(level, places.flatten(1), chances))
         tokens, parents, chances = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         there = chances > -torch.inf                                                        # nor NaN
         return Pool(torch.where(there, tokens, ABSENT), parents, torch.where(there, chances, -torch.inf))
 
-    def _behind(self, parents: Tensor, odds: Tensor, best: Tensor, choices: Tensor, weights: Tensor) -> _Weighed:
-        """The children of parents [B, W] that are in question, each once: their pairs, and a head's own best choices.
+    def behind(self, parents: Tensor) -> Tensor:
+        """[P, V] the gains of all tokens behind parents [P]."""
+        vocab_size = len(self.rest)
+        named, at = self._named(parents)
+        gains = self.rest[parents][:, None].repeat(1, vocab_size + 1)                       # the last is for none
+        return gains.scatter(1, torch.where(named == ABSENT, vocab_size, named), self.gains[at])[:, :vocab_size]
 
-        odds: [B, V]; best, choices: [B, R] the highest of these, and whose they are.
+    def shaped(self, root: Tensor, odds: Tensor, weights: Tensor, shape: TreeShape) -> TokenTree:
+        """The tree of this shape; arguments as for `pool`. A node of rank r is its parent's r-th likeliest child."""
+        levels, chances = [root[:, None]], [odds.new_zeros(len(root), 1)]
+        own = odds.topk(min(max(shape.ranks) + 1, odds.shape[-1]), -1)
+        for step in range(len(shape.levels) - 1):
+            above, ranks = shape.births(step + 1, root.device)
+            tokens, best = self._behind(
+                levels[-1], odds[:, step], own.values[:, step], own.indices[:, step], weights, own.indices.shape[-1]
+            )
+            levels.append(tokens[:, above, ranks])
+            chances.append(chances[-1][:, above] + best[:, above, ranks])
+        tokens, whole = torch.cat(levels, 1), torch.cat(chances, 1)
+        there = whole > -torch.inf                                                          # nor NaN
+        return TokenTree.shaped(torch.where(there, tokens, ABSENT), shape, odds=torch.where(there, whole, -torch.inf).exp())
+
+    def _behind(
+        self, parents: Tensor, odds: Tensor, best: Tensor, choices: Tensor, weights: Tensor, children: int
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest children of parents [B, W], and the logarithms of their chances: [B, W, children] both, or less.
+
+        They are among the pairs and the head's own best choices. odds: [B, V]; best, choices: [B, R] the highest of these,
+        and whose they are.
         """
-        first, end = self.starts[parents].long(), self.starts[parents + 1].long()
-        at = first[..., None] + torch.arange(self.most, device=first.device)                # [B, W, S]
-        there, at = at < end[..., None], at.clamp(max=len(self.tokens) - 1)
-        named = torch.where(there, self.tokens[at].long(), ABSENT)
+        parents = parents.clamp(min=0)                                                      # one that is absent
+        named, at = self._named(parents)                                                    # [B, W, S]
         weights = weights[:, None, None].to(odds.dtype)
         before = odds[:, None].expand(-1, parents.shape[1], -1).gather(2, named.clamp(min=0))
-        before = torch.where(there, before, -torch.inf)
+        before = torch.where(named == ABSENT, -torch.inf, before)
         lifted = before + weights * self.gains[at].to(odds.dtype)
         rest = weights * self.rest[parents][..., None].to(odds.dtype)                       # [B, W, 1]
         unnamed = (1 - before.exp().sum(-1, keepdim=True)).clamp(min=0)
         whole = (lifted.exp().sum(-1, keepdim=True) + unnamed * rest.exp()).log()
         twice = (choices[:, None, :, None] == named[:, :, None]).any(-1)                    # [B, W, R]
         others = torch.where(twice, -torch.inf, best[:, None] + rest)
-        tokens = torch.cat([named, choices[:, None].expand_as(others)], -1)
-        return _Weighed(tokens, (torch.cat([lifted, others], -1) - whole).clamp(max=0))
+        chances = (torch.cat([lifted, others], -1) - whole).clamp(max=0)
+        likeliest = chances.topk(min(children, chances.shape[-1]), -1)
+        return torch.cat([named, choices[:, None].expand_as(others)], -1).gather(2, likeliest.indices), likeliest.values
 
 
-class _Weighed(NamedTuple):
-    """[B, W, S + R] children in question, and the logarithms of their chances behind their parents."""
+    def _named(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., S] the tokens that parents [...] have pairs with, ABSENT where there are no more, and where these lie."""
+        first, end = self.starts[parents].long(), self.starts[parents + 1].long()
+        at = first[..., None] + torch.arange(self.most, device=first.device)
+        there, at = at < end[..., None], at.clamp(max=len(self.tokens) - 1)
+        return torch.where(there, self.tokens[at].long(), ABSENT), at
 
-    tokens: Tensor
-    chances: Tensor
+
+@lru_cache(maxsize=64)
+def _births(shape: TreeShape) -> Tensor:
+    """[2, N] for our kernels: each node's parent, and which of its children it is."""
+    return torch.tensor([shape.parents, shape.ranks])

@@ -151,9 +151,10 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
 
 /* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and pairs, in falling order of their
  * chances, of which at most `children` have one parent: tokens, parents and the logarithms of chances [rows, nodes + 1], `absent`
- * and -inf where there are no more. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
-void draftproof_paired(const Pairs *pairs, float weight, const bf16 *logits, const int64_t *roots, int64_t rows, int64_t heads,
-                       int64_t vocab, int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
+ * and -inf where there are no more. With a shape [2, nodes + 1], the tree of this shape instead: each node's parent, and which of its
+ * children it is. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
+void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, const bf16 *logits, const int64_t *roots,
+                       int64_t rows, int64_t heads, int64_t vocab, int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
                        const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, float *work, int64_t threads) {
     int64_t wide = vocab + LANES, most = children < vocab ? children : vocab;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
@@ -176,25 +177,26 @@ void draftproof_paired(const Pairs *pairs, float weight, const bf16 *logits, con
         int64_t *token = tokens + r * (nodes + 1), *above = parents + r * (nodes + 1), rank[nodes + 1], depth[nodes + 1];
         float *chance = odds + r * (nodes + 1), next[nodes + 1], push = weight * trusts[r] / heats[r];
         Scored *lists = (Scored *)scratch((nodes + 1) * most * (int64_t)(sizeof(Scored) / sizeof(float)));
-        for (int64_t n = 0; n <= nodes; n++) {
-            int64_t from = 0;
-            for (int64_t m = 1; m < n; m++)
+        rank[0] = 0;
+        for (int64_t n = 0; n <= nodes; n++) {                  /* next: the chance of the next child that a node has not got */
+            int64_t from = n && shape ? shape[n] : 0;
+            for (int64_t m = 1; m < n && !shape; m++)
                 if (next[m] > next[from]) from = m;
-            int there = n == 0 || next[from] > -INFINITY;
-            Scored *list = lists + n * most;
-            token[n] = n == 0 ? roots[r] : there ? lists[from * most + rank[from]].token : absent;
-            chance[n] = n == 0 ? 0 : next[from];
-            above[n] = n == 0 ? -1 : there ? from : 0;
-            depth[n] = n == 0 ? 0 : depth[from] + 1;
-            rank[n] = 0, next[n] = -INFINITY;
-            if (n && there) {
-                rank[from]++;
-                next[from] = rank[from] < most ? chance[from] + lists[from * most + rank[from]].score : -INFINITY;
+            const Scored *child = lists + from * most + (n && shape ? shape[nodes + 1 + n] : rank[from]);
+            token[n] = roots[r], above[n] = -1, chance[n] = 0, depth[n] = 0;
+            if (n) {
+                int there = next[from] > -INFINITY && child->score > -INFINITY;
+                token[n] = there ? child->token : absent;
+                above[n] = there || shape ? from : 0;
+                chance[n] = there ? chance[from] + child->score : -INFINITY;
+                depth[n] = depth[from] + 1;
+                if (!shape) next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
             }
-            if (!there || depth[n] == heads) continue;
+            rank[n] = 0, next[n] = -INFINITY;
+            if (token[n] == absent || depth[n] == heads) continue;
             int64_t at = r * heads + depth[n];
-            behind(pairs, token[n], work + at * wide, own + at * most, push, list, most);
-            next[n] = chance[n] + list->score;
+            behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most, most);
+            next[n] = chance[n] + lists[n * most].score;
         }
     }
     free(own);

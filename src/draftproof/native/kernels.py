@@ -131,7 +131,7 @@ class Kernels:
         )  # fmt: skip
         self._paired = library.draftproof_paired
         self._paired.argtypes = (
-            pointer, ctypes.c_float, *(pointer,) * 2, *(number,) * 5, *(pointer,) * 4, number, *(pointer,) * 4, number
+            pointer, ctypes.c_float, *(pointer,) * 3, *(number,) * 5, *(pointer,) * 4, number, *(pointer,) * 4, number
         )  # fmt: skip
         for function in vars(self).values():
             function.restype = None
@@ -215,20 +215,22 @@ class Kernels:
 
     def paired(
         self, pairs: Pairs, weight: float, logits: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest,
-        absent: int,
+        absent: int, shape: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The tree of the likeliest `nodes` nodes, [rows, nodes + 1] each: tokens, parents, logarithms of their chances.
 
         logits: [rows, heads, V] bfloat16. roots: [rows]. weight: what gains are multiplied with before they are added to
-        logits. children: at most so many of one parent. `absent` where there are no more. The caller keeps what `pairs` names.
+        logits. children: at most so many of one parent. `absent` where there are no more. shape: [2, nodes + 1] int64, each
+        node's parent and which of its children it is; the tree is then of this shape. The caller keeps what `pairs` names.
         """
         (rows, heads, vocab), logits = logits.shape, logits.contiguous()
         tokens, parents = torch.empty(2, rows, nodes + 1, dtype=torch.int64)
         chances, work = torch.empty(rows, nodes + 1), torch.empty(rows * heads * (vocab + LANES))
         where = (None if one is None else one.data_ptr() for one in contest[:4])
         self._paired(
-            ctypes.addressof(pairs), weight, logits.data_ptr(), roots.data_ptr(), rows, heads, vocab, nodes, children, *where,
-            absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), work.data_ptr(), torch.get_num_threads(),
+            ctypes.addressof(pairs), weight, None if shape is None else shape.data_ptr(), logits.data_ptr(), roots.data_ptr(),
+            rows, heads, vocab, nodes, children, *where, absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(),
+            work.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens, parents, chances
 

@@ -228,7 +228,8 @@ def _ranks(head: DraftHead, target: Target, texts: Sequence[Written]) -> list[Te
         for row, text in enumerate(texts):
             first, last = text.prompt + 1 + step, len(text.tokens)              # the tokens this step foretells
             if first < last:
-                race = _race(logits[row, first - step - 2 : last - step - 2], text.sampling, first)
+                foretold = head.behind(tokens[row, first - 1 : last - 1], logits[row, first - step - 2 : last - step - 2])
+                race = _race(foretold, text.sampling, first)
                 own = race.gather(-1, tokens[row, first:last, None])
                 ranks = (race > own).sum(-1).clamp(max=RANKS)
                 found[row][: last - first, step] = ranks.cpu()
