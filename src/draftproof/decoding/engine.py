@@ -145,6 +145,22 @@ class Engine:
         batch_size: int | None = None,
     ) -> Iterator[Completion]:
         """As `generate`, but each completion comes as soon as it is finished."""
+        rounds = self.rounds(prompts, max_new_tokens=max_new_tokens, sampling=sampling, n=n, batch_size=batch_size)
+        return (self._completion(row) for rows in rounds for row in rows if row.finish_reason is not None)
+
+    def rounds(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        n: int = 1,
+        batch_size: int | None = None,
+    ) -> Iterator[list[Running]]:
+        """As `generate`, a step at a time: after every prefill and every round the rows that had not ended before it.
+
+        Those that wait are among them, and the first time all are. They are the engine's own: look, and change nothing.
+        """
         if n < 1:
             raise BadInput(f"n was {n}; ask for at least 1 sample")
         if batch_size is not None and batch_size < 1:
@@ -153,13 +169,13 @@ class Engine:
         rows = max(n, min(batch_size or ROWS, n * len(requests)))
         if self.shapes.closed and batch_size is not None:               # as many as were declared, needed or not
             rows = max(n, batch_size)
-        return self._completed(requests, rows)
+        return self._going(requests, rows)
 
-    def _completed(self, requests: list[list[Running]], rows: int) -> Iterator[Completion]:
-        running = [row for request in requests for row in request]
+    def _going(self, requests: list[list[Running]], rows: int) -> Iterator[list[Running]]:
+        going = [row for request in requests for row in request]
         for _ in self._rounds(deque(requests), rows):
-            yield from (self._completion(row) for row in running if row.finish_reason is not None)
-            running = [row for row in running if row.finish_reason is None]
+            yield going
+            going = [row for row in going if row.finish_reason is None]
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
@@ -168,8 +184,7 @@ class Engine:
         return self._chunks(self._requests([prompt], max_new_tokens, sampling, 1))
 
     def _chunks(self, requests: list[list[Running]]) -> Iterator[Chunk]:
-        ((row,),) = requests
-        for _ in self._rounds(deque(requests), 1):
+        for (row,) in self._going(requests, 1):
             done = self._completion(row) if row.finish_reason is not None else None
             yield Chunk(row.pieces(), done)
 
