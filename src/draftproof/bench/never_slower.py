@@ -2,10 +2,13 @@
 
     python -m draftproof.bench.never_slower [--model demo] [--assistant-model demo-draft] [--new-tokens N] [--rounds R]
 
-Each case writes every prompt plainly, with a fixed number of draft tokens and with the adaptive budget, in turn in one
-process, the order rotating; prefill included, texts compared. Warm-up runs pay for the first calls of the process,
-but the adaptive budget begins each case knowing nothing, so what it spends on learning is in its figures. Ratios are sums
-over all runs, wall time and CPU time of the process; the intervals are bootstrapped over the pairs.
+Each case writes every group of prompts plainly, with a fixed number of draft tokens and with the adaptive budget, side by side
+in one process and in lockstep: the ways take turns, each writes on until it has `SLICE` more tokens per row, in every order
+equally often, so that a machine whose speed wanders more slowly than a slice slows all of them alike. A way's seconds are
+those of its slices, reading the prompts being the first; its engine is called as for anyone who reads round by round. Texts are
+compared. Warm-up runs pay for the first calls of the process, but the adaptive budget begins each case knowing nothing, so
+what it spends on learning is in its figures. Ratios are sums of seconds per token over all groups, wall time and CPU time of
+the process; the intervals are bootstrapped over groups, all ways of a group together.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import cycle, permutations
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,8 +29,10 @@ from torch import Tensor
 
 import draftproof as dp
 from draftproof.bench.figures import Ratio
+from draftproof.bench.measure import Clock
 from draftproof.decoding.engine import usual_budget
 from draftproof.decoding.load import training_free
+from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import RoundStats
 
 PROMPTS = (
@@ -42,6 +48,11 @@ PROMPTS = (
 WARM_UP, SHORT, LONG, FIXED = 12, 8, 640, 5
 """Tokens: to warm up with, of a short text, of a long prompt, drafted in each round by the way that does not adapt."""
 HOT = 1.5
+SLICE = 8
+"""Tokens per row that a way writes before the next has its turn. At demo size about ten milliseconds: the speed of a machine
+hardly changes within them, and what a way must fetch again into the processor's caches is small beside them."""
+CLOCKS: tuple[Clock, Clock] = (time.perf_counter, time.process_time)
+"""Wall time, and CPU time of the process."""
 
 
 class Wrong(dp.Drafter):
@@ -105,7 +116,7 @@ def _cases(drafters: Iterable[str], new_tokens: int) -> list[Case]:
 
 @dataclass
 class Way:
-    """One way to decode: an engine, and what its runs took, prompt by prompt."""
+    """One way to decode: an engine, and what its texts took, group by group, in seconds per token."""
 
     engine: dp.Engine
     wall: list[float] = field(default_factory=list)
@@ -113,17 +124,43 @@ class Way:
     texts: list[list[list[int]]] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
 
-    def run(self, prompts: list[list[int]], case: Case) -> None:
-        """Complete the prompts side by side."""
-        wall, cpu = time.perf_counter(), time.process_time()
+    def take(self, writing: Writing) -> None:
+        """Note a group that is written."""
+        tokens = writing.tokens
+        self.wall.append(writing.seconds[0] / tokens)
+        self.cpu.append(writing.seconds[1] / tokens)
+        self.texts.append([row.tokens for row in writing.rows])
+        for row in writing.rows:
+            self.stats.add(row.stats)
+
+
+class Writing:
+    """A group of prompts being completed side by side, slice by slice.
+
+    seconds: by each of the clocks, of the slices alone.
+    """
+
+    def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case, clocks: Sequence[Clock]) -> None:
+        self.clocks, self.seconds = clocks, [0.0] * len(clocks)
+        self.rows: list[Running] = []
+        self.ended = False
         wanted = dp.Sampling(temperature=case.temperature, seed=1)
-        done = self.engine.generate(prompts, max_new_tokens=case.new_tokens, sampling=wanted, batch_size=len(prompts))
-        tokens = sum(len(one.tokens) for one in done)
-        self.wall.append((time.perf_counter() - wall) / tokens)
-        self.cpu.append((time.process_time() - cpu) / tokens)
-        self.texts.append([one.tokens for one in done])
-        for one in done:
-            self.stats.add(one.stats)
+        self._rounds = engine.rounds(prompts, max_new_tokens=case.new_tokens, sampling=wanted, batch_size=len(prompts))
+
+    @property
+    def tokens(self) -> int:
+        """Written so far, of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    def until(self, tokens: int) -> None:
+        """Write on until so many are there, or all texts ended."""
+        before = [clock() for clock in self.clocks]
+        while not self.ended and self.tokens < tokens:
+            going = next(self._rounds, None)
+            self.rows, self.ended = self.rows or going or [], going is None
+        self.seconds = [
+            seconds + clock() - start for seconds, clock, start in zip(self.seconds, self.clocks, before, strict=True)
+        ]
 
 
 def main() -> None:
@@ -135,7 +172,7 @@ def main() -> None:
     target, codec = assisted.target, assisted.codec
     assert codec is not None, "the model needs a tokenizer for the prompts"
     drafters: dict[str, Callable[[], dp.Drafter]] = {
-        "draft model": lambda: assisted.drafter,
+        "draft model": lambda: dp.DraftModel(cast(dp.DraftModel, assisted.drafter).model, target.vocab_size),
         "none named": training_free,
         "prompt lookup": dp.PromptLookup,
         "random": lambda: Dice(target.vocab_size),
@@ -186,16 +223,22 @@ def _ways(engine: dp.Engine, drafter: Callable[[], dp.Drafter]) -> dict[str, Way
     }
 
 
-def _measure(ways: dict[str, Way], batches: list[list[list[int]]], case: Case, rounds: int) -> None:
+def _measure(
+    ways: dict[str, Way], batches: list[list[list[int]]], case: Case, rounds: int, clocks: Sequence[Clock] = CLOCKS
+) -> None:
     for way in ways.values():
         way.engine.generate(batches[0], max_new_tokens=WARM_UP, sampling=dp.Sampling())
     ways["adaptive"].engine.budget = usual_budget(ways["adaptive"].engine.drafter)
-    turn, order = 0, list(ways.values())
-    for _ in range(rounds * (len(PROMPTS) // len(batches))):
-        for batch in batches:
-            for place in range(len(order)):
-                order[(turn + place) % len(order)].run(batch, case)
-            turn += 1
+    orders = cycle(permutations(ways))
+    for batch in batches * (rounds * (len(PROMPTS) // len(batches))):
+        writings = {name: Writing(way.engine, batch, case, clocks) for name, way in ways.items()}
+        level = len(batch)                                              # the prompts are read: one token each
+        while not all(writing.ended for writing in writings.values()):
+            for name in next(orders):
+                writings[name].until(level)
+            level += SLICE * len(batch)
+        for name, way in ways.items():
+            way.take(writings[name])
 
 
 class Line(NamedTuple):
