@@ -24,7 +24,8 @@ class Time:
 class Scripted:
     """Writes `text` in rounds of `rounds` tokens, `round_seconds` each, `first_seconds` for the prompt and its token.
 
-    slower: factors by call, the last one from then on: a machine that changes its speed.
+    slower: factors by call, the last one from then on: a machine that changes its speed. bare_seconds: what it takes to
+    measure the forwards alone.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Scripted:
     most: int | None = None
     weights: int = 1000
     draft: float | None = 0.0
+    bare_seconds: float = 0.0
     calls: list[tuple[int, ...]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
 
     def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
-        factor = self.slower[min(len(self.calls), len(self.slower) - 1)]
+        factor = self.factor(len(self.calls))
         self.calls.append(tuple(prompt[0] for prompt in prompts))
         self.order.append(self.name)
         self.time.now += self.first_seconds * factor
@@ -60,7 +62,15 @@ class Scripted:
         return {} if self.draft is None else {"target": {Shape(len(self.calls[-1]), 4, 128): len(self.rounds)}}
 
     def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
-        return None if self.draft is None else Bare(0.8 * self.round_seconds, self.draft)
+        if self.draft is None:
+            return None
+        self.order.append(f"{self.name} alone")
+        factor = self.factor(len(self.calls) - 1)                       # as fast as the trial was
+        self.time.now += self.bare_seconds * factor
+        return Bare(0.8 * self.round_seconds * factor, self.draft * factor)
+
+    def factor(self, call: int) -> float:
+        return self.slower[min(call, len(self.slower) - 1)]
 
 
 GREEDY = Setting(1, 0.0)

@@ -122,7 +122,34 @@ def test_the_ceiling_is_what_bare_forwards_allow() -> None:
     assert (ceiling.verify_seconds, ceiling.draft_seconds) == (0.8, 0.1)
     assert ceiling.tokens_per_second == pytest.approx(8 / 3 / 0.9)
     assert ceiling.decoding_tokens_per_second == pytest.approx(8 / 3)    # eight tokens in three rounds of a second
-    assert ceiling.efficiency == pytest.approx(0.9)
+    assert ceiling.efficiency.median == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_what_was_reached_is_the_same_on_a_host_that_slows_down(turns: int) -> None:
+    """Half way it becomes half as fast, or ten times slower now and then: a trial and its forwards alike."""
+    calls = 2 + 4 * turns                                               # two warm-ups, then four prompts in each turn
+    half, swings = [1.0] * (calls // 2) + [2.0], [1.0, 1.0, *[1.0, 10.0, 1.0] * 20]
+    for slower in (half, swings):
+        time = Time()
+        ways = [Scripted("plain", time, [1] * 8, slower=slower), Scripted("drafter", time, [4, 4], slower=slower, draft=0.1)]
+        run = bench(*ways, prompts=4, turns=turns)
+        run.run()
+        ceiling = of(run)["drafter"].ceiling
+        assert ceiling is not None and ceiling.efficiency.low is not None
+        assert (ceiling.efficiency.low, ceiling.efficiency.high) == pytest.approx((0.9, 0.9))
+        assert ceiling.efficiency.median == pytest.approx(0.9)
+        assert len({trial.seconds for trial in run.trials if trial.way == "drafter"}) == 2
+
+
+def test_trials_whose_forwards_nobody_measured_have_no_part_in_what_was_reached() -> None:
+    run = bench(*three_ways(), prompts=4)
+    run.run()
+    run.trials = [replace(one, bare=None, seconds=9 * one.seconds) if one.group else one for one in run.trials]
+    ceiling = of(run)["drafter"].ceiling
+    assert ceiling is not None and ceiling.efficiency == Interval(pytest.approx(0.9))
+    run.trials = [replace(one, bare=None) for one in run.trials]
+    assert of(run)["drafter"].ceiling is None
 
 
 def test_rows_side_by_side_share_rounds() -> None:
@@ -132,7 +159,7 @@ def test_rows_side_by_side_share_rounds() -> None:
     drafter = of(run)["drafter"]
     assert drafter.tokens_per_second == pytest.approx(4 * 9 / 3.5)
     assert drafter.ceiling is not None and drafter.ceiling.tokens_per_second == pytest.approx(4 * 8 / 3 / 0.9)
-    assert drafter.ceiling.efficiency == pytest.approx(0.9)
+    assert drafter.ceiling.efficiency.median == pytest.approx(0.9)
     assert drafter.seconds_per_token is not None
     assert sum(drafter.seconds_per_token.values()) == pytest.approx(3.5 / 36)
 

@@ -49,6 +49,20 @@ def test_who_cannot_write_several_rows_sits_out() -> None:
     assert len(run.trials) == run.runs
 
 
+def test_forwards_are_measured_alone_right_behind_a_trial_and_seldom_enough() -> None:
+    plain, drafter, stock = three_ways()
+    drafter.bare_seconds = 3.75                                         # longer than one of its trials, of 3.5 seconds
+    run = bench(plain, drafter, stock, prompts=5, turns=4)
+    run.run()
+    assert all(trial.bare is not None for trial in run.trials if trial.way == "plain")          # takes no time: always
+    assert all(trial.bare is None for trial in run.trials if trial.way == "transformers")
+    mine = [trial for trial in run.trials if trial.way == "drafter"]
+    measured = [place for place, trial in enumerate(mine) if trial.bare is not None]
+    assert measured == [0, 5, 10, 15]                                   # 15 seconds of trials for 3.75 of forwards
+    at = [place for place, name in enumerate(plain.order) if name == "drafter alone"]
+    assert len(at) == 4 and all(plain.order[place - 1] == "drafter" for place in at)
+
+
 def test_chunks_count_from_the_call() -> None:
     time = Time(now=1e6)
     run = bench(Scripted("plain", time, [2, 1]))

@@ -18,6 +18,7 @@ from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_by
 from draftproof.core.messages import Frontier
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
+from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.load import load
 from draftproof.drafters.base import Drafter
@@ -131,16 +132,16 @@ def test_a_chain_in_one_call_counts_as_its_reads() -> None:
 def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.decoding.costs import CostCurve
 
-    asked: list[tuple[tuple[int, ...], int]] = []
+    asked: list[tuple[tuple[int, ...], int, int]] = []
 
     def costs(target: object, widths: Sequence[int], *, rows: int, context: int, repeats: int) -> CostCurve:
-        asked.append((tuple(sorted(widths)), rows))
+        asked.append((tuple(sorted(widths)), rows, repeats))
         return CostCurve(tuple(sorted(widths)), tuple(float(width * rows) for width in sorted(widths)))
 
     monkeypatch.setattr(ours, "measure_costs", costs)
     shapes = {Shape(1, 4, 128): 60, Shape(1, 8, 128): 20, Shape(2, 4, 128): 19, Shape(1, 64, 128): 1}
     seconds = bare_seconds(Target(tiny.model("llama")), shapes)
-    assert sorted(asked) == [((4,), 2), ((4, 8), 1)]                   # the rarest is left out
+    assert sorted(asked) == [((4,), 2, 4), ((4, 8), 1, 10)]            # the rarest is left out, of others a quarter is read
     assert seconds == pytest.approx((60 * 4 + 20 * 8 + 19 * 8) * 100 / 99)
     way = Ours("draft", engine(draft_model(), 3))
     reads = {"target": {Shape(1, 4, 128): 10}, list(way.watched)[1]: {Shape(1, 2, 128): 10, Shape(1, 1, 128): 20}}
@@ -170,6 +171,16 @@ def test_a_drafter_heard_once_can_be_asked_again_alone() -> None:
     half = len(trees) // 2
     assert half == sum(verb == "propose" for verb, _ in heard.messages) > 0
     assert all(torch.equal(first, second) for first, second in zip(trees[:half], trees[half:], strict=True))
+
+
+def test_a_budget_learns_nothing_while_its_drafter_is_timed_alone() -> None:
+    mine = engine(draft_model())
+    budget = mine.budget = Adaptive(3)
+    way, drafter, known = Ours("draft", mine), mine.drafter, budget.costs.record()
+    assert way._drafter_alone(PROMPTS, GREEDY, NEW) >= 0
+    assert (mine.drafter, mine.budget) == (drafter, budget) and budget.costs.record() == known
+    way.write(PROMPTS, GREEDY, NEW, time.perf_counter)
+    assert budget.costs.record() != known
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -203,8 +214,7 @@ def test_texts_end_at_their_end_token() -> None:
 
 
 @pytest.mark.usefixtures("memory_is_not_looked_at")
-def test_everything_together_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "REPEATS", 1)
+def test_everything_together_on_the_embedded_pair() -> None:
     first = load("demo", drafter="none", dtype="float32")
     codec, model = first.codec, first.target.model
     assert codec is not None
@@ -215,5 +225,6 @@ def test_everything_together_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatc
     texts = {way.name: [trial.texts[0].tokens for trial in run.trials if trial.way == way.name] for way in ways}
     for name in texts:
         assert sorted(texts[name]) == sorted(texts["plain"])
-    assert {name for name, _ in run.bare} == {way.name for way in ways}
-    assert all(bare.verify > 0 for name, _ in run.bare for bare in run.bare[name, run.settings[0]])
+    for way in ways:
+        bare = next(trial.bare for trial in run.trials if trial.way == way.name)        # the first is always measured
+        assert bare is None if way.name == "transformers" else bare is not None and bare.verify > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftproof.bench import machine, measure, ours
+from draftproof.bench import machine, measure
 
 Call = Callable[..., Any]
 SHORT = ("--new-tokens", "6", "--rounds", "1", "--limit", "1")
@@ -17,7 +17,6 @@ SHORT = ("--new-tokens", "6", "--rounds", "1", "--limit", "1")
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "REPEATS", 1)
     monkeypatch.setattr(measure, "peak_of", lambda run, device: (run(), 1)[1])
     monkeypatch.setattr(machine, "PACKAGES", ("torch",))
 

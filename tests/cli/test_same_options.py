@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from draftproof.bench import machine, measure, ours
+from draftproof.bench import machine, measure
 from draftproof.decoding.engine import Engine
 from draftproof.proof import prove as proving
 from draftproof.proof.report import Section
@@ -30,7 +30,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(proving, "prove_bits", looked)
     monkeypatch.setattr(exactness, "probe", partial(exactness.probe, widths=(2,), forced=8))
-    monkeypatch.setattr(ours, "REPEATS", 1)
     monkeypatch.setattr(measure, "peak_of", lambda run, device: (run(), 1)[1])
     monkeypatch.setattr(machine, "PACKAGES", ("torch",))
 

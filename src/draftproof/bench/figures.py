@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import bootstrap
 
-from draftproof.bench.measure import Bare, Bench, Setting, Trial
+from draftproof.bench.measure import Bench, Setting, Trial
 from draftproof.decoding.stats import RoundStats
 
 PLAIN, GENERATE = "plain", "transformers"
@@ -76,13 +76,16 @@ class Category:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the forwards alone allow: seconds per round of each, the speed they give, and how much of it was reached."""
+    """What the forwards alone allow: seconds per round of each, the speed they give, and how much of it was reached.
+
+    efficiency: the part of the time that the forwards of a trial take alone, measured right behind it.
+    """
 
     verify_seconds: float
     draft_seconds: float
     tokens_per_second: float
     decoding_tokens_per_second: float
-    efficiency: float
+    efficiency: Interval
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def figures(bench: Bench, categories: Sequence[str], price_per_hour: float | Non
                 key = way.name, setting
                 found.append(
                     _figures(trials[way.name], trials.get(PLAIN, []), trials.get(GENERATE, []), categories, way.weights,
-                             bench.memory.get(key), bench.bare.get(key, []), price_per_hour)
+                             bench.memory.get(key), price_per_hour)
                 )  # fmt: skip
     return found
 
@@ -141,7 +144,6 @@ def _figures(
     categories: Sequence[str],
     weights: int,
     memory: int | None,
-    bare: Sequence[Bare],
     price: float | None,
 ) -> Figures:
     way, texts = trials[0].way, [text for trial in trials for text in trial.texts]
@@ -170,7 +172,7 @@ def _figures(
         memory=memory,
         joules_per_token=sum(spent) / sum(trial.tokens for trial in trials) if len(spent) == len(trials) else None,
         cost_per_million=price / 3600 / speed * 1e6 if price is not None else None,
-        ceiling=ceiling(trials, bare),
+        ceiling=ceiling(trials),
     )
 
 
@@ -241,23 +243,29 @@ def waits(trials: Iterable[Trial]) -> tuple[float, float, float] | None:
     return float(low), float(high), float(highest)
 
 
-def ceiling(trials: Sequence[Trial], bare: Sequence[Bare]) -> Ceiling | None:
+def ceiling(trials: Sequence[Trial]) -> Ceiling | None:
     """The speed of rounds that take their bare forwards and nothing else, and the part of it that rounds reached.
 
-    Both speeds are of all rows together, without the reading of prompts.
+    Both speeds are of all rows together, without the reading of prompts. The part is taken pair by pair, of each trial whose
+    forwards were measured behind it, so that a machine that changes its speed changes both: per group the median over
+    turns, then their median.
     """
-    rounds = sum(sum(shapes.values()) for trial in trials for model, shapes in trial.reads.items() if model == "target")
-    speeds = []
+    rounds, speeds, parts = 0, list[float](), dict[int, list[float]]()
     for trial in trials:
-        parts, emitted = trial.parts, sum(sum(text.rounds) for text in trial.texts)
-        if parts is not None and emitted and trial.seconds > parts["prefill"]:
-            speeds.append(emitted / (trial.seconds - parts["prefill"]))
-    if not bare or not rounds or not speeds:
+        emitted, reads = sum(sum(text.rounds) for text in trial.texts), sum(trial.reads.get("target", {}).values())
+        rounds += reads
+        if trial.parts is not None and emitted and trial.seconds > trial.parts["prefill"]:
+            decoding = trial.seconds - trial.parts["prefill"]
+            speeds.append(emitted / decoding)
+            if trial.bare is not None:
+                parts.setdefault(trial.group, []).append(reads * sum(trial.bare) / decoding)
+    if not parts or not rounds:
         return None
+    bare = [trial.bare for trial in trials if trial.bare is not None]
     verify, draft = statistics.median(one.verify for one in bare), statistics.median(one.draft for one in bare)
     per_round = sum(sum(text.rounds) for trial in trials for text in trial.texts) / rounds
-    most, reached = per_round / (verify + draft), statistics.median(speeds)
-    return Ceiling(verify, draft, most, reached, reached / most)
+    efficiency = interval([statistics.median(some) for some in parts.values()])
+    return Ceiling(verify, draft, per_round / (verify + draft), statistics.median(speeds), efficiency)
 
 
 def by_category(trials: Sequence[Trial], plain: Sequence[Trial], categories: Sequence[str]) -> dict[str, Category]:

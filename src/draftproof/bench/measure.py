@@ -1,7 +1,8 @@
 """Several ways to write the same texts, each in turn: what they wrote, and when every token came.
 
 Keeps time and judges nothing. A way is asked for a group of texts at once and says when tokens arrived, in chunks as a
-user sees them. The order of the ways turns by one place from group to group.
+user sees them. The order of the ways turns by one place from group to group. What a trial's forwards take alone is measured
+right behind it, while the machine is as fast as it was.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Tick = Callable[[str], None]
 
 WARM_UP = 8
 """New tokens of the first run of each way."""
+SELDOM = 4
+"""Bare forwards of a way are measured again when its trials have taken so many times what measuring them took."""
 
 
 class Setting(NamedTuple):
@@ -74,9 +77,19 @@ Reads = Mapping[str, Mapping[Shape, int]]
 """How often each model ("target", or the name of a draft model) read each shape; prompts are not counted."""
 
 
+class Bare(NamedTuple):
+    """Seconds per round of the bare forwards, measured alone at the shapes that rounds used."""
+
+    verify: float
+    draft: float
+
+
 @dataclass(frozen=True)
 class Trial:
-    """One way wrote one group of prompts once. prompts: which. joules: of the whole machine, or None."""
+    """One way wrote one group of prompts once.
+
+    prompts: which. joules: of the whole machine, or None. bare: what its forwards took alone right behind it, if measured.
+    """
 
     way: str
     setting: Setting
@@ -87,6 +100,7 @@ class Trial:
     seconds: float
     reads: Reads = field(default_factory=dict)
     joules: float | None = None
+    bare: Bare | None = None
 
     @property
     def tokens(self) -> int:
@@ -100,13 +114,6 @@ class Trial:
             return None
         parts = {part: max(seconds[part] for seconds in told) for part in told[0]}
         return {**parts, "other": max(0.0, self.seconds - sum(parts.values()))}
-
-
-class Bare(NamedTuple):
-    """Seconds per round of the bare forwards, measured alone at the shapes that rounds used."""
-
-    verify: float
-    draft: float
 
 
 class Way(Protocol):
@@ -146,12 +153,12 @@ class Bench:
     energy: Energy | None = None
     trials: list[Trial] = field(default_factory=list)
     memory: dict[tuple[str, Setting], int | None] = field(default_factory=dict)
-    bare: dict[tuple[str, Setting], list[Bare]] = field(default_factory=dict)
+    _due: dict[tuple[str, Setting], float] = field(default_factory=dict)        # seconds of trials until forwards are measured
 
     @property
     def total(self) -> int:
         """How often `run` ticks."""
-        return self.runs + sum((1 + self.turns) * len(self.able(setting)) for setting in self.settings)
+        return self.runs + sum(len(self.able(setting)) for setting in self.settings)
 
     @property
     def runs(self) -> int:
@@ -171,7 +178,7 @@ class Bench:
         return replace(self.base, temperature=setting.temperature, max_new_tokens=None)
 
     def run(self, tick: Tick = lambda doing: None) -> None:
-        """Warm up; then every group by every way in turn, and after each turn the bare forwards alone."""
+        """Warm up; then every group by every way in turn, and now and then the forwards of a trial alone, right behind it."""
         for setting in self.settings:
             ways, groups = self.able(setting), self.groups(setting)
             for way in ways:
@@ -183,9 +190,7 @@ class Bench:
                     for way in [*ways[first:], *ways[:first]]:
                         tick(way.name)
                         self.trials.append(self._trial(way, setting, turn, number, group))
-                for way in ways:
-                    tick(f"{way.name}, forwards alone")
-                    self._alone(way, setting, groups[0])
+                        self._alone(way)
 
     def _warm_up(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
         """Runs that nobody times: a short one for the first calls, a whole one for the memory."""
@@ -205,14 +210,13 @@ class Bench:
         texts = [replace(text, chunks=[Chunk(at - start, tokens) for at, tokens in text.chunks]) for text in texts]
         return Trial(way.name, setting, turn, number, group, texts, seconds, way.reads(), joules)
 
-    def _alone(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
-        reads: dict[str, dict[Shape, int]] = {}
-        for trial in self.trials:
-            if (trial.way, trial.setting) == (way.name, setting):
-                for model, shapes in trial.reads.items():
-                    counted = reads.setdefault(model, {})
-                    for shape, count in shapes.items():
-                        counted[shape] = counted.get(shape, 0) + count
-        prompts = [self.prompts[index] for index in group]
-        found = way.bare(reads, prompts, self.wanted(setting), self.new_tokens)
-        self.bare.setdefault((way.name, setting), []).extend([found] if found is not None else [])
+    def _alone(self, way: Way) -> None:
+        """Measure the forwards of the last trial alone, if enough of the time went into trials."""
+        trial = self.trials[-1]
+        key = way.name, trial.setting
+        self._due[key] = self._due.get(key, 0.0) - trial.seconds
+        if self._due[key] <= 0:
+            prompts, start = [self.prompts[index] for index in trial.prompts], self.clock()
+            found = way.bare(trial.reads, prompts, self.wanted(trial.setting), self.new_tokens)
+            self._due[key] = SELDOM * (self.clock() - start)
+            self.trials[-1] = replace(trial, bare=found)

@@ -5,6 +5,7 @@ What a round reads is seen at the target and at the draft models; when a token c
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections import Counter
@@ -32,7 +33,8 @@ from draftproof.target.text import Codec, TextStream
 TARGET = "target"
 COVERED = 0.95
 """Share of the reads whose shapes are measured alone, the commonest first."""
-REPEATS = 3
+SHARE = 4
+"""Alone, one read is made for so many of a trial: as many of each width, so that its noise is like the trial's."""
 BUCKET = 128
 """Capacities that `measure_costs` makes are multiples of this, as the engine's are."""
 
@@ -74,13 +76,14 @@ class Ours:
         return Bare(verify, draft if draft or not self.held else self._drafter_alone(prompts, wanted, new_tokens))
 
     def _drafter_alone(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> float:
-        """Seconds per round of the drafter when it gets the messages of a real run and nothing else happens."""
-        drafter, heard = self.engine.drafter, Heard(self.engine.drafter)
-        self.engine.drafter = cast(Drafter, heard)
+        """Seconds per round of the drafter when it gets the messages of a real run, a short one, and nothing else happens."""
+        drafter, budget, heard = self.engine.drafter, self.engine.budget, Heard(self.engine.drafter)
+        self.engine.drafter, self.engine.budget = cast(Drafter, heard), copy.deepcopy(budget)       # it learns nothing of this
         try:
-            self.engine.generate(prompts, sampling=wanted, max_new_tokens=new_tokens, batch_size=len(prompts))
+            short = -(-new_tokens // SHARE)
+            self.engine.generate(prompts, sampling=wanted, max_new_tokens=short, batch_size=len(prompts))
         finally:
-            self.engine.drafter = drafter
+            self.engine.drafter, self.engine.budget = drafter, budget
         return statistics.median(heard.again() for _ in range(3))
 
 
@@ -201,8 +204,8 @@ def bare_seconds(target: Target, shapes: Any) -> float:
             covered += count
     seconds = 0.0
     for (rows, capacity), widths in wanted.items():
-        room = min(capacity // BUCKET * BUCKET, target.context)
-        curve = measure_costs(target, list(widths), rows=rows, context=max(1, room - max(widths)), repeats=REPEATS)
+        room, repeats = min(capacity // BUCKET * BUCKET, target.context), sum(widths.values()) // (SHARE * len(widths))
+        curve = measure_costs(target, list(widths), rows=rows, context=max(1, room - max(widths)), repeats=max(1, repeats))
         seconds += sum(count * curve.at(width) for width, count in widths.items())
     return seconds * total / covered if covered else 0.0
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from draftproof.bench.figures import GENERATE, PLAIN, Category, Figures
+from draftproof.bench.figures import GENERATE, PLAIN, Category, Figures, Interval
 from draftproof.bench.measure import Bench, Setting, Shape, Trial
 from draftproof.decoding.costs import CostCurve
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON; it grows when a field changes its meaning."""
 NEVER = "–"
 """Stands where a figure could not be told."""
@@ -176,7 +176,8 @@ METHOD = (
     "First token, waits: when a user sees tokens, from the call on. Tokens of one round come together: the first of them "
     "waited, the others did not. Percentiles are over tokens.",
     "Ceiling: tokens per round over the seconds of the bare forwards (the target's, and the draft model's or heads') at the "
-    "very shapes that rounds used, each measured alone after every turn. Reached: decoding speed, prompts excluded, over it.",
+    "very shapes that rounds used, each measured alone right behind a run, as often as that takes at most a fifth of the time. "
+    "Reached: the bare forwards of a run over that run, prompts excluded; median and interval as for the speed-up.",
     "Memory: bytes of all weights, and the highest point of a run above what was held before it.",
 )
 
@@ -238,9 +239,14 @@ def _parts(title: str, rows: Sequence[Figures]) -> Grid:
     body = []
     for figures, parts in told:
         found = figures.ceiling
-        most = [NEVER, NEVER] if found is None else [_speed(found.tokens_per_second), _percent(found.efficiency)]
+        most = [NEVER, NEVER, ""] if found is None else [_speed(found.tokens_per_second), *_reached(found.efficiency)]
         body.append([figures.way, *(_milli(parts[name]) for name in names), _milli(sum(parts.values())), *most])
-    return Grid(title, ["", *names, "all", "ceiling,\ntokens/s", "reached"], body)
+    return Grid(title, ["", *names, "all", "ceiling,\ntokens/s", "reached", "95 %"], body)
+
+
+def _reached(part: Interval) -> tuple[str, str]:
+    bounds = "" if part.low is None or part.high is None else f"{100 * part.low:.0f}–{100 * part.high:.0f} %"
+    return _percent(part.median), bounds
 
 
 def _positions(title: str, rows: Sequence[Figures]) -> Grid:
@@ -286,6 +292,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
     body = asdict(trial)
     body["setting"] = trial.setting._asdict()
     body["parts"] = trial.parts
+    body["bare"] = trial.bare._asdict() if trial.bare is not None else None
     body["reads"] = {model: _shapes(shapes) for model, shapes in trial.reads.items()}
     return body
 
