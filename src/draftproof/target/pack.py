@@ -19,7 +19,8 @@ ROWS = 8
 """Rows per forward the packing is laid out for; others work as well."""
 LARGE = 1 << 26
 """Bytes of linear layers that no cache holds. Reading them from memory is then all that counts, and our kernels do it in four
-fifths of the time. Smaller models keep the bits of their own layers, unless the environment says `ALL`."""
+fifths of the time (`python -m draftproof.bench.linears`). Smaller models keep the bits of their own layers, unless the
+environment says `ALL`."""
 ALL = "all"
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
