@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -235,6 +236,22 @@ def test_bad_requests_are_one_sentence(call: dict, word: str | None) -> None:
     with pytest.raises(BadInput, match=word) as error:
         Engine(target()).generate(**call)
     assert "\n" not in str(error.value)
+
+
+def test_rounds_show_every_row_until_it_has_ended() -> None:
+    """Five prompts, two at a time: all rows at first, then those that had not ended; the texts are those of `generate`."""
+    engine, texts = Engine(target(), budget=3), prompts(5, seed=3)
+    wanted = replace(WARM, stop_tokens=[7, 11])
+    seen = [[(row.request, len(row.tokens)) for row in rows] for rows in engine.rounds(
+        texts, max_new_tokens=NEW, sampling=wanted, batch_size=2
+    )]  # fmt: skip
+    assert seen[0] == [(0, 1), *((later, 0) for later in range(1, 5))] and len(seen[-1]) <= 2
+    whole = {one.prompt: len(one.tokens) for one in engine.generate(texts, max_new_tokens=NEW, sampling=wanted, batch_size=2)}
+    for before, after in pairwise(seen):
+        ended = dict(before).keys() - dict(after).keys()
+        assert {row: dict(before)[row] for row in ended} == {row: whole[row] for row in ended}
+        assert all(dict(after)[row] >= dict(before)[row] for row in dict(after))
+    assert dict(seen[-1]) == {row: whole[row] for row in dict(seen[-1])}
 
 
 # Counts -----------------------------------------------------------------------------------------------------------------
