@@ -127,6 +127,7 @@ class TokenTree:
     draft_probs: [B, N, V] the law each node was drawn from, or None if tokens were chosen, not drawn. Siblings
         are drawn without replacement in node order and carry the law of the first draw.
     is_chain: each node's parent is the node before it, in every row.
+    ranked: nodes come in falling order of their odds, so that the tree of fewer nodes is the beginning of this one.
     odds: [B, N] what the drafter takes for the chance that a node will stand: 1 at the root, 0 where absent, never more
         than the parent's; None if it does not say. What is exact does not depend on it.
     """
@@ -137,6 +138,7 @@ class TokenTree:
     draft_probs: Tensor | None = None
     is_chain: bool = False
     odds: Tensor | None = None
+    ranked: bool = False
 
     @classmethod
     def root(cls, tokens: Tensor) -> TokenTree:
@@ -209,7 +211,7 @@ class TokenTree:
         place = torch.empty_like(numbers).scatter_(1, best.indices, numbers)                # place in the pool → new node
         above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
         drafted = torch.where(there, tokens.gather(1, order), ABSENT)
-        return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0))
+        return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0), ranked=True)
 
     @classmethod
     def listed(cls, pools: Sequence[Sequence[Node]], nodes: int, depth_limit: int) -> TokenTree:
@@ -220,7 +222,7 @@ class TokenTree:
         padded = [[*row, *[absent] * (width - len(row))] for row in rows]
         tokens, parents = ([[node[place] for node in row] for row in padded] for place in range(2))
         odds = torch.tensor([[node.odds for node in row] for row in padded])
-        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), odds=odds)
+        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), odds=odds, ranked=True)
         tree.__dict__["on_host"] = tokens, parents
         return tree
 

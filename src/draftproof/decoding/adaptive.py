@@ -34,6 +34,8 @@ UNLIMITED = 1e9
 SETTLED, REST = 8, 15
 """After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
 takes time as well."""
+HELD = 3
+"""Rounds that a choice is kept for where drafting was chosen `SETTLED` times in a row, as long as the bank affords them."""
 CURIOUS, SELDOM = 8, 3
 """Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
 bank has no more than a draft could lose."""
@@ -114,11 +116,12 @@ class Adaptive:
             raise BadInput(f"the cost table knows drafts of {self.sizes[-1]} tokens, at most {most} were allowed")
         self.bank = Bank(stake, rate)
         self._dice = Random(seed)
-        self.acceptance = Acceptance(self._dice)
+        self.acceptance = Acceptance(self._dice, self.sizes)
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._rest = 0
-        self._turned = self._looked = False
+        self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
+        self._turned = self._looked = self._held = False
         self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
         begin = sum(size <= BEGIN for size in self.sizes) - 1
         self._to_begin_with = range(begin, begin + 1) if begin else range(0)
@@ -133,28 +136,41 @@ class Adaptive:
 
     def begin(self) -> None:
         self.bank.renew()
+        self._hold = 0
         if self._plain_rounds >= 3 * SETTLED:
             self._plain_rounds = self._rest = 0
             self.acceptance.fade(KEPT)
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
-        self._pace = self.costs.pace(ahead.rows, ahead.context)
+        pace = self.costs.pace(ahead.rows, ahead.context)
+        self._pace, self._hold = pace, self._hold if pace is self._pace else 0
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
         self._turned, self._nodes = self._nodes > 0, 0
+        self._held = self._hold > 0 and self._may_hold()
         if self._rest:
             self._rest -= 1
             self.bank.settle(1.0, 1.0)
+        elif self._held:
+            self._hold -= 1
+            self._nodes = self._chosen
         else:
-            self._nodes = self._choose()
+            self._nodes = self._chosen = self._choose()
+            self._streak = self._streak + 1 if self._nodes else 0
+            self._hold = HELD if self._streak > SETTLED else 0
         return self._nodes
+
+    def _may_hold(self) -> bool:
+        """Whether the last choice may be kept: there is still so much to write, nothing to set up, and it is affordable."""
+        risk = self._pace.high[self.sizes.index(self._chosen)] - 1
+        return self._ahead.remaining > self._chosen and not self._unread() and self.bank.affords(risk, 0.0)
 
     def _choose(self) -> int:
         if self._pace.plain_is_due or self._ahead.remaining <= 1:
             return 0
         pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
-        tokens, costs = self.acceptance.draw(self.sizes, remaining), pace.draw(self._dice)
+        tokens, costs = self.acceptance.draw(remaining), pace.draw(self._dice)
         owed = setup if self.costs.knows_setups else 0.0
         best, least = 0, 1 / (1 + MARGIN)
         for index in range(1, len(self.sizes)) if pace.started else self._to_begin_with:
@@ -181,10 +197,14 @@ class Adaptive:
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self._plain_rounds = 0
+        self.acceptance.learn(self._nodes, done)
+        if self._held:
+            self._pace.skip()
+            self.bank.settle(self._pace.cost[self.sizes.index(self._nodes)], tokens)
+            return
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
-        self.acceptance.learn(self._nodes, done)
 
     def curiosity(self) -> int:
         every = CURIOUS if self._plain_rounds < SETTLED else SELDOM

@@ -47,7 +47,8 @@ class Round(NamedTuple):
     rows: that ran. tried: by depth, in how many rows a token was drafted whose ancestors all stood. stood: by depth, in
     how many rows one stood. chain: no row drafted a tree.
     emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: of these, what a round
-    without drafter and budget would not have taken.
+    without drafter and budget would not have taken. nodes: which stood, of all rows together, if smaller drafts would have been
+    the beginnings of these; or None.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class Round(NamedTuple):
     emitted: int
     seconds: float
     drafting: float = 0.0
+    nodes: list[int] | None = None
 
 
 @runtime_checkable

@@ -47,6 +47,7 @@ class Decoder:
         self.running: list[Running] = []
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
+        self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
         self._patient = self.at_hand and not drafter.rereads        # one that rereads counts what it has not read yet
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
@@ -125,7 +126,8 @@ class Decoder:
         """What the drafter would draft now, of at most so many nodes per row. For drafters that are `free`."""
         self._tell()
         tree, rows = self.drafter.propose(self._frontier(nodes)), len(self.running)
-        return TokenTree(tree.tokens[:rows], tree.parents[:rows], tree.depth_limit, is_chain=tree.is_chain)
+        tokens, parents = tree.tokens[:rows], tree.parents[:rows]
+        return TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain, ranked=tree.ranked)
 
     def _frontier(self, budget: int) -> Frontier:
         deepest = self.drafter.deepest
@@ -188,18 +190,24 @@ class Decoder:
     def _deliver(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> None:
         """The round's one copy to the host: text, stop rules, statistics, retiring rows."""
         columns = [chosen]
+        if tree.ranked:
+            columns.append(accepted.nodes)
         if self._wants_logprobs:
             columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
         if accepted.distance is not None:
             columns.append(accepted.distance)
         host = (_told if self.at_hand else self._copied)(tree, accepted, columns)
         width = chosen.shape[1]
+        self.stood = [] if tree.ranked or tree.is_chain else None
         for place, (row, (count, drafted, reached, *rest)) in enumerate(zip(self.running, host, strict=self.twins is None)):
-            tokens = [int(token) for token in rest[: int(count)]]
+            parts = [rest[start : start + width][: int(count)] for start in range(0, len(rest), width)]
+            tokens = [int(token) for token in parts[0]]
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
-            told = rest[width : 2 * width] if self._wants_logprobs else None
+            if self.stood is not None:
+                self.stood += [int(node) for node in parts[1][1:]] if tree.ranked else range(1, int(count))
+            told = parts[1 + tree.ranked] if self._wants_logprobs else None
             emitted = row.extend(some, told, drafted=int(count) - 1)
-            strayed = sum(rest[-width:][:emitted]) if accepted.distance is not None else None
+            strayed = sum(parts[-1][:emitted]) if accepted.distance is not None else None
             if row.finish_reason is None and tokens[-1] == NOTHING:            # behind its end a text needs no token
                 self._fail(place, reading.logits[place])
             for stats in (row.stats, self.stats):

@@ -30,15 +30,17 @@ class _Glimpse(NamedTuple):
 
     def compared(self) -> Round:
         """What would have stood, of the rows that wrote on long enough to say."""
-        found, depth = [], self.tree.depth_limit
+        found, depth, numbers = [], self.tree.depth_limit, list[int]()
         trees = zip(self.tree.tokens.tolist(), self.tree.parents.tolist(), strict=True)
         for (tokens, parents), row, size in zip(trees, self.rows, self.written, strict=True):
-            stands = _stands(tokens, parents, row.tokens[size:])
-            if len(row.tokens) - size > stands or stands == depth:
-                found.append(stands)
+            nodes = _standing(tokens, parents, row.tokens[size:])
+            if len(row.tokens) - size > len(nodes) or len(nodes) == depth:
+                found.append(len(nodes))
+                numbers += nodes
         tried = [sum(stands >= level for stands in found) for level in range(depth)]
         stood = [sum(stands > level for stands in found) for level in range(depth)]
-        return Round(len(found), tried, stood, self.tree.is_chain, emitted=0, seconds=0.0)
+        told = numbers if self.tree.ranked or self.tree.is_chain else None
+        return Round(len(found), tried, stood, self.tree.is_chain, emitted=0, seconds=0.0, nodes=told)
 
 
 class Watch:
@@ -85,7 +87,8 @@ class Watch:
         with self.clock.part("draft"):
             tried, stood = self._added(stats) if stats.drafted > drafted else ([], [])
             chain = stats.drafted - drafted == stats.reached - reached
-            learner.learn(Round(len(rows), tried, stood, chain, stats.emitted - emitted, seconds, drafting))
+            given = stats.emitted - emitted
+            learner.learn(Round(len(rows), tried, stood, chain, given, seconds, drafting, self.decoder.stood))
 
     def _round(self) -> None:
         with self.clock.part("decide"):
@@ -118,12 +121,12 @@ class Watch:
         return tried, stood
 
 
-def _stands(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> int:
-    """How deep a tree of one row agrees with the text behind its root."""
-    node = 0
-    for depth, wanted in enumerate(text):
-        below = [child for child in range(node + 1, len(tokens)) if parents[child] == node and tokens[child] == wanted]
+def _standing(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The nodes of a tree of one row that agree with the text behind its root."""
+    path = [0]
+    for wanted in text:
+        below = [child for child in range(path[-1] + 1, len(tokens)) if parents[child] == path[-1] and tokens[child] == wanted]
         if not below:
-            return depth
-        node = below[0]
-    return len(text)
+            break
+        path.append(below[0])
+    return path[1:]

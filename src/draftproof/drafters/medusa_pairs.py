@@ -125,7 +125,7 @@ class Table:
         tokens, parents, odds = drafted[0], drafted[1], drafted[2].exp()
         if shape is not None:
             return TokenTree.shaped(tokens, shape, odds=odds)
-        return TokenTree(tokens, parents, min(nodes, logits.shape[1]), odds=odds)
+        return TokenTree(tokens, parents, min(nodes, logits.shape[1]), odds=odds, ranked=True)
 
     def pool(self, root: Tensor, odds: Tensor, weights: Tensor, nodes: int) -> Pool:
         """What the `nodes` likeliest nodes are among, behind roots [B].
