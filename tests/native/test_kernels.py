@@ -28,6 +28,15 @@ def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, fold: in
     assert torch.equal(plain(packed, inputs, outputs), weight)
 
 
+def test_streams_have_the_very_bits_of_the_operators() -> None:
+    keys, dice = noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]), torch.Generator().manual_seed(0)
+    places = torch.randint(2**20, (4, 9), generator=dice)
+    for role in Role:
+        for origin in (None, torch.randint(2**20, (4, 9), generator=dice), torch.tensor([[3], [4], [5], [6]]).expand(4, 9)):
+            ours = noise.stream(keys, role, places, origin, at_hand=True)
+            assert torch.equal(ours, noise.stream(keys, role, places, origin)) and ours.dtype == torch.int32
+
+
 def test_noise_is_that_of_the_operators() -> None:
     """Up to the last bits of two logarithms, everywhere from the likeliest token to the least."""
     found = kernels()

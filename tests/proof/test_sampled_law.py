@@ -38,7 +38,7 @@ def test_another_rule_can_be_proved_and_a_wrong_one_is_found() -> None:
 def test_streams_that_are_shared_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(sampling.stream_tests(1 << 14, 3).values()) > FALSE_ALARM
     own = noise.stream
-    monkeypatch.setattr(noise, "stream", lambda keys, role, place, origin=None: own(keys, noise.Role.TARGET, place, origin))
+    monkeypatch.setattr(noise, "stream", lambda keys, role, *rest, **how: own(keys, noise.Role.TARGET, *rest, **how))
     assert sampling.stream_tests(1 << 12, 3)["DRAFT and RECOVER (samples)"] == 0
     assert sampling.draws_used_twice("rejection", 0) > 0
 

@@ -170,11 +170,12 @@ class KeyedChance:
         self.at_hand = frontier.sampler.at_hand
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
-        coin = noise.stream(self.keys, Role.ACCEPT, torch.full_like(self.position, node), self.position)
+        where = torch.full_like(self.position, node)
+        coin = noise.stream(self.keys, Role.ACCEPT, where, self.position, at_hand=self.at_hand)
         return noise.uniform(coin)[:, 0] < probability                   # strict: probability 0 never happens
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position)
+        place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position, at_hand=self.at_hand)
         return winner(weights.log() + noise.gumbel(place, weights.shape[-1], at_hand=self.at_hand)[:, 0])
 
 

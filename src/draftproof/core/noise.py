@@ -37,11 +37,17 @@ def row_keys(seeds: list[int], samples: list[int], device: torch.device | str = 
     return torch.tensor(words, dtype=torch.int32, device=device).view(-1, 2)
 
 
-def stream(keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
-    """[B, N, 2] int32: a key per draw. `keys` [B, 2], `position` [B, N], `origin` [B, N] (default 0).
+def stream(
+    keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None, *, at_hand: bool = False
+) -> Tensor:
+    """[B, N, 2] int32: a key per draw. `keys` [B, 2] int32, `position` [B, N], `origin` [B, N] (default 0), both int64.
 
-    `origin` tells rounds apart for draws that must be fresh when a position is drafted again.
+    `origin` tells rounds apart for draws that must be fresh when a position is drafted again. at_hand: by a kernel, if there
+    is one.
     """
+    found = kernels() if at_hand else None
+    if found is not None:
+        return found.streams(keys, int(role), position, origin)
     place = position.to(torch.int32)
     start = torch.zeros_like(place) if origin is None else origin.to(torch.int32)
     low = _mix(keys[:, None, 0] ^ (place * _GOLDEN))

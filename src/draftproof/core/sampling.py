@@ -283,8 +283,10 @@ class Sampler:
         if noises is None or made_for is not position or noises.shape[1] <= depth:
             places = position[:, None] + 1 + torch.arange(depth + 1, device=self.device)
             origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-            noises = noise.gumbel(noise.stream(self.keys, role, places, origin), vocab, at_hand=self.at_hand)
-            noises.masked_fill_(self._greedy_rows, 0.0)                     # temperature 0 is noise 0
+            streams = noise.stream(self.keys, role, places, origin, at_hand=self.at_hand)
+            noises = noise.gumbel(streams, vocab, at_hand=self.at_hand)
+            if self._some_greedy:
+                noises.masked_fill_(self._greedy_rows, 0.0)                 # temperature 0 is noise 0
             self._round[role, vocab] = (position, noises)
         return noises
 
@@ -294,6 +296,10 @@ class Sampler:
         for process in self._processes:
             scores = process(scores, paths)
         return scores
+
+    @cached_property
+    def _some_greedy(self) -> bool:
+        return any(row.sampling.temperature == 0 for row in self.rows)
 
     @cached_property
     def _greedy_rows(self) -> Tensor:

@@ -11,6 +11,28 @@ static inline words mixed(words x) {            /* lowbias32, as in core/noise.p
     return x ^ x >> 16;
 }
 
+static inline uint32_t mixed_one(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+/* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows, count], told apart by origins
+ * [rows, count] if there are some; as in core/noise.py. */
+void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positions, const int64_t *origins, int32_t *out,
+                        int64_t rows, int64_t count) {
+    for (int64_t i = 0; i < rows * count; i++) {
+        const uint32_t *key = (const uint32_t *)keys + 2 * (i / count);
+        uint32_t low = mixed_one(key[0] ^ ((uint32_t)positions[i] * 0x9E3779B9u));
+        low = mixed_one(low + 0x85EBCA6Bu * (uint32_t)(role + 1));
+        uint32_t high = mixed_one(key[1] + low);
+        high = mixed_one(high ^ ((uint32_t)(origins ? origins[i] : 0) * 0x85EBCA6Bu));
+        out[2 * i] = (int32_t)mixed_one(low ^ (high * 0x9E3779B9u)), out[2 * i + 1] = (int32_t)high;
+    }
+}
+
 /* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31 bits near 0. */
 void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab, int64_t threads) {
     int64_t blocks = (vocab + LANES - 1) / LANES;

@@ -125,6 +125,8 @@ class Kernels:
         self._residual.argtypes = (pointer, pointer, pointer, number, number)
         self._gumbel = library.draftproof_gumbel
         self._gumbel.argtypes = (pointer, pointer, number, number, number)
+        self._streams = library.draftproof_streams
+        self._streams.argtypes = (pointer, number, *(pointer,) * 3, *(number,) * 2)
         self._search = library.draftproof_search
         self._search.argtypes = (
             *(pointer,) * 3, *(number,) * 3, *(pointer,) * 4, ctypes.c_float, *(pointer,) * 3, number, pointer, number
@@ -185,6 +187,14 @@ class Kernels:
         )  # fmt: skip
         return odds, tokens
 
+
+    def streams(self, keys: Tensor, role: int, position: Tensor, origin: Tensor | None) -> Tensor:
+        """[B, N, 2] int32, the very bits of `noise.stream`."""
+        keys, position, origin = keys.contiguous(), position.contiguous(), None if origin is None else origin.contiguous()
+        (rows, count), out = position.shape, torch.empty(*position.shape, 2, dtype=torch.int32)
+        told = None if origin is None else origin.data_ptr()
+        self._streams(keys.data_ptr(), role, position.data_ptr(), told, out.data_ptr(), rows, count)
+        return out
 
     def gumbel(self, streams: Tensor, vocab: int) -> Tensor:
         """[..., V] the noise of `noise.gumbel` for streams [..., 2] int32, up to the last bits of logarithms."""
