@@ -203,17 +203,17 @@ def test_a_look_that_took_long_is_not_repeated_soon() -> None:
     """What the last one took is set against what may be lost."""
     for took, again in ((0.001, 8), (0.05, 0)):                # a plain step takes a hundredth of a second here
         budget = Adaptive(8, costs=CostTable.of(linear(0.2), plain_step=0.01))
-        budget._plain_rounds = 4
+        budget._asked = 4
         assert budget.curiosity() == 8
         budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01 + took, drafting=took))
-        budget._plain_rounds = 4
+        budget._asked = 4
         assert budget.curiosity() == again, took
 
 
 def test_a_budget_that_can_lose_nothing_more_looks_no_more() -> None:
     budget = known(0.2)
     world(0.0, 0.2).run(budget, 100)
-    budget.bank.slack, budget._plain_rounds = 0.1, 19
+    budget.bank.slack, budget._asked = 0.1, 19
     assert budget.curiosity() == 0
     budget.bank.slack = 8.0
     assert budget.curiosity() == 8

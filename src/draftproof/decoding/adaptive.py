@@ -16,7 +16,7 @@ from draftproof.decoding.pace import CostTable
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
-STAKE, RATE = 8.0, 0.02
+STAKE, RATE = 8.0, 0.01
 """Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
 SAVINGS = 256.0
 """Plain steps of earlier gains that may be kept for the drafter's set-ups."""
@@ -39,8 +39,9 @@ HELD = 3
 CURIOUS, SELDOM = 8, 3
 """Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
 bank has no more than a draft could lose."""
-KEPT = 0.1
-"""What is left of the counts when a text begins while drafting seemed not to pay: another text may repeat itself."""
+KEPT, AWAKE = 0.25, 2
+"""What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
+again before any rest: another text may repeat itself."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ class Adaptive:
         self.acceptance = Acceptance(self._dice, self.sizes)
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
-        self._nodes = self._plain_rounds = self._rest = 0
+        self._nodes = self._plain_rounds = self._asked = self._rest = 0
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
         self._turned = self._looked = self._held = False
         self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
@@ -137,8 +138,8 @@ class Adaptive:
     def begin(self) -> None:
         self.bank.renew()
         self._hold = 0
-        if self._plain_rounds >= 3 * SETTLED:
-            self._plain_rounds = self._rest = 0
+        if self._plain_rounds >= 8 * SETTLED:
+            self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
             self.acceptance.fade(KEPT)
 
     def expect(self, ahead: Ahead) -> None:
@@ -151,6 +152,7 @@ class Adaptive:
         self._held = self._hold > 0 and self._may_hold()
         if self._rest:
             self._rest -= 1
+            self._plain_rounds += 1
             self.bank.settle(1.0, 1.0)
         elif self._held:
             self._hold -= 1
@@ -170,12 +172,16 @@ class Adaptive:
         if self._pace.plain_is_due or self._ahead.remaining <= 1:
             return 0
         pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
+        owed, high = setup if self.costs.knows_setups else 0.0, pace.high
+        known = range(1, len(self.sizes)) if pace.started else self._to_begin_with
+        affordable = [index for index in known if self.bank.affords(high[index] - 1, owed)]
+        if not affordable:
+            return 0
         tokens, costs = self.acceptance.draw(remaining), pace.draw(self._dice)
-        owed = setup if self.costs.knows_setups else 0.0
         best, least = 0, 1 / (1 + MARGIN)
-        for index in range(1, len(self.sizes)) if pace.started else self._to_begin_with:
+        for index in affordable:
             price = costs[index] / tokens[index] + setup / remaining
-            if price < least and self.bank.affords(pace.high[index] - 1, owed):
+            if price < least:
                 best, least = self.sizes[index], price
         return 0 if best and self._doubtful(least) else best
 
@@ -189,26 +195,29 @@ class Adaptive:
         looked, self._looked = self._looked, False
         if self._nodes == 0:
             self._plain_rounds += 1
+            self._asked += 1
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
             drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
             self.bank.settle(cost + drafting, tokens)
             self._look = drafting if looked else self._look
-            self._rest = min(REST, self._plain_rounds // 4) if self._plain_rounds >= SETTLED else 0
+            self._rest = min(REST, self._plain_rounds // 8) if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
-        self._plain_rounds = 0
         self.acceptance.learn(self._nodes, done)
         if self._held:
             self._pace.skip()
             self.bank.settle(self._pace.cost[self.sizes.index(self._nodes)], tokens)
+            self._plain_rounds = self._asked = 0
             return
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
+        settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
+        self._plain_rounds, self._asked = min(self._plain_rounds, 2 * REST) if settled else 0, 0
 
     def curiosity(self) -> int:
-        every = CURIOUS if self._plain_rounds < SETTLED else SELDOM
-        due = self._plain_rounds % every == every // 2
+        every = CURIOUS if self._asked < SETTLED else SELDOM
+        due = self._asked % every == every // 2
         self._looked = due and self.bank.affords(self._look + self._pace.high[-1] - 1, 0.0)
         return self.most if self._looked else 0
 

@@ -85,7 +85,7 @@ class Pairs(nn.Module):
         known = min(len(self.rest), vocab_size)                 # tables are padded: what is beyond has no pairs
         starts = torch.cat([starts[: known + 1], starts[known].expand(vocab_size - known)])
         rest = torch.cat([self.rest[:known].float(), self.rest.new_zeros(vocab_size - known).float()])
-        tensors = (part.to(device).contiguous() for part in (starts.int(), self.tokens, self.gains.float(), rest))
+        tensors = (part.to(device).contiguous() for part in (starts.int(), self.tokens.int(), self.gains.float(), rest))
         return Table(int(sizes.max()), *tensors)
 
 
@@ -192,7 +192,6 @@ class Table:
         chances = (torch.cat([lifted, others], -1) - whole).clamp(max=0)
         likeliest = chances.topk(min(children, chances.shape[-1]), -1)
         return torch.cat([named, choices[:, None].expand_as(others)], -1).gather(2, likeliest.indices), likeliest.values
-
 
     def _named(self, parents: Tensor) -> tuple[Tensor, Tensor]:
         """[..., S] the tokens that parents [...] have pairs with, ABSENT where there are no more, and where these lie."""
