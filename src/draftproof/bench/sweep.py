@@ -158,7 +158,7 @@ def main() -> None:
         grid = presets(options.widths, options.lengths, options.nodes)
         if not grid:
             raise BadInput("no preset has at least as many nodes as its beams are long; give more --nodes")
-        workload = read(options.prompts, _prompt) if options.prompts else STORIES if options.model == "demo" else GENERAL
+        workload = read(options.prompts, prompt_of) if options.prompts else STORIES if options.model == "demo" else GENERAL
         prompts = [question.prompt for question in workload.questions][: options.limit]
         sampling = Sampling(temperature=options.temperature, seed=1)
         with Progress(transient=True) as bar:
@@ -182,7 +182,8 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
+def prompt_of(row: Mapping[str, Any]) -> str:
+    """The prompt of a row of JSONL."""
     if not isinstance(row.get("prompt"), str):
         raise BadInput('the row has no "prompt" that is a text')
     return str(row["prompt"])

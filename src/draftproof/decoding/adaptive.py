@@ -138,7 +138,7 @@ class Adaptive:
     def begin(self) -> None:
         self.bank.renew()
         self._hold = 0
-        if self._plain_rounds >= 8 * SETTLED:
+        if self._plain_rounds >= 3 * SETTLED:
             self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
             self.acceptance.fade(KEPT)
 

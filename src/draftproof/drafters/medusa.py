@@ -8,6 +8,7 @@ Shape letters beyond the usual: K heads, R choices of a head.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -130,6 +131,13 @@ class MedusaHead(DraftHead):
         own.pairs = self.pairs
         own.config = replace(self.config, share_lm_head=False, bias=True, vocab_size=vocabulary.vocab_size)
         return own
+
+    def unpaired(self) -> MedusaHead:
+        """The same heads as if nothing had been counted."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "pairs": None}
+        other.config = replace(self.config, pairs=0)
+        return other
 
     @property
     def steps(self) -> int:
