@@ -387,6 +387,12 @@ def test_a_large_ranked_tree_informs_of_its_beginnings() -> None:
     assert acceptance.draw(2.0)[-1] == 2 and acceptance.ranked and not acceptance.chain
 
 
+def test_nodes_beyond_all_sizes_count_for_none() -> None:
+    acceptance = Acceptance(random.Random(0), (0, 4, 8))
+    acceptance.learn(12, Round(1, [1, 1], [1, 1], False, 3, 0.01, nodes=[3, 11]))
+    assert acceptance.added.total() == (8, 1)
+
+
 def test_a_tree_of_another_order_ends_what_ranked_ones_told() -> None:
     acceptance = Acceptance(random.Random(0), (0, 4, 8))
     for ranked in (True, False, True):

@@ -96,7 +96,8 @@ class Acceptance:
             steps = self._steps[: bisect_left(self.sizes, nodes)]
             stood = [0] * len(steps)
             for node in done.nodes:
-                stood[bisect_left(self.sizes, node) - 1] += 1
+                if node <= self.sizes[len(steps)]:                              # a look may go beyond what is ever drafted
+                    stood[bisect_left(self.sizes, node) - 1] += 1
             self.added.add([done.rows * step for step in steps], stood)
         else:
             stood = [*done.stood, 0][: max(1, len(done.tried))]
