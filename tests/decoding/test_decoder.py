@@ -20,6 +20,7 @@ from draftproof.decoding.budget import Budget, Fixed
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.sequence import Running
+from draftproof.decoding.shapes import Shapes
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -245,3 +246,24 @@ def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
     engine = Engine(target(), Greedy(), budget=2)
     with pytest.raises(DrafterMismatch, match="greedy proposed 4 nodes, 2 were allowed"):
         engine.generate([[1, 2, 3]], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("closed", [False, True], ids=["at hand", "closed"])
+@pytest.mark.parametrize("drafter", ["medusa, pairs", "redrafter", "target itself", "medusa, fixed tree"])
+def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool, logprobs: bool) -> None:
+    """By number where nodes are ranked, so that a budget can tell what fewer would have given; of running rows alone."""
+    one = Decoder(target(), DRAFTERS[drafter](target()), RULES["match"], Fixed(6), 4, 128, Shapes(closed=closed))
+    for prompt in prompts(3, seed=4):
+        one.admit([running(prompt, limit=20, logprobs=logprobs)])
+    stood = accepted = 0
+    while one.running:
+        before = one.stats.accepted
+        one.step()
+        if drafter == "medusa, fixed tree":
+            assert one.stood is None
+            continue
+        assert one.stood is not None and all(1 <= node <= 6 for node in one.stood)
+        assert len(one.stood) >= one.stats.accepted - before                    # what an end cut off stood as well
+        stood, accepted = stood + len(one.stood), accepted + one.stats.accepted - before
+    assert drafter == "medusa, fixed tree" or 0 < accepted <= stood
