@@ -45,6 +45,11 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, why: str) -> 
         read(file, prompt_of)
 
 
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"no file .*none\.jsonl"):
+        read(tmp_path / "none.jsonl", lambda row: str(row["prompt"]))
+
+
 def test_spec_bench_has_six_tasks_of_eighty() -> None:
     whole = read(tiny.shared("data", "spec_bench", "question.jsonl"), turns_of, tasks=True)
     assert Counter(question.category for question in whole.questions) == dict.fromkeys(

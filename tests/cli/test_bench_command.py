@@ -132,7 +132,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(call: Call, target: st
         (("--category", "x"), "there is no category 'x'"),
         (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
         (("--prompts", "a.jsonl", "--spec-bench", "b.jsonl"), "give one of them"),
-        (("--prompts", "/no/such/file"), "No such file"),
+        (("--prompts", "/no/such/file"), "there is no file"),
     ],
 )
 def test_a_mistake_is_one_sentence(call: Call, target: str, given: tuple[str, ...], why: str) -> None:

@@ -86,7 +86,10 @@ def read(file: Path, prompt_of: Callable[[Mapping[str, Any]], str | Messages], *
     """The rows of a JSONL file, each a prompt with, perhaps, a "category".
 
     prompt_of: the prompt of a row; raises BadInput for one that has none. tasks: count MT-bench's categories as one.
+    Raises BadInput for a file that is not there, or holds something else.
     """
+    if not file.is_file():
+        raise BadInput(f"there is no file {file}; give a JSONL file with a prompt in each row")
     questions = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
