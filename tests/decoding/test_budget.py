@@ -407,8 +407,12 @@ def test_a_choice_is_kept_for_a_while_where_drafting_is_settled() -> None:
     budget._choose = lambda: thought.append(1) or choose()  # type: ignore[method-assign, func-returns-value]
     one = world(0.9, 0.1).run(budget, 600)
     assert len(thought) < 0.4 * len(one.sizes) and one.time < 0.5 * one.written
-    budget.bank.slack = 0.0
-    assert budget._hold == 0 or not budget._may_hold()
+    for slack, remaining, unread, kept in ((8.0, 99, 0, True), (0.0, 99, 0, False), (8.0, 2, 0, False), (8.0, 99, 50, False)):
+        budget._hold, budget._chosen, budget.bank.slack = 2, 8, slack
+        budget.expect(Ahead(1, 100, remaining, unread))
+        before = len(thought)
+        budget.nodes(RoundStats(), 1)
+        assert (len(thought) == before) == kept, (slack, remaining, unread)
     turned = world(lambda written, depth, size: float(written < 400), 0.5).run(known(0.5), 800)
     assert turned.worst <= STAKE + 1e-9
 

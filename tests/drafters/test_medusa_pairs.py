@@ -133,12 +133,15 @@ def test_tables_of_padded_vocabularies() -> None:
         few.table(3, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("harm", ["starts", "tokens"])
+@pytest.mark.parametrize("harm", ["starts", "tokens", "too many"])
 def test_broken_pairs_are_refused(harm: str) -> None:
-    """Kernels trust a table: they would read beyond it."""
+    """Kernels trust a table: they would read beyond it, and have room for so many pairs of a token."""
     pairs = counted()
     if harm == "starts":
         pairs.starts[4] = 10**6
+    elif harm == "too many":
+        pairs = Pairs(VOCAB, MOST + 1)
+        pairs.starts[1:] = MOST + 1
     else:
         pairs.tokens[9] = -2
     with pytest.raises(DrafterMismatch, match="pairs"):

@@ -100,6 +100,11 @@ class TreeShape:
     def is_chain(self) -> bool:
         return all(len(level) == 1 for level in self.levels)
 
+    @cached_property
+    def births_at_hand(self) -> Tensor:
+        """[2, N] for our kernels: each node's parent, and which of its children it is."""
+        return torch.tensor([self.parents, self.ranks])
+
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def births(self, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """For the nodes of a level: each parent's place in the level above, and which of its children each is."""
@@ -212,6 +217,11 @@ class TokenTree:
         above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
         drafted = torch.where(there, tokens.gather(1, order), ABSENT)
         return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0), ranked=True)
+
+    @classmethod
+    def found(cls, tokens: Tensor, parents: Tensor, odds: Tensor, depth_limit: int) -> TokenTree:
+        """What a search found best first: nodes in falling order of their `odds`, parents -1 at the root, all [B, N]."""
+        return cls(tokens, parents, min(depth_limit, tokens.shape[1] - 1), odds=odds, ranked=True)
 
     @classmethod
     def listed(cls, pools: Sequence[Sequence[Node]], nodes: int, depth_limit: int) -> TokenTree:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
@@ -115,3 +116,22 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         """The drafter that decodes with these weights, in the dtype and on the device of the target."""
+
+
+def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = None) -> Tensor:
+    """[..., vocab_size] draft logits by the target's ids: what the target lacks is cut, what the heads lack is -inf."""
+    if token_map is not None:
+        everything = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+        return everything.index_copy(-1, token_map, logits)
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
+
+
+@torch.no_grad()
+def lm_head_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The target's LM head as weight [V, H] and bias [V], whatever module it is made of; in at least float32."""
+    zeros = torch.zeros(1, vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
+    eye = torch.eye(vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
+    dtype = torch.promote_types(vocabulary.dtype, torch.float32)
+    bias = vocabulary.unembed(zeros).to(dtype)
+    return (vocabulary.unembed(eye).to(dtype) - bias).T, bias[0]

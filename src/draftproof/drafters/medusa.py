@@ -25,12 +25,12 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, over_vocabulary
 from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
+from draftproof.drafters.medusa_weights import Head, Weights
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.native.kernels import EVEN, Kernels, Linear, kernels
-from draftproof.target.pack import PackedLinear
+from draftproof.native.kernels import kernels
 
 NODES = 16
 """Draft tokens per row and round of a dynamic tree when nobody says."""
@@ -68,22 +68,6 @@ class MedusaConfig:
             raise BadInput("Medusa heads that share the target's projection know all its tokens; leave draft_vocab_size out")
 
 
-class _Head(nn.Module):
-    """x + SiLU(A x + b), several times, then a projection: p = softmax(W (SiLU(A h + b) + h)), section 2.1.1."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.blocks = nn.ModuleList(_zero_linear(size, size, config.bias) for _ in range(config.num_layers))
-        rows = config.draft_vocab_size or config.vocab_size
-        self.proj = None if config.share_lm_head else _zero_linear(size, rows, False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = hidden + F.silu(block(hidden))
-        return hidden
-
-
 class MedusaHead(DraftHead):
     """The weights of all heads. Made on its own it is zero; `fresh` makes one to train.
 
@@ -99,7 +83,9 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(_Head(config) for _ in range(config.num_heads))
+        rows = None if config.share_lm_head else config.draft_vocab_size or config.vocab_size
+        form = config.hidden_size, config.num_layers, config.bias, rows
+        self.heads = nn.ModuleList(Head(*form) for _ in range(config.num_heads))
         self.pairs = Pairs(config.vocab_size, config.pairs) if config.pairs else None
         known = config.draft_vocab_size
         self.register_buffer("token_map", torch.arange(known) if known is not None else None)
@@ -118,7 +104,7 @@ class MedusaHead(DraftHead):
         head = cls(config).to(vocabulary.device, dtype)
         for one in head._each():
             if one.proj is not None:
-                one.proj.weight.data.copy_(_table(vocabulary))
+                one.proj.weight.data.copy_(lm_head_of(vocabulary)[0])
         return head
 
     def unshared(self, vocabulary: Vocabulary) -> MedusaHead:
@@ -163,8 +149,8 @@ class MedusaHead(DraftHead):
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
 
-    def _each(self) -> Iterator[_Head]:
-        return (cast(_Head, head) for head in self.heads)
+    def _each(self) -> Iterator[Head]:
+        return (cast(Head, head) for head in self.heads)
 
 
 class Medusa(Drafter):
@@ -188,7 +174,7 @@ class Medusa(Drafter):
         trees, heads = vocabulary.reads_trees, head.config.num_heads
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
-        self._weights = _Stacked.of(head, vocabulary)
+        self._weights = Weights.of(list(head._each()), head.token_map, vocabulary)
         self._pairs = head.pairs.table(vocabulary.vocab_size, vocabulary.device) if head.pairs is not None else None
         self._hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
         self._shapes: dict[int, TreeShape] = {}
@@ -306,15 +292,6 @@ def candidates(nodes: int, heads: int, vocab: int) -> TreeShape:
     return TreeShape(tuple(found))
 
 
-def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = None) -> Tensor:
-    """[..., vocab_size] draft logits by the target's ids: what the target lacks is cut, what the heads lack is -inf."""
-    if token_map is not None:
-        everything = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-        return everything.index_copy(-1, token_map, logits)
-    missing = vocab_size - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
-
-
 def must_fit(hidden_size: int, vocab_size: int, vocabulary: Vocabulary) -> None:
     """Refuse heads made for another target. Tables are padded here and there, so a few rows more or less are the same."""
     if hidden_size != vocabulary.hidden_size:
@@ -331,93 +308,6 @@ def must_fit(hidden_size: int, vocab_size: int, vocabulary: Vocabulary) -> None:
 
 PADDING = 512
 """Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
-
-
-class _Own(NamedTuple):
-    """A head's layers as our kernels read them."""
-
-    blocks: list[PackedLinear]
-    projection: PackedLinear | None
-
-
-class _Stacked(NamedTuple):
-    """The weights of all heads side by side: one product per layer serves them all.
-
-    own: where our kernels read them, each head's blocks and its projection, if it has one, instead.
-    """
-
-    blocks: list[tuple[Tensor, Tensor]]             # per layer: [K, H, H] to multiply with, [K, 1, H] to add
-    projection: Tensor | None                       # [K, H, rows]
-    token_map: Tensor | None
-    own: list[_Own] | None
-
-    @classmethod
-    def of(cls, head: MedusaHead, vocabulary: Vocabulary) -> _Stacked:
-        """Copies in the target's dtype and on its device."""
-        config, each = head.config, list(head._each())
-        token_map = head.token_map.to(vocabulary.device) if head.token_map is not None else None
-        own = _packed(each, vocabulary)
-        if own is not None:
-            return cls([], None, token_map, own)
-
-        def stack(tensors: list[Tensor]) -> Tensor:
-            return torch.stack([tensor.detach().to(vocabulary.device, vocabulary.dtype) for tensor in tensors])
-
-        blocks = []
-        for layer in range(config.num_layers):
-            linears = [cast(nn.Linear, one.blocks[layer]) for one in each]
-            bias = [linear.bias if config.bias else torch.zeros(config.hidden_size) for linear in linears]
-            blocks.append((stack([linear.weight for linear in linears]).transpose(1, 2), stack(bias)[:, None]))
-        tables = [one.proj.weight[: vocabulary.vocab_size] for one in each if one.proj is not None]
-        return cls(blocks, stack(tables).transpose(1, 2) if tables else None, token_map, None)
-
-    def logits(self, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
-        """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
-        found = kernels()
-        if self.own is not None and found is not None:
-            logits = _by_kernels(found, self.own[:heads], hidden, vocabulary)
-            return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
-        states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
-        for weight, bias in self.blocks:
-            states = states + F.silu(torch.baddbmm(bias[:heads], states, weight[:heads]))
-        own = self.projection                                   # oneDNN takes ten times as long for [B, K, H] transposed
-        logits = vocabulary.unembed(states) if own is None else torch.bmm(states, own[:heads])              # [K, B, rows]
-        return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
-
-
-def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[K, B, rows] as `_Stacked.logits`."""
-    states = hidden.expand(len(heads), -1, -1).clone(memory_format=torch.contiguous_format)     # written in place
-    for state, own in zip(states, heads, strict=True):
-        for block in own.blocks:
-            found.residual(cast(Linear, block.native), state)
-    if heads[0].projection is not None:
-        return torch.stack([cast(PackedLinear, own.projection)(state) for state, own in zip(states, heads, strict=True)])
-    shared = vocabulary.native.head if vocabulary.native is not None else None
-    return found.multiply(shared, states) if shared is not None else vocabulary.unembed(states)
-
-
-def _packed(heads: Sequence[_Head], vocabulary: Vocabulary) -> list[_Own] | None:
-    """The layers of all heads as our kernels read them, where they do."""
-    if vocabulary.native is None or vocabulary.hidden_size % EVEN:
-        return None
-
-    def packed(layer: nn.Module) -> PackedLinear:
-        return PackedLinear(_copy(cast(nn.Linear, layer), vocabulary), free=True)
-
-    made = [_Own([packed(block) for block in one.blocks], None if one.proj is None else packed(one.proj)) for one in heads]
-    layers = [layer for own in made for layer in (*own.blocks, own.projection) if layer is not None]
-    return made if all(layer.native is not None for layer in layers) else None
-
-
-def _copy(linear: nn.Linear, vocabulary: Vocabulary) -> nn.Linear:
-    """A layer in the target's dtype and on its device, without outputs for tokens that the target lacks."""
-    rows = vocabulary.vocab_size
-    with torch.device("meta"):
-        made = nn.Linear(linear.in_features, min(rows, linear.out_features), linear.bias is not None)
-    for name, value in linear.named_parameters():
-        setattr(made, name, nn.Parameter(value.detach()[:rows].to(vocabulary.device, vocabulary.dtype), requires_grad=False))
-    return made
 
 
 class _Plan(NamedTuple):
@@ -465,17 +355,3 @@ def _must_grow(paths: tuple[RankPath, ...]) -> None:
         known.add(path)
     if len(known) == 1:
         raise BadInput("the Medusa tree is empty; give at least one path, or use a budget of 0")
-
-
-def _zero_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias=bias)
-    for parameter in linear.parameters():
-        nn.init.zeros_(parameter)
-    return linear
-
-
-@torch.no_grad()
-def _table(vocabulary: Vocabulary) -> Tensor:
-    """[V, H] the target's table between hidden states and logits, without its bias."""
-    units = torch.eye(vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
-    return (vocabulary.unembed(units) - vocabulary.unembed(torch.zeros_like(units[:1]))).T

@@ -10,7 +10,7 @@ Shape letters beyond the usual: P pairs, K steps, S pairs of one parent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,11 +76,12 @@ class Pairs(nn.Module):
     def table(self, vocab_size: int, device: torch.device) -> Table:
         """To look things up in, for a target of so many tokens. Raises DrafterMismatch for pairs of others."""
         starts, sizes = self.starts.long(), self.starts.diff()
-        sound = int(starts[0]) == 0 and int(starts[-1]) == len(self.tokens) == len(self.gains) and bool((sizes >= 0).all())
-        if not sound or int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size:
+        least, highest = int(self.tokens.min()), int(self.tokens.max())
+        sound = int(starts[0]) == 0 and int(starts[-1]) == len(self.tokens) and int(sizes.min()) >= 0
+        if not sound or int(sizes.max()) > MOST or least < 0 or highest >= vocab_size:
             raise DrafterMismatch(
-                f"the pairs of the Medusa heads speak of tokens up to {int(self.tokens.max())}, the target has {vocab_size}; "
-                "use heads trained for this target"
+                f"the pairs of the Medusa heads speak of tokens up to {highest}, the target has {vocab_size}; or they are "
+                f"broken, or more than {MOST} of one token; use heads trained for this target"
             )
         known = min(len(self.rest), vocab_size)                 # tables are padded: what is beyond has no pairs
         starts = torch.cat([starts[: known + 1], starts[known].expand(vocab_size - known)])
@@ -120,12 +121,12 @@ class Table:
         self, found: Kernels, logits: Tensor, roots: Tensor, nodes: int, contest: Contest, shape: TreeShape | None
     ) -> TokenTree:
         """As `pool`, chosen from, or as `shaped`, by our kernels: logits [B, K, V] in bfloat16, roots [B]."""
-        children, births = (nodes, None) if shape is None else (max(shape.ranks) + 1, _births(shape))
+        children, births = (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_at_hand)
         drafted = found.paired(self.native, WEIGHT, logits, roots, nodes, children, contest, ABSENT, births)
         tokens, parents, odds = drafted[0], drafted[1], drafted[2].exp()
         if shape is not None:
             return TokenTree.shaped(tokens, shape, odds=odds)
-        return TokenTree(tokens, parents, min(nodes, logits.shape[1]), odds=odds, ranked=True)
+        return TokenTree.found(tokens, parents, odds, logits.shape[1])
 
     def pool(self, root: Tensor, odds: Tensor, weights: Tensor, nodes: int) -> Pool:
         """What the `nodes` likeliest nodes are among, behind roots [B].
@@ -199,9 +200,3 @@ class Table:
         at = first[..., None] + torch.arange(self.most, device=first.device)
         there, at = at < end[..., None], at.clamp(max=len(self.tokens) - 1)
         return torch.where(there, self.tokens[at].long(), ABSENT), at
-
-
-@lru_cache(maxsize=64)
-def _births(shape: TreeShape) -> Tensor:
-    """[2, N] for our kernels: each node's parent, and which of its children it is."""
-    return torch.tensor([shape.parents, shape.ranks])

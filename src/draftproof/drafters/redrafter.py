@@ -24,7 +24,7 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.native.kernels import EVEN, Linear, Recurrence, kernels
@@ -456,22 +456,6 @@ class _Native(NamedTuple):
 def _linear(module: nn.Module) -> Linear | None:
     """A layer as our kernels read it."""
     return module.native if isinstance(module, PackedLinear) else None
-
-
-def over_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """[..., vocab_size] draft logits by the target's ids: what the target lacks is cut, what the head lacks is -inf."""
-    missing = vocab_size - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
-
-
-@torch.no_grad()
-def lm_head_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """The target's LM head as weight [V, H] and bias [V], whatever module it is made of; in at least float32."""
-    zeros = torch.zeros(1, vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
-    eye = torch.eye(vocabulary.hidden_size, dtype=vocabulary.dtype, device=vocabulary.device)
-    dtype = torch.promote_types(vocabulary.dtype, torch.float32)
-    bias = vocabulary.unembed(zeros).to(dtype)
-    return (vocabulary.unembed(eye).to(dtype) - bias).T, bias[0]
 
 
 def must_fit(config: ReDrafterConfig, vocabulary: Vocabulary) -> None:

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Vocabulary
-from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead, lm_head_of, must_fit
+from draftproof.drafters.base import Vocabulary, lm_head_of
+from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead, must_fit
 from draftproof.errors import BadInput, DrafterMismatch
 
 Config = dict[str, Any]

@@ -176,8 +176,9 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
  * and -inf where there are no more. With a shape [2, nodes + 1], the tree of this shape instead: each node's parent, and which of its
  * children it is. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
 void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, const bf16 *logits, const int64_t *roots,
-                       int64_t rows, int64_t heads, int64_t vocab, int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
-                       const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, float *work, int64_t threads) {
+                       int64_t rows, int64_t heads, int64_t vocab, int64_t nodes, int64_t children, const float *noise,
+                       const int64_t *places, const float *heats, const float *trusts, int64_t absent, int64_t *tokens,
+                       int64_t *parents, float *odds, float *work, int64_t threads) {
     int64_t wide = vocab + LANES, most = children < vocab ? children : vocab;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();

@@ -149,7 +149,6 @@ class Kernels:
         self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
         return outputs
 
-
     def residual(self, layer: Linear, inputs: Tensor) -> None:
         """inputs [rows, size] += silu(layer(inputs)), in place; size a multiple of 16."""
         beside = torch.empty_like(inputs)
@@ -186,7 +185,6 @@ class Kernels:
             tokens.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return odds, tokens
-
 
     def streams(self, keys: Tensor, role: int, position: Tensor, origin: Tensor | None) -> Tensor:
         """[B, N, 2] int32, the very bits of `noise.stream`."""
