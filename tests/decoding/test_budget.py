@@ -192,6 +192,29 @@ def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None
     assert behind[0] < 30 and behind[0] < behind[1] / 2
 
 
+def test_a_hopeless_drafter_is_soon_thought_of_now_and_then_only() -> None:
+    """Rounds at rest count as plain ones, so rests grow by themselves."""
+    budget, thought = known(0.2), 0
+    learn = budget.learn
+
+    def counted(done: Round) -> None:
+        nonlocal thought
+        thought += 1
+        learn(done)
+
+    budget.learn = counted  # type: ignore[method-assign]
+    one = world(0.0, 0.2).run(budget, 600)
+    assert thought < 0.17 * len(one.sizes)
+
+
+def test_a_text_begins_afresh_only_behind_a_long_time_without_drafts() -> None:
+    for rounds, afresh in ((23, False), (24, True)):
+        budget = known(0.2)
+        budget._plain_rounds = rounds
+        budget.begin()
+        assert (budget._plain_rounds != rounds) == afresh
+
+
 def test_a_text_begins_with_all_that_may_be_lost_if_it_was_gained() -> None:
     budget = known(0.2)
     budget.bank.slack, budget.bank.saved = 0.5, 100.0
@@ -525,6 +548,7 @@ def test_peeking_changes_nothing_either() -> None:
         assert len(budget.seen) >= 3
         for seen in budget.seen:
             assert seen.stood == ([0] * 5 if wrong else [seen.rows] * 5) and seen.emitted == 0
+            assert seen.nodes == ([] if wrong else [1, 2, 3, 4, 5] * seen.rows)
         assert any(seen.rows == 4 for seen in budget.seen)
 
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from draftproof.core.messages import Frontier, Reading
-from draftproof.core.sampling import Sampling
+from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.sampling import Prefix, Sampler, Sampling, Wishes
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.decoding.budget import Budget, Confidence, Fixed
 from draftproof.decoding.engine import Engine
@@ -80,6 +80,23 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sampling, budget: B
     for (tokens, scratch, keys), (same, so_many, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tokens, same) and scratch == so_many
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(keys, alike, strict=True))
+
+
+def test_a_chain_has_noise_as_far_as_it_goes() -> None:
+    """Also of a prefix that does not say how far a draft may reach."""
+    draft, chains = model(1, free=True), []
+    for ahead in (0, 6):
+        drafter = Recording(draft)
+        drafter.start(1, 64)
+        prompt = torch.tensor([[5, 1, 7, 2]])
+        everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
+        drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything))
+        prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead)
+        wishes = Wishes(Sampling(temperature=0.9, seed=3), prompt_length=4)
+        with torch.inference_mode():
+            chains.append(drafter.propose(Frontier(prefix, Sampler([wishes]), budget=6)).tokens)
+        assert drafter.at_once
+    assert torch.equal(*chains)
 
 
 def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
