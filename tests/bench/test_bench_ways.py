@@ -125,8 +125,8 @@ def test_a_chain_in_one_call_counts_as_its_reads() -> None:
     rounds, widths = sum(target.values()), Counter[int]()
     for shape, count in draft.items():
         widths[shape.width] += count
-    assert sum(widths[width] for width in widths if width > 1) == rounds
-    assert 0 < widths[1] <= 3 * rounds
+    assert 0 < sum(widths[width] for width in widths if width > 1) < rounds         # where something was missing
+    assert rounds < sum(widths.values()) <= 4 * rounds
 
 
 def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:

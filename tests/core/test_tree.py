@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftproof.core.acceptance import accept_by_looking, accept_by_matching
+from draftproof.core.acceptance import accept_at_once, accept_by_looking, accept_by_matching
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.native.kernels import kernels
 
 SHAPES = [
     TreeShape.chain(0),
@@ -193,3 +194,6 @@ def test_looking_accepts_what_matching_accepts() -> None:
         found, wanted = accept_by_looking(tree, picks), accept_by_matching(tree, picks)
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
         assert torch.equal(found.nodes, wanted.nodes)
+        if (ours := kernels()) is not None:
+            at_once = accept_at_once(tree, picks, ours)
+            assert at_once.on_host == found.on_host and torch.equal(at_once.nodes, wanted.nodes)

@@ -170,7 +170,7 @@ class Heads(NamedTuple):
         logits[1, :, 7] = -torch.inf
         wish = Sampling(temperature=heat, seed=3)
         sampler, behind = sampler_of(wish, wish, Sampling(), at_hand=True), standing()
-        contest = sampler.contest(behind, vocab, 0)
+        contest = sampler.contest(behind.prefix, HEADS, vocab, 0)
         assert contest is not None
         odds = sampler.odds(sampler.race(logits, behind, Role.TARGET))
         return cls(counted(vocab).table(vocab, odds.device), logits, behind.prefix.root, contest, odds, WEIGHT * sampler.slope)
@@ -222,7 +222,7 @@ def test_kernels_leave_out_what_is_broken() -> None:
     logits, table = heads(torch.bfloat16), counted().table(VOCAB, torch.device("cpu"))
     logits[0, 1], logits[1, 0] = torch.nan, -torch.inf
     logits[2, :, 2:] = -torch.inf
-    contest = sampler_of(*[Sampling()] * 3, at_hand=True).contest(standing(), VOCAB, 0)
+    contest = sampler_of(*[Sampling()] * 3, at_hand=True).contest(standing().prefix, HEADS, VOCAB, 0)
     assert contest is not None
     tree = table.tree(found, logits, standing().prefix.root, 20, contest, None)
     assert set(tree.depths[0][tree.present[0]].tolist()) == {0, 1} and tree.present[1].sum() == 1

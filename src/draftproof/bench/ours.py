@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Written
 from draftproof.core.messages import Commit, Frontier, Reading
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import Prefix, Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.costs import measure_costs
 from draftproof.decoding.engine import Engine
@@ -104,11 +104,14 @@ class Watched:
             self.shapes[Shape(rows, nodes - first, cache.capacity)] += 1
         return self.inner.read(tree, cache, first=first, last_only=last_only, taps=taps)
 
-    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
-        """A chain in one call counts as the reads it takes the place of: of all its tokens but the last."""
-        chain = self.inner.chain(logits, cache, steps, contest)
-        if chain is not None and chain.shape[1] > 1:
-            self.shapes[Shape(len(chain), 1, cache.capacity)] += chain.shape[1] - 1
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """A chain in one call counts as the reads it takes the place of: what was missing with the root, then one by one."""
+        lacking = int((prefix.position - cache.lengths).amax())
+        chain = self.inner.chain(prefix, width, cache, steps, contest)
+        if chain is not None:
+            self.shapes[Shape(len(chain), 1 + lacking, cache.capacity)] += 1
+            if chain.shape[1] > 2:
+                self.shapes[Shape(len(chain), 1, cache.capacity)] += chain.shape[1] - 2
         return chain
 
     def __getattr__(self, name: str) -> Any:

@@ -22,6 +22,7 @@ from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, winner
 from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import Kernels
 
 
 class Chance(Protocol):
@@ -71,6 +72,12 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
     accepted = Accepted(nodes, torch.tensor([len(path) for path in paths]), torch.tensor(roots))
     accepted.__dict__["on_host"] = list(zip(paths, roots, strict=True))
     return accepted
+
+
+def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
+    """As `accept_by_looking`, in one call of our kernels."""
+    settled = found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1)
+    return Accepted(settled[:, 2:], settled[:, 0], settled[:, 1])
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
@@ -139,8 +146,12 @@ class Rule(NamedTuple):
 
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
-    picks = frontier.sampler.pick(logits, Paths(frontier.prefix, tree))
-    return (accept_by_looking if frontier.sampler.at_hand else accept_by_matching)(tree, picks)
+    sampler = frontier.sampler
+    picks = sampler.pick(logits, Paths(frontier.prefix, tree))
+    found = sampler.kernels(logits)
+    if found is not None:
+        return accept_at_once(tree, picks, found)
+    return (accept_by_looking if sampler.at_hand else accept_by_matching)(tree, picks)
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:

@@ -108,9 +108,9 @@ class Commit:
     @classmethod
     def of(cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0) -> Commit:
         """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
-        tokens = tree.tokens.gather(1, accepted.nodes)
+        tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
-        if hidden is not None:
+        if hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
         successors = None

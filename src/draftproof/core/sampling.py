@@ -178,12 +178,10 @@ class Sampler:
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
-        found = self._kernels(logits)
+        found = self.kernels(logits)
         if found is None:
             return winner(self.race(logits, paths, Role.TARGET))
-        rows, nodes, vocab = logits.shape
-        asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), _each(self._heats[0], nodes))
-        return found.pick(*asked, NOTHING).view(rows, nodes)
+        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._heats[0], NOTHING)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the law of the choice at each node (fp32, or fp64 for fp64 logits); one-hot where greedy."""
@@ -203,7 +201,7 @@ class Sampler:
         scores = self.filtered(logits, paths)
         if self.greedy:
             return scores
-        noises = self._noise(paths, role, scores.shape[-1])                 # [B, D, V]
+        noises = self._noise(paths.prefix, paths.tree.depth_limit, role, scores.shape[-1])      # [B, D, V]
         if paths.tree.is_chain:
             return scores + noises[:, paths.first : paths.first + scores.shape[1]]
         depths = paths.tree.depths[:, paths.first :, None]
@@ -222,7 +220,7 @@ class Sampler:
 
         For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
         """
-        found = self._kernels(logits)
+        found = self.kernels(logits)
         if found is not None:
             rows, nodes, vocab = logits.shape
             heats, trusts = (_each(column, nodes) for column in self._heats)
@@ -232,14 +230,18 @@ class Sampler:
         best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
-    def contest(self, paths: Paths, vocab: int, floor: float) -> Contest | None:
-        """What `best` goes by behind the root of `paths` and further on; None where it goes by more than our kernels know.
+    def contest(self, prefix: Prefix, steps: int, vocab: int, floor: float) -> Contest | None:
+        """What `best` goes by for `steps` tokens behind the root; None where it goes by more than our kernels know.
 
         floor: the chance to stand below which no row's draft goes on.
         """
         if not self._simple:
             return None
-        return Contest(*self._noise_at(paths, 1, vocab), *self._heats, log(floor) if floor else -_INF)
+        noises, places = None, None
+        if not self.greedy:
+            noises = self._noise(prefix, steps - 1, Role.TARGET, vocab)         # [B, D, V]
+            places = noises.shape[1] * torch.arange(len(noises), device=self.device)
+        return Contest(noises, places, *self._heats, log(floor) if floor else -_INF)
 
     @cached_property
     def slope(self) -> Tensor:
@@ -247,20 +249,25 @@ class Sampler:
         heats, trusts = self._heats
         return (trusts / heats)[:, 0]
 
-    def _kernels(self, logits: Tensor) -> Kernels | None:
-        """Our own, for logits they can read."""
-        return kernels() if self._simple and logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
+    def kernels(self, logits: Tensor) -> Kernels | None:
+        """Our own, where they know all that these rows ask for and can read such logits."""
+        return self._found if logits.dtype == torch.bfloat16 else None
+
+    @cached_property
+    def _found(self) -> Kernels | None:
+        return kernels() if self._simple else None
 
     @cached_property
     def _simple(self) -> bool:
         """Whether numbers are at hand and nothing but a temperature is asked for."""
-        return self.at_hand and all(process == self._heat for process in self._processes)
+        at_hand = self.at_hand and self.device.type == "cpu"
+        return at_hand and all(process == self._heat for process in self._processes)
 
     def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
         """The round's noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
         if self.greedy:
             return None, None
-        noises = self._noise(paths, Role.TARGET, vocab)                      # [B, D, V]
+        noises = self._noise(paths.prefix, paths.tree.depth_limit, Role.TARGET, vocab)          # [B, D, V]
         first = noises.shape[1] * torch.arange(len(noises), device=self.device)[:, None]
         return noises, (first + paths.tree.depths[:, paths.first : paths.first + nodes]).contiguous()
 
@@ -276,9 +283,9 @@ class Sampler:
         heats = [min(row.sampling.temperature, 1.0) or 1.0 for row in self.rows]
         return torch.tensor(heats, device=self.device).view(-1, 1, 1)
 
-    def _noise(self, paths: Paths, role: Role, vocab: int) -> Tensor:
+    def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""
-        position, depth = paths.prefix.position, max(paths.prefix.ahead, paths.tree.depth_limit)
+        position, depth = prefix.position, max(prefix.ahead, depth)
         made_for, noises = self._round.get((role, vocab), (None, None))
         if noises is None or made_for is not position or noises.shape[1] <= depth:
             places = position[:, None] + 1 + torch.arange(depth + 1, device=self.device)

@@ -79,6 +79,13 @@ class TreeShape:
     def __len__(self) -> int:
         return len(self.paths) + 1
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.paths)                                             # once: shapes are looked up in every round
+
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """[N] index of each node's parent; -1 at the root."""
@@ -160,11 +167,9 @@ class TokenTree:
         cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, odds: Tensor | None = None
     ) -> TokenTree:
         """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
-        rows = tokens.shape[0]
-        static = _static(shape, tokens.device)
-        tree = cls(tokens, static.parents.expand(rows, -1), len(shape.levels) - 1, draft_probs, shape.is_chain, odds)
-        tree.__dict__["depths"] = static.depths.expand(rows, -1)
-        tree.__dict__["ancestors"] = static.ancestors.expand(rows, -1, -1)
+        static = _static(shape, len(tokens), tokens.device)
+        tree = cls(tokens, static.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, odds)
+        tree.__dict__["depths"], tree.__dict__["ancestors"] = static.depths, static.ancestors
         return tree
 
     @classmethod
@@ -269,6 +274,8 @@ class TokenTree:
     @cached_property
     def reach(self) -> list[int]:
         """[B] edges to the deepest node that is there; on the host."""
+        if self.is_chain:
+            return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.on_host[0]]
         deepest = []
         for tokens, parents in zip(*self.on_host, strict=True):
             depths = [0] * len(tokens)
@@ -356,12 +363,12 @@ class _Static:
 
 
 @lru_cache(maxsize=512)
-def _static(shape: TreeShape, device: torch.device) -> _Static:
-    """The tensors of a static shape, made once per device."""
+def _static(shape: TreeShape, rows: int, device: torch.device) -> _Static:
+    """The tensors of a static shape, the same in so many rows, made once per device."""
     nodes = len(shape)
     sees = torch.eye(nodes, dtype=torch.bool)
     for node, parent in enumerate(shape.parents):
         if parent >= 0:
             sees[node] |= sees[parent]
-    depths = sees.sum(-1) - 1
-    return _Static(torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device))
+    depths, parents = sees.sum(-1) - 1, torch.tensor(shape.parents, device=device)
+    return _Static(parents.repeat(rows, 1), depths.to(device).expand(rows, -1), sees.to(device).expand(rows, -1, -1))

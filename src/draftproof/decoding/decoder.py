@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +27,21 @@ PATIENCE = 32
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
 
 
+class _Given(NamedTuple):
+    """What a round gave one row: the accepted tokens and the next root, and the nodes that stood, root first.
+
+    drafted: nodes. reach: depth of the deepest. path: of a tree that is neither ranked nor a chain nobody needs it.
+    logprobs, distance: of each token, if somebody asks; they may be longer.
+    """
+
+    drafted: int
+    reach: int
+    tokens: list[int]
+    path: list[int]
+    logprobs: list[float] | None = None
+    distance: list[float] | None = None
+
+
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
@@ -44,6 +58,7 @@ class Decoder:
         self.cache = target.new_cache(rows, capacity)
         self.nursery = target.new_cache(1, capacity) if shapes.closed else None      # prompts are read there: one shape
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
+        self._page = self.text.numpy() if self.at_hand else None        # the same memory
         self.running: list[Running] = []
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
@@ -65,8 +80,8 @@ class Decoder:
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top)
         self._observe(commit)
-        chosen = (self._note if self.at_hand else self._write)(frontier.prefix.position, commit, accepted)
-        self._deliver(tree, reading, accepted, chosen)
+        chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
+        self._deliver(tree, reading, commit, accepted, chosen)
 
     @torch.inference_mode()
     def admit(self, samples: Sequence[Running]) -> None:
@@ -175,57 +190,72 @@ class Decoder:
         self.text[: len(chosen)].scatter_(1, places, chosen.clamp(min=0))
         return chosen
 
-    def _note(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
-        """As `_write`, number by number."""
-        page, width = self.text.numpy(), commit.tokens.shape[1]
-        rows = []
-        for row, (start, tokens, (path, root)) in enumerate(
-            zip(position.tolist(), commit.tokens.tolist(), accepted.on_host, strict=True)
+    def _noted(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted) -> list[_Given]:
+        """What the round gave each row; its text is written on, number by number."""
+        assert self._page is not None, "only numbers at hand are noted one by one"
+        rows, sizes = [], zip(tree.on_host[0], tree.reach, strict=True)
+        for row, (written, tokens, (path, root), (drafted, reach)) in enumerate(
+            zip(self.running, commit.tokens.tolist(), accepted.on_host, sizes, strict=True)
         ):
             chosen = [*tokens[1 : len(path)], root]
-            page[row, start + 1 : start + 1 + len(path)] = [max(token, 0) for token in chosen]
-            rows.append(chosen + [0] * (width - len(path)))
-        return torch.tensor(rows)
+            start = len(written.prompt) + len(written.tokens)
+            self._page[row, start : start + len(path)] = chosen if root >= 0 else [*chosen[:-1], 0]
+            rows.append(_Given(len(drafted) - 1 - drafted.count(ABSENT), reach, chosen, path))
+        if self._wants_logprobs:
+            deep = accepted.nodes.shape[1]
+            padded = torch.tensor([[*row.tokens, *[0] * (deep - len(row.tokens))] for row in rows])
+            said = _logprobs(reading.logits, accepted.nodes, padded, self.device.widest).tolist()
+            rows = [row._replace(logprobs=one) for row, one in zip(rows, said, strict=True)]
+        if accepted.distance is not None:
+            rows = [row._replace(distance=one) for row, one in zip(rows, accepted.distance.tolist(), strict=True)]
+        return rows
 
-    def _deliver(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> None:
-        """The round's one copy to the host: text, stop rules, statistics, retiring rows."""
-        columns = [chosen]
+    def _copied(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> list[_Given]:
+        """What the round gave each row, in the round's one copy to the host; chosen: [B, D] as `_write` returns it."""
+        there, deep = tree.tokens != ABSENT, chosen.shape[1]
+        reach = torch.where(there, tree.depths, 0).amax(1)
+        columns = [torch.stack([accepted.count, there.sum(1) - 1, reach], 1), chosen]
         if tree.ranked:
             columns.append(accepted.nodes)
         if self._wants_logprobs:
             columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
         if accepted.distance is not None:
             columns.append(accepted.distance)
-        host = (_told if self.at_hand else self._copied)(tree, accepted, columns)
-        width = chosen.shape[1]
+        exact = self.device.widest if len(columns) > 2 else torch.int64             # token ids are far below 2**24
+        self.device.flush()
+        host: list[list[Any]] = torch.cat([column.to(exact) for column in columns], 1).tolist()
+        rows = []
+        for sizes in host:
+            count, drafted, reached = (int(size) for size in sizes[:3])
+            parts = iter([sizes[start : start + count] for start in range(3, len(sizes), deep)])
+            tokens = [int(token) for token in next(parts)]
+            path = [int(node) for node in next(parts)] if tree.ranked else list(range(count))
+            logprobs = next(parts) if self._wants_logprobs else None
+            rows.append(_Given(drafted, reached, tokens, path, logprobs, next(parts, None)))
+        return rows
+
+    def _deliver(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted, chosen: Tensor | None) -> None:
+        """Text, stop rules, statistics, retiring rows. chosen: [B, D] what `_write` wrote; None if that is still to do."""
+        if chosen is None:
+            given = self._noted(tree, reading, commit, accepted)
+        else:
+            given = self._copied(tree, reading, accepted, chosen)
+        width = tree.tokens.shape[1] - 1
         self.stood = [] if tree.ranked or tree.is_chain else None
-        for place, (row, (count, drafted, reached, *rest)) in enumerate(zip(self.running, host, strict=self.twins is None)):
-            parts = [rest[start : start + width][: int(count)] for start in range(0, len(rest), width)]
-            tokens = [int(token) for token in parts[0]]
+        for place, (row, one) in enumerate(zip(self.running, given, strict=self.twins is None)):
+            tokens, count = one.tokens, len(one.tokens)
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
             if self.stood is not None:
-                self.stood += [int(node) for node in parts[1][1:]] if tree.ranked else range(1, int(count))
-            told = parts[1 + tree.ranked] if self._wants_logprobs else None
-            emitted = row.extend(some, told, drafted=int(count) - 1)
-            strayed = sum(parts[-1][:emitted]) if accepted.distance is not None else None
+                self.stood += one.path[1:]
+            emitted = row.extend(some, one.logprobs, drafted=count - 1)
+            strayed = sum(one.distance[:emitted]) if one.distance is not None else None
             if row.finish_reason is None and tokens[-1] == NOTHING:            # behind its end a text needs no token
                 self._fail(place, reading.logits[place])
             for stats in (row.stats, self.stats):
                 stats.record(
-                    width=tree.tokens.shape[1] - 1,
-                    drafted=int(drafted), reach=int(reached), accepted=int(count) - 1, emitted=emitted, distance=strayed
+                    width=width, drafted=one.drafted, reach=one.reach, accepted=count - 1, emitted=emitted, distance=strayed
                 )
         self._retire()
-
-    def _copied(self, tree: TokenTree, accepted: Accepted, columns: Sequence[Tensor]) -> list[list[Any]]:
-        """Per row how many tokens stand, how many nodes were drafted, how deep they reach; then the columns [B, D]."""
-        there = tree.tokens != ABSENT
-        reach = torch.where(there, tree.depths, 0).amax(1)
-        sizes = torch.stack([accepted.count, there.sum(1) - 1, reach], 1)
-        exact = self.device.widest if len(columns) > 1 else torch.int64             # token ids are far below 2**24
-        self.device.flush()
-        host: list[list[Any]] = torch.cat([column.to(exact) for column in (sizes, *columns)], 1).tolist()
-        return host
 
     def _retire(self) -> None:
         """Let finished rows go; the last rows take their places."""
@@ -288,13 +318,6 @@ class Decoder:
         for cache in (self.cache.rows(place, place + 1), *([self.nursery] if self.nursery is not None else [])):
             for store in (store for layer in cache.layers for store in layer.stores):
                 store.zero_()
-
-
-def _told(tree: TokenTree, accepted: Accepted, columns: Sequence[Tensor]) -> list[list[Any]]:
-    """As `Decoder._copied`, where numbers are at hand."""
-    drafted = [sum(token != ABSENT for token in tokens) - 1 for tokens in tree.on_host[0]]
-    sizes = zip((len(path) for path, _ in accepted.on_host), drafted, tree.reach, strict=True)
-    return [[*three, *chain(*parts)] for three, *parts in zip(sizes, *(column.tolist() for column in columns), strict=True)]
 
 
 def _logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -73,6 +73,10 @@ class Running:
         """Add to the text; end it at the earliest stop string; hand out what cannot begin one."""
         if not piece:
             return
+        if not self.wishes.sampling.stop:
+            self.text += piece
+            self._pieces.append((piece, drafted))
+            return
         self._held.append((piece, drafted))
         held = "".join(text for text, _ in self._held)
         found = [place for stop in self.wishes.sampling.stop if (place := held.find(stop)) >= 0]

@@ -87,10 +87,12 @@ class DraftModel(Drafter):
             if row == len(self.behind):
                 self.behind.append(0)
         if self.scratch:                    # the commit answers the proposal: keep what was read of it
-            stands = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
-            read = (commit.nodes < self.scratch) & stands
-            chain = self.shape is None or self.shape.is_chain
-            self._cache(len(commit.rows)).keep(None if chain else commit.nodes, read.sum(1))
+            cache = self._cache(len(commit.rows))
+            if self.shape is None or self.shape.is_chain:
+                cache.keep(None, commit.count.clamp(max=self.scratch))
+            else:
+                stands = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
+                cache.keep(commit.nodes, ((commit.nodes < self.scratch) & stands).sum(1))
             self.behind = [1] * len(self.behind)
             self.scratch = 0
             return
@@ -99,13 +101,13 @@ class DraftModel(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         shape = (self.shape or TreeShape.chain(frontier.budget)).within(frontier.budget)
+        if shape.is_chain and not frontier.drawn and (chain := self._at_once(frontier, len(shape) - 1)) is not None:
+            return TokenTree.chain(chain)
         root = frontier.prefix.root[:, None]
         if len(shape) == 1:
             return TokenTree.chain(root)
         tokens, laws, odds = root, [], torch.zeros(len(root), device=root.device)
         logits = self._read_root(frontier.prefix, frontier.budget)
-        if shape.is_chain and not frontier.drawn and (chain := self._at_once(frontier, logits, len(shape) - 1)) is not None:
-            return TokenTree.chain(torch.cat([root, chain], 1))
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
             tree = self._tree(tokens, shape)
@@ -136,16 +138,19 @@ class DraftModel(Drafter):
             self.cache.select(rows)
         self.behind = [self.behind[row] for row in rows]
 
-    def _at_once(self, frontier: Frontier, logits: Tensor, steps: int) -> Tensor | None:
-        """[B, d] the chain behind the root, if the model can draft it in one call."""
-        behind = Paths(frontier.prefix, TokenTree.chain(frontier.prefix.root[:, None].expand(-1, steps)))
-        contest = frontier.sampler.contest(behind, self.vocab_size, frontier.floor)
-        draft = getattr(self.model, "chain", None)
-        if contest is None or draft is None or self.model.vocab_size != self.vocab_size:
+    def _at_once(self, frontier: Frontier, steps: int) -> Tensor | None:
+        """[B, 1 + d] the root and the chain behind it, if the model can draft it in one call."""
+        prefix, draft = frontier.prefix, getattr(self.model, "chain", None)
+        if not steps or draft is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
-        chain: Tensor | None = draft(logits, self._cache(len(logits)), steps, contest)
+        contest = frontier.sampler.contest(prefix, steps, self.vocab_size, frontier.floor)
+        if contest is None:
+            return None
+        width, cache = 1 + self._lacking(prefix, frontier.budget), self._cache(len(self.behind))
+        cache.bound(prefix.longest)
+        chain: Tensor | None = draft(prefix, width, cache, steps, contest)
         if chain is not None:
-            self.scratch = chain.shape[1]
+            self.behind, self.scratch = [0] * len(self.behind), chain.shape[1] - 1
         return chain
 
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
@@ -161,10 +166,8 @@ class DraftModel(Drafter):
 
     def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
         """[B, 1, V] logits behind the root, after reading whatever is missing before it."""
-        rows, missing = len(self.behind), max(self.behind)
-        width = next((width for width in WIDTHS if missing < width <= budget + 3), 2)   # the scratch has room for so many
-        if missing >= width:
-            self._catch_up(prefix)
+        lacking, rows = self._lacking(prefix, budget), len(self.behind)
+        width = next(width for width in WIDTHS if lacking < width)
         cache = self._cache(rows)
         cache.bound(prefix.longest if prefix.longest is not None else prefix.tokens.shape[1])
         gap = prefix.position - cache.lengths                                # [B] committed tokens still missing
@@ -174,6 +177,14 @@ class DraftModel(Drafter):
         cache.keep(None, gap)
         self.behind, self.scratch = [0] * rows, 1
         return self._fit(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])))
+
+    def _lacking(self, prefix: Prefix, budget: int) -> int:
+        """How many tokens rows lack at most before the root; where that is too many at once, all but one are read here."""
+        lacking = max(self.behind)
+        if lacking > 1 and lacking >= max(width for width in WIDTHS if width <= budget + 3):  # as the scratch has room
+            self._catch_up(prefix)
+            lacking, self.behind = 1, [min(behind, 1) for behind in self.behind]
+        return lacking
 
     def _catch_up(self, prefix: Prefix) -> None:
         """Read what rows lack, leaving at most one committed token unread: in chunks, neighbours that lack as much together.

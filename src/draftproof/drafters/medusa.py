@@ -222,10 +222,10 @@ class Medusa(Drafter):
         deepest = self.config.num_heads if shape is None else len(shape.levels) - 1
         logits = self._weights.logits(self._hidden[: len(root)], min(deepest, nodes), self.vocabulary)
         found = kernels() if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
-        behind = self._behind(frontier, root, logits)
-        contest = sampler.contest(behind, logits.shape[-1], 0)
+        contest = sampler.contest(frontier.prefix, logits.shape[1], logits.shape[-1], 0)
         if found is not None and contest is not None:
             return pairs.tree(found, logits, root[:, 0], nodes, contest, shape)
+        behind = self._behind(frontier, root, logits)
         odds, weights = sampler.odds(sampler.race(logits, behind, Role.TARGET)), WEIGHT * sampler.slope
         if shape is not None:
             return pairs.shaped(root[:, 0], odds, weights, shape)

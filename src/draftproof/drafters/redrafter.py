@@ -317,8 +317,7 @@ class ReDrafter(Drafter):
     def _at_once(self, frontier: Frontier, root: Tensor, length: int, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """What a search weighs, as `_weighed`, in one call; None where our kernels cannot."""
         found = kernels() if self._native is not None and self.tree == "nodes" and self.cut is None else None
-        behind = Paths(frontier.prefix, TokenTree.chain(root.expand(-1, length)))
-        contest = frontier.sampler.contest(behind, self.vocabulary.vocab_size, frontier.floor)
+        contest = frontier.sampler.contest(frontier.prefix, length, self.vocabulary.vocab_size, frontier.floor)
         if found is None or contest is None or self._native is None:
             return None
         head, context = self._native.recurrence, self._context[: len(root)]

@@ -77,17 +77,17 @@ static inline lanes heated(const bf16 *logits, const float *noise, float heat, i
     return score;
 }
 
-/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are -inf or one is NaN. Heats are
- * of rows; places say which of noise [., vocab] is whose. */
-void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, int64_t rows, int64_t vocab,
-                     int64_t nothing, int64_t *tokens, int64_t threads) {
+/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are -inf or one is NaN. Each heat is
+ * that of `each` rows; places say which of noise [., vocab] is whose. */
+void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, int64_t each, int64_t rows,
+                     int64_t vocab, int64_t nothing, int64_t *tokens, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         const float *own = noise ? noise + places[r] * vocab : NULL;
         lanes most = (lanes){} - INFINITY;
         bits broken = {}, first = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
-            lanes score = heated(logits + r * vocab, own, heats[r], i, vocab);
+            lanes score = heated(logits + r * vocab, own, heats[r / each], i, vocab);
             bits above = score > most;
             broken |= score != score;
             most = larger(score, most);
@@ -98,6 +98,25 @@ void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *plac
         for (int l = 0; l < LANES; l++)
             if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top = most[l], token = first[l] + l;
         tokens[r] = some_of(broken) ? nothing : token;
+    }
+}
+
+/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. settled [rows, 2 + deep]:
+ * how many lie on the path to the first of the deepest, what was picked there, and the path, root first; places beyond it hold
+ * their own index. */
+void draftproof_settle(const int64_t *tokens, const int64_t *parents, const int64_t *picks, int64_t rows, int64_t nodes, int64_t deep,
+                       int64_t *settled) {
+    int64_t depths[nodes];
+    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes, settled += 2 + deep) {
+        int64_t last = depths[0] = 0;
+        for (int64_t node = 1; node < nodes; node++) {
+            int64_t above = parents[node], stands = depths[above] >= 0 && tokens[node] == picks[above];
+            depths[node] = stands ? depths[above] + 1 : -1;
+            last = depths[node] > depths[last] ? node : last;
+        }
+        settled[0] = depths[last] + 1, settled[1] = picks[last];
+        for (int64_t d = deep - 1; d > depths[last]; d--) settled[2 + d] = d;
+        for (int64_t node = last; node >= 0; node = parents[node]) settled[2 + depths[node]] = node;
     }
 }
 
@@ -225,38 +244,59 @@ void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, c
     free(own);
 }
 
-/* Draft a chain: behind the root, whose logits [rows, vocab] are given, token after token the best of each, each read in turn as
- * the next node of the scratch. places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the
- * chance that a chain stands is below `floor` in every row. tokens [rows, steps], `absent` where nothing may be chosen. Returns
- * how many were drafted. table: embeddings [vocab, size]. work: as for a forward, and 2 rows * size + rows * vocab more. */
+/* Draft a chain. Each row reads what it lacks of its text [rows, room], up to its root at positions[row], and has lengths[row] =
+ * positions[row] then; behind the root, token after token the best of each, each read in turn as the next node of the scratch.
+ * places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the chance that a chain stands is
+ * below `floor` in every row. tokens [rows, 1 + steps], the root first, `absent` where nothing may be chosen. Returns how many were
+ * drafted. width: no row lacks more, the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as for a forward of rows * width
+ * tokens, and 2 rows * width * size + rows * vocab more. */
 int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
-                         const bf16 *table, const bf16 *logits, int64_t steps, const float *noise, const int64_t *places,
-                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, bf16 *work) {
-    int64_t rows = read->rows, vocab = head->outputs, size = head->size;
-    bf16 *hidden = work, *last = hidden + rows * size, *own = last + rows * size, *rest = own + rows * vocab;
-    int64_t parents[rows * (steps + 1)], where[rows], found[rows];
+                         const bf16 *table, const int64_t *text, int64_t room, const int64_t *positions, int64_t *lengths,
+                         int64_t width, int64_t steps, const float *noise, const int64_t *places, const float *heats,
+                         const float *trusts, float floor, int64_t absent, int64_t *tokens, bf16 *work) {
+    int64_t rows = read->rows, vocab = head->outputs, size = head->size, most = width > steps ? width : steps, lack = 1;
+    bf16 *hidden = work, *last = hidden + rows * width * size, *own = last + rows * width * size, *rest = own + rows * vocab;
+    for (int64_t r = 0; r < rows; r++) lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
+    width = lack < width ? lack : width;
+    int64_t parents[rows * most], where[rows], found[rows];
     float odds[rows], sums[rows];
     memset(sums, 0, sizeof sums);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t node = 0; node < width; node++) {
+            int64_t place = lengths[r] + node, token = place <= positions[r] ? text[r * room + place] : 0;
+            memcpy(hidden + (r * width + node) * size, table + token * size, (size_t)size * sizeof(bf16));
+            parents[r * width + node] = node - 1;
+        }
+        tokens[r * (1 + steps)] = text[r * room + positions[r]];
+    }
+    read->lengths = lengths, read->parents = parents, read->first = 0, read->nodes = width;
+    draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
+        memmove(last + r * size, root, (size_t)size * sizeof(bf16));
+        lengths[r] = positions[r];
+    }
     for (int64_t d = 0;;) {
+        draftproof_linear(head, last, own, rows, read->threads);
         for (int64_t r = 0; r < rows; r++) where[r] = places ? places[r] + d : 0;
-        draftproof_best(d ? own : logits, noise, where, heats, trusts, rows, vocab, 1, odds, found, read->threads);
+        draftproof_best(own, noise, where, heats, trusts, rows, vocab, 1, odds, found, read->threads);
         float top = -INFINITY;
         for (int64_t r = 0; r < rows; r++) {
-            int gone = d > 0 && tokens[r * steps + d - 1] == absent;
-            tokens[r * steps + d] = gone || odds[r] == -INFINITY ? absent : found[r];
+            int64_t *drafted = tokens + r * (1 + steps) + 1 + d;
+            int gone = d > 0 && drafted[-1] == absent;
+            *drafted = gone || odds[r] == -INFINITY ? absent : found[r];
             sums[r] += odds[r];
             top = sums[r] > top ? sums[r] : top;
         }
         d++;
         if (d == steps || top < floor) return d;
         for (int64_t r = 0; r < rows; r++) {
-            int64_t token = tokens[r * steps + d - 1];
+            int64_t token = tokens[r * (1 + steps) + d];
             memcpy(hidden + r * size, table + (token == absent ? 0 : token) * size, (size_t)size * sizeof(bf16));
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
-        read->parents = parents, read->first = d, read->nodes = d + 1;
+        read->first = d, read->nodes = d + 1;
         draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
-        draftproof_linear(head, last, own, rows, read->threads);
     }
 }
 

@@ -117,10 +117,14 @@ class Kernels:
         self._best = library.draftproof_best
         self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
         self._pick = library.draftproof_pick
-        self._pick.argtypes = (*(pointer,) * 4, *(number,) * 3, pointer, number)
+        self._pick.argtypes = (*(pointer,) * 4, *(number,) * 4, pointer, number)
+        self._settle = library.draftproof_settle
+        self._settle.argtypes = (*(pointer,) * 3, *(number,) * 3, pointer)
         self.chain = library.draftproof_chain
-        settings = (*(pointer,) * 4, ctypes.c_float, number)
-        self.chain.argtypes = (*(pointer,) * 2, number, *(pointer,) * 5, number, *settings, *(pointer,) * 2)
+        rooms = (number, *(pointer,) * 2, number, number)
+        self.chain.argtypes = (
+            *(pointer,) * 2, number, *(pointer,) * 5, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 2
+        )  # fmt: skip
         self._residual = library.draftproof_residual
         self._residual.argtypes = (pointer, pointer, pointer, number, number)
         self._gumbel = library.draftproof_gumbel
@@ -157,17 +161,29 @@ class Kernels:
         )
 
     def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, nothing: int) -> Tensor:
-        """[rows] the first token with the highest score in each row, `nothing` if there is none; arguments as for `best`.
+        """[B, N] the first token with the highest score at each node of logits [B, N, V], `nothing` if there is none.
 
-        Rounds as torch's operators do, so the choice is the same.
+        Rounds as torch's operators do, so the choice is the same. Arguments as for `best`, places [B, N], heats [B].
         """
-        rows, vocab = logits.shape
-        tokens = torch.empty(rows, dtype=torch.int64)
+        (rows, nodes, vocab), logits = logits.shape, logits.contiguous()
+        tokens = torch.empty(rows, nodes, dtype=torch.int64)
         where = (None if one is None else one.data_ptr() for one in (noise, places))
         self._pick(
-            logits.data_ptr(), *where, heats.data_ptr(), rows, vocab, nothing, tokens.data_ptr(), torch.get_num_threads()
-        )
+            logits.data_ptr(), *where, heats.data_ptr(), nodes, rows * nodes, vocab, nothing, tokens.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return tokens
+
+    def settle(self, tokens: Tensor, parents: Tensor, picks: Tensor, deep: int) -> Tensor:
+        """[B, 2 + deep] of trees [B, N]: how many nodes stand, what was picked behind them, and their path, root first.
+
+        A node stands if it is what was picked [B, N] at its parent and its ancestors stand. Places beyond the path hold their
+        own index. deep: nodes on the longest path.
+        """
+        (rows, nodes), tokens, parents = tokens.shape, tokens.contiguous(), parents.contiguous()
+        settled = torch.empty(rows, 2 + deep, dtype=torch.int64)
+        self._settle(tokens.data_ptr(), parents.data_ptr(), picks.data_ptr(), rows, nodes, deep, settled.data_ptr())
+        return settled
 
     def best(
         self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, trusts: Tensor, count: int

@@ -282,10 +282,10 @@ MUTANTS = (
     Mutant("stop strings searched in the last piece only", "21: SGLang #39826", RUNNING + "_hold", "held.find(stop)",
            "piece.find(stop)"),
     Mutant("tokens counted that were never emitted", "22: vLLM #56101", DECODER + "_deliver", "emitted=emitted",
-           "emitted=int(count)"),
+           "emitted=count"),
     Mutant("an end token that was only drafted ends the request", "23: vLLM #41493", DECODER + "_deliver",
-           "drafted=int(count) - 1)\n",
-           "drafted=int(count) - 1)\n        "
+           "drafted=count - 1)\n",
+           "drafted=count - 1)\n        "
            "if set(tree.tokens[self.running.index(row), 1:].tolist()) & set(row.wishes.stop_tokens): "
            "row._end('stop')\n"),
 )

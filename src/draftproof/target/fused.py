@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native.kernels import WIDEST, Contest, Kernels, Layer, Read, Stores, kernels
 from draftproof.target.cache import RowCache, RowLayer
@@ -60,7 +61,7 @@ class Fused:
         lean, kernels = self.lean, self.kernels
         hidden = F.embedding(tokens, lean.embed.weight)
         parents = tree.parents.contiguous()
-        read = self._read(tokens, parents, first, cache)
+        read = self._read(len(tokens), parents, first, cache)
         if self._layers is not None and cache.stores is not None:
             return self._whole(self._layers, cache.stores, read, hidden, last_only, taps)
         work, size, threads = tokens.numel(), lean.hidden_size, read.threads
@@ -112,31 +113,29 @@ class Fused:
         logits = lean.head(last[:, -1:] if last_only else last)
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2) if taps else None
 
-    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
         """As `Lean.chain`."""
         lean, layers, stores, head = self.lean, self._layers, cache.stores, self.lean.native_head
         if layers is None or stores is None or head is None:
             return None
-        rows = len(logits)
-        root = torch.full((rows, 1), -1)
-        read = self._read(root, root, 0, cache)
-        tokens = torch.empty(rows, steps, dtype=torch.int64)
-        work = lean.embed.weight.new_empty(rows * (2 * head.size + head.outputs + self._room))
+        text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
+        read = self._read(rows, text, 0, cache)                                         # the kernel makes parents of its own
+        tokens = torch.empty(rows, 1 + steps, dtype=torch.int64)
+        work = lean.embed.weight.new_empty(rows * (width * (2 * head.size + self._room) + head.outputs))
         noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
-        logits = logits.contiguous()
         done = self.kernels.chain(
             ctypes.addressof(read), layers, len(layers), stores.places, lean.norm_weight.data_ptr(), ctypes.addressof(head),
-            lean.embed.weight.data_ptr(), logits.data_ptr(), steps, noise, places, heats, trusts, contest.floor, ABSENT,
-            tokens.data_ptr(), work.data_ptr(),
+            lean.embed.weight.data_ptr(), text.data_ptr(), text.shape[1], positions.data_ptr(), cache.lengths.data_ptr(), width,
+            steps, noise, places, heats, trusts, contest.floor, ABSENT, tokens.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(done)
-        return tokens[:, :done]
+        return tokens[:, : 1 + done]
 
-    def _read(self, tokens: Tensor, parents: Tensor, first: int, cache: RowCache) -> Read:
+    def _read(self, rows: int, parents: Tensor, first: int, cache: RowCache) -> Read:
         lean, layer = self.lean, self.lean.layers[0]
         cosines, sines = self._turned(cache.capacity)
         return Read(
-            len(tokens), parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
+            rows, parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
             lean.context, torch.get_num_threads(), cache.lengths.data_ptr(), parents.data_ptr(), cosines.data_ptr(),
             sines.data_ptr(), layer.scale,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import Contest
 from draftproof.native.kernels import Linear as Native
@@ -153,15 +154,15 @@ class Lean:
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
         return self.forward(tokens, positions, mask, cache, last_only, taps)
 
-    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
-        """[B, d] a chain of at most `steps` tokens behind the node last read, drafted in one call; None where it cannot be.
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """[B, 1 + d] the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.
 
-        logits: [B, 1, V] behind that node, the root, which lies in the scratch; so do the tokens then, but for the last.
+        What rows lack before the root is read and committed, at most `width` tokens with the root. That lies in the scratch
+        then, and so do the others, but for the last. The cache is bounded: no row of the prefix is longer.
         """
-        fused = self.fused if self.native_head is not None and self.native_head.outputs == logits.shape[-1] else None
-        if fused is None or not fused.takes(steps, cache):
+        if self.fused is None or not self.fused.takes(max(width, steps), cache):
             return None
-        return fused.chain(logits, cache, steps, contest)
+        return self.fused.chain(prefix, width, cache, steps, contest)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]

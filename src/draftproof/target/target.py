@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from draftproof.core.messages import Features, Reading
+from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.native.kernels import Contest
@@ -138,12 +139,12 @@ class Target:
         hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2) if taps else None
         return Reading(logits, hidden)
 
-    def chain(self, logits: Tensor, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
-        """[B, d] a chain of at most `steps` tokens drafted behind the root last read, whose logits are [B, 1, V].
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+        """[B, 1 + d] the root and a chain of at most `steps` tokens, for a draft model; see `Lean.chain`.
 
-        All of them but the last are read into the scratch. None where this takes a read per token; see `Lean.chain`.
+        None, and nothing was read, where this takes a read per token.
         """
-        return self._lean.chain(logits, cache, steps, contest) if self._lean is not None else None
+        return self._lean.chain(prefix, width, cache, steps, contest) if self._lean is not None else None
 
     def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
