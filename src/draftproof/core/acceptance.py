@@ -76,8 +76,7 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
 
 def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
     """As `accept_by_looking`, in one call of our kernels."""
-    settled = found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1)
-    return Accepted(settled[:, 2:], settled[:, 0], settled[:, 1])
+    return Accepted(*found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1))
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:

@@ -272,10 +272,15 @@ class TokenTree:
         return self.tokens.tolist(), self.parents.tolist()
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """[B] nodes behind the root that are there; on the host."""
+        return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.tokens.tolist()]
+
+    @cached_property
     def reach(self) -> list[int]:
         """[B] edges to the deepest node that is there; on the host."""
         if self.is_chain:
-            return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.on_host[0]]
+            return self.sizes
         deepest = []
         for tokens, parents in zip(*self.on_host, strict=True):
             depths = [0] * len(tokens)

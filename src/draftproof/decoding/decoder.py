@@ -193,14 +193,14 @@ class Decoder:
     def _noted(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted) -> list[_Given]:
         """What the round gave each row; its text is written on, number by number."""
         assert self._page is not None, "only numbers at hand are noted one by one"
-        rows, sizes = [], zip(tree.on_host[0], tree.reach, strict=True)
+        rows, sizes = [], zip(tree.sizes, tree.reach, strict=True)
         for row, (written, tokens, (path, root), (drafted, reach)) in enumerate(
             zip(self.running, commit.tokens.tolist(), accepted.on_host, sizes, strict=True)
         ):
             chosen = [*tokens[1 : len(path)], root]
             start = len(written.prompt) + len(written.tokens)
             self._page[row, start : start + len(path)] = chosen if root >= 0 else [*chosen[:-1], 0]
-            rows.append(_Given(len(drafted) - 1 - drafted.count(ABSENT), reach, chosen, path))
+            rows.append(_Given(drafted, reach, chosen, path))
         if self._wants_logprobs:
             deep = accepted.nodes.shape[1]
             padded = torch.tensor([[*row.tokens, *[0] * (deep - len(row.tokens))] for row in rows])

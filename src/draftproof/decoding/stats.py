@@ -113,16 +113,12 @@ class RoundStats:
 
 
 class Clock:
-    """Wall seconds by part, measured around calls; a block inside another is counted once."""
+    """Wall seconds by part, measured around calls; a block inside another is counted once. total: of all parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.total = 0.0
         self._inside_whole = False
-
-    @property
-    def total(self) -> float:
-        """Seconds of all parts so far."""
-        return sum(self.seconds.values())
 
     @contextmanager
     def part(self, name: str, whole: bool = False) -> Iterator[None]:
@@ -131,21 +127,31 @@ class Clock:
             yield
             return
         self._inside_whole = whole
-        before, start = sum(self.seconds.values()), time.perf_counter()
+        before, start = self.total, time.perf_counter()
         try:
             yield
         finally:
-            inside = sum(self.seconds.values()) - before
-            self.seconds[name] += time.perf_counter() - start - inside
+            self._count(name, before, start)
             self._inside_whole = False
 
     def timed(self, call: Callable[P, R], name: str) -> Callable[P, R]:
         """`call`, counted as `name`."""
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.part(name):
+            if self._inside_whole:
                 return call(*args, **kwargs)
+            before, start = self.total, time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._count(name, before, start)
 
         return run
+
+    def _count(self, name: str, before: float, start: float) -> None:
+        """A block ends that began at `start`, when the total was `before`."""
+        own = time.perf_counter() - start - (self.total - before)
+        self.seconds[name] += own
+        self.total += own
 
 
 class Timed:

@@ -101,22 +101,22 @@ void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *plac
     }
 }
 
-/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. settled [rows, 2 + deep]:
- * how many lie on the path to the first of the deepest, what was picked there, and the path, root first; places beyond it hold
- * their own index. */
+/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. Of the path to the
+ * first of the deepest: its nodes, root first, [rows, deep], places beyond it hold their own index; how many they are, and what
+ * was picked behind it, ends [2, rows]. */
 void draftproof_settle(const int64_t *tokens, const int64_t *parents, const int64_t *picks, int64_t rows, int64_t nodes, int64_t deep,
-                       int64_t *settled) {
+                       int64_t *path, int64_t *ends) {
     int64_t depths[nodes];
-    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes, settled += 2 + deep) {
+    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes, path += deep) {
         int64_t last = depths[0] = 0;
         for (int64_t node = 1; node < nodes; node++) {
             int64_t above = parents[node], stands = depths[above] >= 0 && tokens[node] == picks[above];
             depths[node] = stands ? depths[above] + 1 : -1;
             last = depths[node] > depths[last] ? node : last;
         }
-        settled[0] = depths[last] + 1, settled[1] = picks[last];
-        for (int64_t d = deep - 1; d > depths[last]; d--) settled[2 + d] = d;
-        for (int64_t node = last; node >= 0; node = parents[node]) settled[2 + depths[node]] = node;
+        ends[r] = depths[last] + 1, ends[rows + r] = picks[last];
+        for (int64_t d = deep - 1; d > depths[last]; d--) path[d] = d;
+        for (int64_t node = last; node >= 0; node = parents[node]) path[depths[node]] = node;
     }
 }
 
