@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftproof.bench.measure import Bare, Bench, Chunk, Clock, Reads, Setting, Shape, Written
+from draftproof.bench.measure import Bare, Bench, Chunk, Clock, Reads, Setting, Shape, Task, Written
 from draftproof.core.sampling import Sampling
 from draftproof.decoding.stats import RoundStats
 
@@ -42,9 +42,9 @@ class Scripted:
     calls: list[tuple[int, ...]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
 
-    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
+    def write(self, task: Task, clock: Clock) -> list[Written]:
         factor = self.factor(len(self.calls))
-        self.calls.append(tuple(prompt[0] for prompt in prompts))
+        self.calls.append(tuple(prompt[0] for prompt in task.prompts))
         self.order.append(self.name)
         self.time.now += self.first_seconds * factor
         chunks, stats, deep = [Chunk(clock(), 1)], RoundStats(), 3 if max(self.rounds) > 1 else 0
@@ -52,16 +52,20 @@ class Scripted:
             self.time.now += self.round_seconds * factor
             chunks.append(Chunk(clock(), tokens))
             stats.record(width=deep, drafted=deep, reach=deep, accepted=tokens - 1, emitted=tokens)
-        verify = 0.8 * self.round_seconds * len(self.rounds) * factor
-        stats.seconds = {"prefill": self.first_seconds * factor, "draft": 0.0, "verify": verify, "decide": 0.0}
         length = 1 + sum(self.rounds)
         told = None if self.draft is None else stats
-        return [Written(list(self.text[:length]), list(chunks), stats=told) for _ in prompts]
+        return [Written(list(self.text[:length]), list(chunks), stats=told) for _ in task.prompts]
 
     def reads(self) -> Reads:
         return {} if self.draft is None else {"target": {Shape(len(self.calls[-1]), 4, 128): len(self.rounds)}}
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def spent(self) -> dict[str, float] | None:
+        factor = self.factor(len(self.calls) - 1)
+        verify = 0.8 * self.round_seconds * len(self.rounds) * factor
+        parts = {"prefill": self.first_seconds * factor, "draft": 0.0, "verify": verify, "decide": 0.0}
+        return None if self.draft is None else parts
+
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         if self.draft is None:
             return None
         self.order.append(f"{self.name} alone")

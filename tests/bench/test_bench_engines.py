@@ -141,7 +141,7 @@ class Told(Foreign):
     [(Said([5, 6], True), [5, 6, 0]), (Said([5, 0], True), [5, 0]), (Said([5, 6], False), [5, 6])],
 )
 def test_an_end_token_is_there_once(said: Said, tokens: list[int]) -> None:
-    (text,) = Told(said).write([[1]], Sampling(), 9, lambda: 1.0)
+    (text,) = Told(said).write(measure.Task([[1]], Sampling(), 9), lambda: 1.0)
     assert text.tokens == tokens and sum(chunk.tokens for chunk in text.chunks) == len(tokens)
 
 

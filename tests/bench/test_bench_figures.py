@@ -107,6 +107,16 @@ def test_tokens_of_one_chunk_wait_for_the_first_of_them_only() -> None:
     assert waits([replace(trial, texts=[Written([1], chunks[:1])])]) is None
 
 
+def test_the_first_token_is_not_kept_waiting_by_other_texts() -> None:
+    """Of those that waited for a row nobody says when they began."""
+    run = bench(*three_ways(), prompts=2, settings=[Setting(2, 0.0)])
+    run.run()
+    for place, trial in enumerate(run.trials):
+        late = [replace(text, chunks=[Chunk(chunk.at + 9, chunk.tokens) for chunk in text.chunks]) for text in trial.texts]
+        run.trials[place] = replace(trial, texts=[*trial.texts, *late], prompts=trial.prompts * 2)
+    assert of(run)["drafter"].first_token == of(run)["plain"].first_token == 0.5
+
+
 def test_a_way_that_reads_prompt_and_draft_at_once_has_no_round_of_its_own_for_the_prompt() -> None:
     chunks = [Chunk(1.0, 5), Chunk(2.0, 3)]
     assert Written([1] * 8, chunks).rounds == [3]

@@ -32,12 +32,25 @@ def test_the_order_turns_so_that_nobody_is_always_first() -> None:
     assert all(len(set(order)) == 3 for order in rounds)
 
 
-@pytest.mark.parametrize(("count", "batch"), [(5, 2), (3, 8), (4, 4), (1, 1)])
-def test_groups_are_full_and_hold_every_prompt(count: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "batch", "size"), [(5, 2, 4), (3, 8, 8), (4, 4, 4), (1, 1, 1), (7, 1, 1), (19, 2, 8), (24, 8, 24), (40, 8, 32)]
+)
+def test_groups_are_full_and_hold_every_prompt(count: int, batch: int, size: int) -> None:
+    """Several times as many as there are rows, as far as there are so many: no prompt twice for the sake of that."""
     run = bench(*three_ways(), prompts=count, settings=[Setting(batch, 0.0)])
     groups = run.groups(run.settings[0])
-    assert all(len(group) == batch for group in groups)
+    assert all(len(group) == size for group in groups)
     assert {prompt for group in groups for prompt in group} == set(range(count))
+    assert len(groups) == -(-count // size)
+
+
+def test_a_way_is_told_how_many_rows_it_may_write_side_by_side() -> None:
+    run = bench(*three_ways(), prompts=9, settings=[Setting(1, 0.0), Setting(3, 0.0)])
+    asked: list[tuple[int, int]] = []
+    write = run.ways[0].write
+    run.ways[0].write = lambda task, clock: asked.append((len(task.prompts), task.rows)) or write(task, clock)  # type: ignore
+    run.run()
+    assert set(asked) == {(1, 1), (9, 3)}
 
 
 def test_who_cannot_write_several_rows_sits_out() -> None:

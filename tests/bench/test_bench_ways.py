@@ -13,7 +13,7 @@ from drafting import needs_kernels
 
 from draftproof.bench import ours
 from draftproof.bench.against_transformers import Generate
-from draftproof.bench.measure import Bench, Setting, Shape
+from draftproof.bench.measure import Bench, Setting, Shape, Task
 from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_bytes
 from draftproof.core.messages import Frontier
 from draftproof.core.sampling import Sampling
@@ -61,7 +61,7 @@ def written(engine: Engine, wanted: Sampling) -> list[Completion]:
 @pytest.mark.parametrize("wanted", [GREEDY, Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
 def test_a_watched_engine_writes_what_it_wrote_before(wanted: Sampling) -> None:
     mine, before = engine(draft_model(), 3), written(engine(draft_model(), 3), wanted)
-    texts = Ours("draft", mine).write(PROMPTS, wanted, NEW, time.perf_counter)
+    texts = Ours("draft", mine).write(Task(PROMPTS, wanted, NEW, 3), time.perf_counter)
     assert [text.tokens for text in texts] == [completion.tokens for completion in before]
     for text, completion in zip(texts, before, strict=True):
         assert text.stats is not None and text.stats.emitted == completion.stats.emitted
@@ -72,7 +72,7 @@ def test_a_watched_engine_writes_what_it_wrote_before(wanted: Sampling) -> None:
 
 def test_tokens_of_one_round_come_together_and_rounds_one_after_the_other() -> None:
     way = Ours("draft", engine(DraftModel(Target(tiny.model("llama")), tiny.VOCAB), 4))     # its own draft: all stand
-    (text,) = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    (text,) = way.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter)
     assert [chunk.tokens for chunk in text.chunks] == [1, 5, 5, 3]
     times = [chunk.at for chunk in text.chunks]
     assert times == sorted(times) and len(set(times)) == len(times)
@@ -80,13 +80,32 @@ def test_tokens_of_one_round_come_together_and_rounds_one_after_the_other() -> N
 
 def test_reads_are_counted_by_shape_and_prompts_are_not() -> None:
     way = Ours("draft", engine(draft_model(), 3))
-    texts = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    texts = way.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter)
     reads, rounds = way.reads(), len(texts[0].rounds)
     drafts = next(name for name in reads if name != "target")
     assert reads["target"] == {Shape(1, 4, 128): rounds}
     assert reads[drafts] == {Shape(1, 2, 128): rounds, Shape(1, 1, 128): 2 * rounds}
-    way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    way.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter)
     assert way.reads() == reads                                        # of the last call only
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_waits_for_a_row_is_written_too(ours: bool) -> None:
+    """And the same as ever; ours reads shapes of so many rows, the seconds by part are those of the whole call."""
+    way = Ours("draft", engine(draft_model(), 3)) if ours else Generate("transformers", tiny.model("llama"))
+    texts = way.write(Task(PROMPTS, GREEDY, NEW, 2), time.perf_counter)
+    alone = [way.write(Task([prompt], GREEDY, NEW), time.perf_counter)[0].tokens for prompt in PROMPTS]
+    assert [text.tokens for text in texts] == alone and texts[2].chunks[0].at > texts[1].chunks[0].at
+    if ours:
+        start = time.perf_counter()
+        way.write(Task(PROMPTS, GREEDY, NEW, 2), time.perf_counter)
+        took = time.perf_counter() - start
+        assert max(shape.rows for shape in way.reads()["target"]) == 2
+        spent = way.spent()
+        assert spent is not None and spent.keys() == {"prefill", "draft", "verify", "decide"} and all(spent.values())
+        assert took / 2 < sum(spent.values()) < took
+    else:
+        assert way.spent() is None
 
 
 def test_a_draft_model_inside_another_drafter_is_seen() -> None:
@@ -99,7 +118,7 @@ def test_a_target_that_drafts_for_itself_is_seen_drafting() -> None:
     mine = engine(None, 3)
     mine.drafter = DraftModel(mine.target, tiny.VOCAB)
     way = Ours("itself", mine)
-    (text,) = way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    (text,) = way.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter)
     reads = way.reads()
     assert reads.pop("target") == {Shape(1, 4, 128): len(text.rounds)}
     assert [sum(shapes.values()) for shapes in reads.values()] == [3 * len(text.rounds)]
@@ -120,7 +139,7 @@ def test_weights_are_counted_once() -> None:
 def test_a_chain_in_one_call_counts_as_its_reads() -> None:
     """Per round one read that begins it, and one of each drafted token but the last."""
     way = Ours("draft model", load("demo", assistant_model="demo-draft", budget=4))
-    way.write([[1, 2, 3]], Sampling(), 20, time.perf_counter)
+    way.write(Task([[1, 2, 3]], Sampling(), 20), time.perf_counter)
     target, draft = way.reads().values()
     rounds, widths = sum(target.values()), Counter[int]()
     for shape, count in draft.items():
@@ -145,9 +164,9 @@ def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: p
     assert seconds == pytest.approx((60 * 4 + 20 * 8 + 19 * 8) * 100 / 99)
     way = Ours("draft", engine(draft_model(), 3))
     reads = {"target": {Shape(1, 4, 128): 10}, list(way.watched)[1]: {Shape(1, 2, 128): 10, Shape(1, 1, 128): 20}}
-    assert way.bare(reads, PROMPTS[:1], GREEDY, NEW) == pytest.approx((4.0, 2.0 + 2 * 1.0))
-    assert way.bare({}, PROMPTS[:1], GREEDY, NEW) is None
-    assert Ours("plain", engine()).bare({"target": {Shape(1, 1, 128): 5}}, PROMPTS[:1], GREEDY, NEW) == (1.0, 0.0)
+    assert way.bare(reads, Task(PROMPTS[:1], GREEDY, NEW)) == pytest.approx((4.0, 2.0 + 2 * 1.0))
+    assert way.bare({}, Task(PROMPTS[:1], GREEDY, NEW)) is None
+    assert Ours("plain", engine()).bare({"target": {Shape(1, 1, 128): 5}}, Task(PROMPTS[:1], GREEDY, NEW)) == (1.0, 0.0)
 
 
 def test_a_drafter_heard_once_can_be_asked_again_alone() -> None:
@@ -177,26 +196,26 @@ def test_a_budget_learns_nothing_while_its_drafter_is_timed_alone() -> None:
     mine = engine(draft_model())
     budget = mine.budget = Adaptive(3)
     way, drafter, known = Ours("draft", mine), mine.drafter, budget.costs.record()
-    assert way._drafter_alone(PROMPTS, GREEDY, NEW) >= 0
+    assert way._drafter_alone(Task(PROMPTS, GREEDY, NEW, 3)) >= 0
     assert (mine.drafter, mine.budget) == (drafter, budget) and budget.costs.record() == known
-    way.write(PROMPTS, GREEDY, NEW, time.perf_counter)
+    way.write(Task(PROMPTS, GREEDY, NEW, 3), time.perf_counter)
     assert budget.costs.record() != known
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_generate_writes_what_plain_decoding_writes(batch: int) -> None:
     mine, theirs = Ours("plain", engine()), Generate("transformers", tiny.model("llama"))
-    own = mine.write(PROMPTS[:batch], GREEDY, NEW, time.perf_counter)
-    stock = theirs.write(PROMPTS[:batch], GREEDY, NEW, time.perf_counter)
+    own = mine.write(Task(PROMPTS, GREEDY, NEW, batch), time.perf_counter)
+    stock = theirs.write(Task(PROMPTS, GREEDY, NEW, batch), time.perf_counter)
     assert [text.tokens for text in stock] == [text.tokens for text in own]
     assert all([chunk.tokens for chunk in text.chunks] == [1] * NEW for text in stock)
-    assert theirs.reads() == {} and theirs.bare({}, PROMPTS, GREEDY, NEW) is None
+    assert theirs.reads() == {} and theirs.bare({}, Task(PROMPTS, GREEDY, NEW)) is None
 
 
 def test_assisted_generation_hands_out_chunks_and_the_first_is_a_round() -> None:
     theirs = Generate("transformers assisted", tiny.model("llama"), tiny.fresh("llama", 1, num_hidden_layers=1))
     plain = Generate("transformers", tiny.model("llama"))
-    (text,), (alone,) = (way.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter) for way in (theirs, plain))
+    (text,), (alone,) = (way.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter) for way in (theirs, plain))
     assert text.tokens == alone.tokens and theirs.most == 1
     assert sum(text.rounds) == len(text.tokens) and sum(alone.rounds) == len(alone.tokens) - 1
 
@@ -204,11 +223,11 @@ def test_assisted_generation_hands_out_chunks_and_the_first_is_a_round() -> None
 def test_texts_end_at_their_end_token() -> None:
     model = tiny.fresh("llama")
     plain = Generate("transformers", model)
-    (whole,) = plain.write(PROMPTS[:1], GREEDY, NEW, time.perf_counter)
+    (whole,) = plain.write(Task(PROMPTS[:1], GREEDY, NEW), time.perf_counter)
     end = whole.tokens[5]
     first = whole.tokens.index(end)
     model.generation_config.eos_token_id = end
-    texts = Generate("transformers", model).write([PROMPTS[0], PROMPTS[1]], GREEDY, NEW, time.perf_counter)
+    texts = Generate("transformers", model).write(Task([PROMPTS[0], PROMPTS[1]], GREEDY, NEW, 3), time.perf_counter)
     assert texts[0].tokens == whole.tokens[: first + 1]
     assert all(sum(chunk.tokens for chunk in text.chunks) == len(text.tokens) for text in texts)
 

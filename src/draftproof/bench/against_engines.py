@@ -30,7 +30,7 @@ from draftproof.bench.engines import Foreign, LlamaCpp, OpenVino, find_llama_ser
 from draftproof.bench.exports import PRECISIONS, Missing, write_folder, write_gguf, write_openvino
 from draftproof.bench.figures import PLAIN, Figures, figures
 from draftproof.bench.machine import facts
-from draftproof.bench.measure import Bare, Bench, Reads, Setting, Way
+from draftproof.bench.measure import Bare, Bench, Reads, Setting, Task, Way
 from draftproof.bench.ours import Ours
 from draftproof.bench.workloads import GENERAL, STORIES, chosen
 from draftproof.core.sampling import Sampling
@@ -83,7 +83,7 @@ class Line(NamedTuple):
 class Timed(Ours):
     """Our engine, without the forwards alone: nobody else's can be told."""
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Written
+from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Task, Written
 from draftproof.core.sampling import Sampling
 from draftproof.target.loading import PreTrainedModel, stop_tokens
 
@@ -23,7 +23,12 @@ class Generate:
         self.ends = set(stop_tokens(model))
         self.weights = sum(_bytes(one) for one in (model, assistant) if one is not None)
 
-    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
+    def write(self, task: Task, clock: Clock) -> list[Written]:
+        """So many rows at a time; each lot waits for its longest."""
+        lots = [task._replace(prompts=task.prompts[at : at + task.rows]) for at in range(0, len(task.prompts), task.rows)]
+        return [text for lot in lots for text in self._lot(lot.prompts, lot.wanted, lot.new_tokens, clock)]
+
+    def _lot(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
@@ -43,7 +48,10 @@ class Generate:
     def reads(self) -> Reads:
         return {}
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def spent(self) -> None:
+        return None
+
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         return None
 
     def _written(self, tokens: list[int], chunks: Sequence[Chunk]) -> Written:

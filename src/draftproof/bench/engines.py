@@ -14,7 +14,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftproof.bench.exports import Missing
-from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Written
-from draftproof.core.sampling import Sampling
+from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Task, Written
 
 READY = 120.0
 """Seconds a server may take to load its models."""
@@ -45,10 +43,10 @@ class Foreign:
     def __init__(self, name: str, weights: int, end: int) -> None:
         self.name, self.weights, self.end = name, weights, end
 
-    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
-        assert wanted.temperature == 0, "engines are compared greedily"
-        (prompt,) = prompts
-        said = self.complete(prompt, new_tokens)
+    def write(self, task: Task, clock: Clock) -> list[Written]:
+        assert task.wanted.temperature == 0, "engines are compared greedily"
+        (prompt,) = task.prompts
+        said = self.complete(prompt, task.new_tokens)
         tokens = said.tokens
         if said.ended and tokens[-1:] != [self.end]:                    # ours keeps the end token, some do not
             tokens = [*tokens, self.end]
@@ -60,7 +58,10 @@ class Foreign:
     def reads(self) -> Reads:
         return {}
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def spent(self) -> None:
+        return None
+
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         return None
 
     def close(self) -> None:

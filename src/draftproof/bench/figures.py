@@ -165,7 +165,7 @@ def _figures(
         acceptance=stats.acceptance if stats is not None and drafts else None,
         acceptance_by_position=stats.acceptance_by_position if stats is not None and drafts else [],
         categories=by_category(trials, plain, categories),
-        first_token=statistics.median(text.chunks[0].at for text in texts),
+        first_token=statistics.median(text.chunks[0].at for trial in trials for text in trial.first),
         waits=waits(trials),
         seconds_per_token=_by_part(trials),
         weights=weights,

@@ -22,6 +22,8 @@ Clock = Callable[[], float]
 Tick = Callable[[str], None]
 """``tick(doing)`` before everything that takes long."""
 
+WAVES = 4
+"""Prompts that are asked for at once, at most, for each of several rows: where one ends, the next begins."""
 WARM_UP = 8
 """New tokens of the first run of each way."""
 SELDOM = 4
@@ -37,6 +39,15 @@ class Setting(NamedTuple):
     @property
     def title(self) -> str:
         return f"{'greedy' if self.temperature == 0 else f'temperature {self.temperature:g}'}, batch {self.batch}"
+
+
+class Task(NamedTuple):
+    """What a way is asked for: to complete all prompts by so many tokens, at most `rows` side by side."""
+
+    prompts: Sequence[list[int]]
+    wanted: Sampling
+    new_tokens: int
+    rows: int = 1
 
 
 class Chunk(NamedTuple):
@@ -88,7 +99,8 @@ class Bare(NamedTuple):
 class Trial:
     """One way wrote one group of prompts once.
 
-    prompts: which. joules: of the whole machine, or None. bare: what its forwards took alone right behind it, if measured.
+    prompts: which. spent: seconds by part, if the way tells. joules: of the whole machine, or None. bare: what its forwards
+    took alone right behind it, if measured.
     """
 
     way: str
@@ -99,6 +111,7 @@ class Trial:
     texts: list[Written]
     seconds: float
     reads: Reads = field(default_factory=dict)
+    spent: Mapping[str, float] | None = None
     joules: float | None = None
     bare: Bare | None = None
 
@@ -108,12 +121,15 @@ class Trial:
 
     @property
     def parts(self) -> dict[str, float] | None:
-        """Seconds by part; rows run side by side, so each part is that of the row that saw most of it."""
-        told = [text.stats.seconds for text in self.texts if text.stats is not None]
-        if not told:
+        """Seconds by part, with what is left."""
+        if self.spent is None:
             return None
-        parts = {part: max(seconds[part] for seconds in told) for part in told[0]}
-        return {**parts, "other": max(0.0, self.seconds - sum(parts.values()))}
+        return {**self.spent, "other": max(0.0, self.seconds - sum(self.spent.values()))}
+
+    @property
+    def first(self) -> list[Written]:
+        """The texts that did not wait for another to end."""
+        return self.texts[: self.setting.batch]
 
 
 class Way(Protocol):
@@ -125,13 +141,16 @@ class Way(Protocol):
     weights: int
     """Bytes of the models it needs."""
 
-    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
-        """Complete all prompts side by side; chunks are in the clock's own time."""
+    def write(self, task: Task, clock: Clock) -> list[Written]:
+        """Complete all prompts; chunks are in the clock's own time."""
 
     def reads(self) -> Reads:
-        """What was read since `write` was called."""
+        """What the last `write` read."""
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def spent(self) -> Mapping[str, float] | None:
+        """Seconds of the last `write` by part; None where that cannot be told."""
+
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         """Its forwards, measured alone; None where that cannot be told."""
 
 
@@ -170,8 +189,10 @@ class Bench:
         return [way for way in self.ways if way.most is None or setting.batch <= way.most]
 
     def groups(self, setting: Setting) -> list[tuple[int, ...]]:
-        """Prompts written side by side; the last group is filled up with the first prompts."""
-        count, size = len(self.prompts), setting.batch
+        """Prompts asked for at once: one by one for a single row, for several rows up to `WAVES` times as many, as far as there
+        are so many; the last group is filled up with the first prompts."""
+        count, waves = len(self.prompts), WAVES if setting.batch > 1 else 1
+        size = setting.batch * max(1, min(waves, count // setting.batch))
         return [tuple((start + i) % count for i in range(size)) for start in range(0, count, size)]
 
     def wanted(self, setting: Setting) -> Sampling:
@@ -194,21 +215,22 @@ class Bench:
 
     def _warm_up(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
         """Runs that nobody times: a short one for the first calls, a whole one for the memory."""
-        prompts, wanted = [self.prompts[index] for index in group], self.wanted(setting)
-        way.write(prompts, wanted, min(WARM_UP, self.new_tokens), self.clock)
-        self.memory[way.name, setting] = peak_of(
-            lambda: way.write(prompts, wanted, self.new_tokens, self.clock), self.device
-        )
+        task = self._task(setting, group)
+        way.write(task._replace(new_tokens=min(WARM_UP, self.new_tokens)), self.clock)
+        self.memory[way.name, setting] = peak_of(lambda: way.write(task, self.clock), self.device)
+
+    def _task(self, setting: Setting, group: tuple[int, ...]) -> Task:
+        return Task([self.prompts[index] for index in group], self.wanted(setting), self.new_tokens, setting.batch)
 
     def _trial(self, way: Way, setting: Setting, turn: int, number: int, group: tuple[int, ...]) -> Trial:
-        prompts, wanted = [self.prompts[index] for index in group], self.wanted(setting)
+        task = self._task(setting, group)
         before = self.energy.read() if self.energy else []
         start = self.clock()
-        texts = way.write(prompts, wanted, self.new_tokens, self.clock)
+        texts = way.write(task, self.clock)
         seconds = self.clock() - start
         joules = self.energy.since(before) if self.energy else None
         texts = [replace(text, chunks=[Chunk(at - start, tokens) for at, tokens in text.chunks]) for text in texts]
-        return Trial(way.name, setting, turn, number, group, texts, seconds, way.reads(), joules)
+        return Trial(way.name, setting, turn, number, group, texts, seconds, way.reads(), way.spent(), joules)
 
     def _alone(self, way: Way) -> None:
         """Measure the forwards of the last trial alone, if enough of the time went into trials."""
@@ -216,7 +238,7 @@ class Bench:
         key = way.name, trial.setting
         self._due[key] = self._due.get(key, 0.0) - trial.seconds
         if self._due[key] <= 0:
-            prompts, start = [self.prompts[index] for index in trial.prompts], self.clock()
-            found = way.bare(trial.reads, prompts, self.wanted(trial.setting), self.new_tokens)
+            start = self.clock()
+            found = way.bare(trial.reads, self._task(trial.setting, trial.prompts))
             self._due[key] = SELDOM * (self.clock() - start)
             self.trials[-1] = replace(trial, bare=found)

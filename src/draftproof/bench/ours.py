@@ -18,12 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Written
+from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Task, Written
 from draftproof.core.messages import Commit, Frontier, Reading
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.costs import measure_costs
-from draftproof.decoding.engine import Engine
+from draftproof.decoding.engine import Completion, Engine
+from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.native.kernels import Contest
 from draftproof.target.cache import RowCache
@@ -54,18 +55,22 @@ class Ours:
         engine.target = cast(Target, self.watched[TARGET])
         engine.codec = cast(Codec, self.arrivals)
 
-    def write(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int, clock: Clock) -> list[Written]:
+    def write(self, task: Task, clock: Clock) -> list[Written]:
         for model in self.watched.values():
             model.shapes = Counter()
         self.arrivals.rows, self.arrivals.clock = [], clock
-        done = self.engine.generate(prompts, sampling=wanted, max_new_tokens=new_tokens, batch_size=len(prompts))
+        done = self._generate(task)
         rows = zip(done, self.arrivals.rows, strict=True)
         return [Written(one.checked().tokens, _chunks(row), stats=one.stats) for one, row in rows]
 
     def reads(self) -> Reads:
         return {name: dict(model.shapes) for name, model in self.watched.items()}
 
-    def bare(self, reads: Reads, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> Bare | None:
+    def spent(self) -> dict[str, float]:
+        parts = self.engine.clock.seconds
+        return {part: parts.get(part, 0.0) for part in RoundStats().seconds}
+
+    def bare(self, reads: Reads, task: Task) -> Bare | None:
         """Reads of the target and of draft models, alone; draft heads, alone with their messages. The rest drafts for free."""
         rounds = sum(reads.get(TARGET, {}).values())
         if rounds == 0:
@@ -73,15 +78,18 @@ class Ours:
         seconds = {name: bare_seconds(model.inner, reads.get(name, {})) for name, model in self.watched.items()}
         verify = seconds.pop(TARGET) / rounds
         draft = sum(seconds.values()) / rounds
-        return Bare(verify, draft if draft or not self.held else self._drafter_alone(prompts, wanted, new_tokens))
+        return Bare(verify, draft if draft or not self.held else self._drafter_alone(task))
 
-    def _drafter_alone(self, prompts: Sequence[list[int]], wanted: Sampling, new_tokens: int) -> float:
+    def _generate(self, task: Task) -> list[Completion]:
+        asked, rows = task.prompts, task.rows
+        return self.engine.generate(asked, sampling=task.wanted, max_new_tokens=task.new_tokens, batch_size=rows)
+
+    def _drafter_alone(self, task: Task) -> float:
         """Seconds per round of the drafter when it gets the messages of a real run, a short one, and nothing else happens."""
         drafter, budget, heard = self.engine.drafter, self.engine.budget, Heard(self.engine.drafter)
         self.engine.drafter, self.engine.budget = cast(Drafter, heard), copy.deepcopy(budget)       # it learns nothing of this
         try:
-            short = -(-new_tokens // SHARE)
-            self.engine.generate(prompts, sampling=wanted, max_new_tokens=short, batch_size=len(prompts))
+            self._generate(task._replace(new_tokens=-(-task.new_tokens // SHARE)))
         finally:
             self.engine.drafter, self.engine.budget = drafter, budget
         return statistics.median(heard.again() for _ in range(3))

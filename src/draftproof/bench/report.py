@@ -291,6 +291,7 @@ def _machine_readable(figures: Figures) -> dict[str, Any]:
 def _trial(trial: Trial) -> dict[str, Any]:
     body = asdict(trial)
     body["setting"] = trial.setting._asdict()
+    del body["spent"]
     body["parts"] = trial.parts
     body["bare"] = trial.bare._asdict() if trial.bare is not None else None
     body["reads"] = {model: _shapes(shapes) for model, shapes in trial.reads.items()}

@@ -114,6 +114,7 @@ class Engine:
             usual = Adaptive(usual.most, costs=CostTable(self.shapes.sizes(usual.most)))
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
+        self.clock = Clock()                            # where the seconds of the call went that began last
         if self.budget.most >= target.context:
             raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
 
@@ -194,7 +195,7 @@ class Engine:
             return
         longest = max(len(row.prompt) + row.limit for request in waiting for row in request)
         rows, capacity = self.shapes.rows(rows), self.shapes.capacity(longest + self.budget.most + 2)
-        clock = Clock()
+        clock = self.clock = Clock()
         target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
         drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
         agreed = Ranks(self.target.group).budget(self.budget)
