@@ -23,6 +23,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -269,14 +270,14 @@ def _line(case: str, name: str, ways: dict[str, Way]) -> Line:
 
 def _print(found: list[Line]) -> None:
     title = f"time per token over plain decoding, {torch.get_num_threads()} threads"
-    table = Table(title=title, title_justify="left")
-    for column in ("case", "budget", "wall", "95 %", "CPU", "95 %", "tokens/round", "plain rounds", "same text"):
-        table.add_column(column, justify="left" if column in ("case", "budget") else "right")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for column in ("case", "budget", "wall", "95 %", "CPU", "tokens/\nround", "plain\nrounds", "same\ntext"):
+        table.add_column(column, justify="left" if column in ("case", "budget") else "right", no_wrap=True)
     for one in found:
-        ratios = [text for ratio in (one.wall, one.cpu) for text in (f"{ratio.value:.3f}", f"{ratio.low:.2f}-{ratio.high:.2f}")]
+        ratios = (f"{one.wall.value:.3f}", f"{one.wall.low:.2f}–{one.wall.high:.2f}", f"{one.cpu.value:.3f}")
         same = f"{one.same_text}/{one.runs}"
         table.add_row(one.case, one.budget, *ratios, f"{one.tokens_per_round:.2f}", f"{one.plain_share:.0%}", same)
-    Console().print(table)
+    Console(highlight=False).print(table)
 
 
 if __name__ == "__main__":

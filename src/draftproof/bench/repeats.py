@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -155,7 +156,8 @@ def main() -> None:
 
 
 def _print(found: dict[str, Found], model: str) -> None:
-    table = Table(title=f"{model}: dictated text, no drafter named, {torch.get_num_threads()} threads", title_justify="left")
+    title = f"{model}: dictated text, no drafter named, {torch.get_num_threads()} threads"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for column in ("kind", "texts", "plain, tokens/s", "speed-up", "95 %", "tokens/round"):
         table.add_column(column, justify="left" if column == "kind" else "right")
     for kind, one in found.items():
@@ -163,7 +165,7 @@ def _print(found: dict[str, Found], model: str) -> None:
         tokens = len(one.plain) / sum(one.plain)
         speeds = (f"{tokens:.0f}", f"{ratio.value:.2f}×", f"{ratio.low:.2f}-{ratio.high:.2f}")
         table.add_row(kind, str(len(one.plain)), *speeds, f"{one.stats.tokens_per_round:.2f}")
-    Console().print(table)
+    Console(highlight=False).print(table)
 
 
 if __name__ == "__main__":
