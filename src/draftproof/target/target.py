@@ -144,10 +144,7 @@ class Target:
 
         None, and nothing was read, where this takes a read per token.
         """
-        lean = self._lean
-        if lean is None or lean.native_head is None or lean.native_head.outputs != self.vocab_size:
-            return None
-        return lean.chain(prefix, width, cache, steps, contest)
+        return self._lean.chain(prefix, width, cache, steps, contest) if self._lean is not None else None
 
     def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
