@@ -12,7 +12,7 @@ from tiny import prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.messages import Frontier
+from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.sampling import Sampling, Wishes
 from draftproof.core.tree import TokenTree
 from draftproof.decoding import decoder as decoder_module
@@ -253,17 +253,25 @@ def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
 @pytest.mark.parametrize("drafter", ["medusa, pairs", "redrafter", "target itself", "medusa, fixed tree"])
 def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool, logprobs: bool) -> None:
     """By number where nodes are ranked, so that a budget can tell what fewer would have given; of running rows alone."""
-    one = Decoder(target(), DRAFTERS[drafter](target()), RULES["match"], Fixed(6), 4, 128, Shapes(closed=closed))
+    said: list[Accepted] = []
+
+    def noted(tree: TokenTree, logits: torch.Tensor, frontier: Frontier) -> Accepted:
+        said.append(RULES["match"].accept(tree, logits, frontier))
+        return said[-1]
+
+    rule = RULES["match"]._replace(accept=noted)
+    one = Decoder(target(), DRAFTERS[drafter](target()), rule, Fixed(6), 4, 128, Shapes(closed=closed))
     for prompt in prompts(3, seed=4):
         one.admit([running(prompt, limit=20, logprobs=logprobs)])
     stood = accepted = 0
     while one.running:
-        before = one.stats.accepted
+        before, rows = one.stats.accepted, range(len(one.running))
         one.step()
         if drafter == "medusa, fixed tree":
             assert one.stood is None
             continue
-        assert one.stood is not None and all(1 <= node <= 6 for node in one.stood)
+        assert one.stood == [node for row in rows for node in said[-1].nodes[row, 1 : said[-1].count[row]].tolist()]
+        assert all(1 <= node <= 6 for node in one.stood)
         assert len(one.stood) >= one.stats.accepted - before                    # what an end cut off stood as well
         stood, accepted = stood + len(one.stood), accepted + one.stats.accepted - before
     assert drafter == "medusa, fixed tree" or 0 < accepted <= stood

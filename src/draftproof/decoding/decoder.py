@@ -199,7 +199,7 @@ class Decoder:
         ):
             chosen = [*tokens[1 : len(path)], root]
             start = len(written.prompt) + len(written.tokens)
-            self._page[row, start : start + len(path)] = chosen if root >= 0 else [*chosen[:-1], 0]
+            self._page[row, start : start + len(path)] = chosen             # a row without a next root ends here
             rows.append(_Given(drafted, reach, chosen, path))
         if self._wants_logprobs:
             deep = accepted.nodes.shape[1]
