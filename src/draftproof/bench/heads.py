@@ -115,11 +115,12 @@ def main() -> None:
 
 
 def _print(model: str, found: Sequence[Line]) -> None:
-    table = Table(title=f"{model}: tokens per round", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.add_column("heads")
-    loose = ("typical", "exact /\ntypical", "typical is off\nby, per token")
-    for name in ("temperature", "draft tokens", "exact", *loose, "exact: as plain"):
-        table.add_column(name, justify="right")
+    title = f"{model}: tokens per round"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("heads", no_wrap=True)
+    loose = ("typical", "exact /\ntypical", "off, per\ntoken")
+    for name in ("T", "draft\ntokens", "exact", *loose, "exact is\nplain's"):
+        table.add_column(name, justify="right", no_wrap=True)
     for line in found:
         told = ("", "", "")
         if line.typical is not None and line.distance is not None:
