@@ -207,28 +207,6 @@ def test_a_hopeless_drafter_is_soon_thought_of_now_and_then_only() -> None:
     assert thought < 0.17 * len(one.sizes)
 
 
-def test_texts_in_vain_make_the_next_ones_rest_sooner() -> None:
-    """And still one that repeats itself is noticed before long, whereupon the next is looked at as the first was."""
-    budget, one = known(0.2), world(lambda written, depth, size: float(768 <= written < 896), 0.2)
-    learn, thought, thoughts = budget.learn, 0, []
-
-    def counted(done: Round) -> None:
-        nonlocal thought
-        thought += 1
-        learn(done)
-
-    budget.learn = counted  # type: ignore[method-assign]
-    for _ in range(8):
-        budget.begin()
-        thought, rounds = 0, len(one.sizes)
-        one.run(budget, 128)
-        thoughts.append(thought)
-        if one.written == 896:
-            assert len(one.sizes) - rounds < 40 and budget._vain == 0
-    assert thoughts[5] < 0.7 * thoughts[1] and thoughts[5] < 0.7 * thoughts[7]
-    assert one.worst <= STAKE + 1e-9
-
-
 def test_a_text_begins_afresh_only_behind_a_long_time_without_drafts() -> None:
     for rounds, afresh in ((23, False), (24, True)):
         budget = known(0.2)

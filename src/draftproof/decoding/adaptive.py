@@ -39,9 +39,9 @@ HELD = 3
 CURIOUS, SELDOM = 8, 3
 """Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
 bank has no more than a draft could lose."""
-KEPT, AWAKE, TIRED = 0.25, 2, 4
+KEPT, AWAKE = 0.25, 2
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
-again before any rest: another text may repeat itself. The more texts in a row, up to so many, the sooner the next one rests."""
+again before any rest: another text may repeat itself."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -122,7 +122,6 @@ class Adaptive:
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._asked = self._rest = 0
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
-        self._vain = 0                                  # texts in a row that began while drafting seemed not to pay
         self._turned = self._looked = self._held = False
         self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
         begin = sum(size <= BEGIN for size in self.sizes) - 1
@@ -140,8 +139,7 @@ class Adaptive:
         self.bank.renew()
         self._hold = 0
         if self._plain_rounds >= 3 * SETTLED:
-            self._plain_rounds, self._asked, self._rest = (1 + self._vain) * SETTLED - AWAKE, 0, 0
-            self._vain = min(self._vain + 1, TIRED - 1)
+            self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
             self.acceptance.fade(KEPT)
 
     def expect(self, ahead: Ahead) -> None:
@@ -214,9 +212,7 @@ class Adaptive:
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
-        paid = tokens > cost
-        self._vain = 0 if paid else self._vain
-        settled = self._plain_rounds > SETTLED and not paid                     # one vain draft is no reason to think more
+        settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
         self._plain_rounds, self._asked = min(self._plain_rounds, 2 * REST) if settled else 0, 0
 
     def curiosity(self) -> int:
