@@ -167,7 +167,7 @@ class TokenTree:
         cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, odds: Tensor | None = None
     ) -> TokenTree:
         """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
-        static = _static(shape, len(tokens), tokens.device)
+        static = _beside(shape, len(tokens), tokens.device)
         tree = cls(tokens, static.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, odds)
         tree.__dict__["depths"], tree.__dict__["ancestors"] = static.depths, static.ancestors
         return tree
@@ -368,12 +368,19 @@ class _Static:
 
 
 @lru_cache(maxsize=512)
-def _static(shape: TreeShape, rows: int, device: torch.device) -> _Static:
-    """The tensors of a static shape, the same in so many rows, made once per device."""
+def _beside(shape: TreeShape, rows: int, device: torch.device) -> _Static:
+    """The tensors of a static shape in so many rows."""
+    one = _static(shape, device)
+    return _Static(one.parents.repeat(rows, 1), one.depths.expand(rows, -1), one.ancestors.expand(rows, -1, -1))
+
+
+@lru_cache(maxsize=512)
+def _static(shape: TreeShape, device: torch.device) -> _Static:
+    """The tensors of a static shape, made once per device."""
     nodes = len(shape)
     sees = torch.eye(nodes, dtype=torch.bool)
     for node, parent in enumerate(shape.parents):
         if parent >= 0:
             sees[node] |= sees[parent]
-    depths, parents = sees.sum(-1) - 1, torch.tensor(shape.parents, device=device)
-    return _Static(parents.repeat(rows, 1), depths.to(device).expand(rows, -1), sees.to(device).expand(rows, -1, -1))
+    depths = sees.sum(-1) - 1
+    return _Static(torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.tree import TokenTree
+from draftproof.errors import DrafterMismatch
 from draftproof.target.lean import Tables
 
 
@@ -116,6 +117,36 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         """The drafter that decodes with these weights, in the dtype and on the device of the target."""
+
+
+class Form(Protocol):
+    """What is said of any head's form."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def must_fit(name: str, form: Form, vocabulary: Vocabulary, *, padded: bool = True) -> None:
+    """Refuse heads made for another target.
+
+    padded: tables are padded here and there, so a few rows more or less are the same tokenizer.
+    """
+    if form.hidden_size != vocabulary.hidden_size:
+        raise DrafterMismatch(
+            f"{name} was made for hidden states of {form.hidden_size} numbers, {vocabulary.name} has "
+            f"{vocabulary.hidden_size}; use one trained for this target"
+        )
+    if abs(form.vocab_size - vocabulary.vocab_size) > (max(PADDING, vocabulary.vocab_size // 100) if padded else 0):
+        raise DrafterMismatch(
+            f"{name} was trained for {form.vocab_size} tokens, {vocabulary.name} has {vocabulary.vocab_size}; "
+            "use one trained for this target"
+        )
+
+
+PADDING = 512
+"""Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
 
 
 def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = None) -> Tensor:

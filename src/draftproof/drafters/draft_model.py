@@ -19,7 +19,7 @@ from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, Prefix
 from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import DrafterMismatch
 
 WIDTHS = (2, 4, 8)
@@ -112,7 +112,8 @@ class DraftModel(Drafter):
             above = shape.levels[depth - 1]
             tree = self._tree(tokens, shape)
             if depth > 1:
-                logits = self._fit(self.model.read(tree, self._cache(len(root)), first=above.start).logits)
+                read = self.model.read(tree, self._cache(len(root)), first=above.start)
+                logits = over_vocabulary(read.logits, self.vocab_size)
                 self.scratch = above.stop
             paths = Paths(frontier.prefix, tree, first=above.start)
             count = max(shape.ranks[node] for node in level) + 1
@@ -176,7 +177,7 @@ class DraftModel(Drafter):
         logits = self.model.read(TokenTree.chain(tokens), cache).logits
         cache.keep(None, gap)
         self.behind, self.scratch = [0] * rows, 1
-        return self._fit(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])))
+        return over_vocabulary(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])), self.vocab_size)
 
     def _lacking(self, prefix: Prefix, budget: int) -> int:
         """How many tokens rows lack at most before the root; where that is too many at once, all but one are read here."""
@@ -211,10 +212,3 @@ class DraftModel(Drafter):
     def _cache(self, stop: int, start: int = 0) -> Cache:
         assert self.cache is not None, "start() comes before the first commit"
         return self.cache.rows(start, stop)
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Draft logits over the target's vocabulary: what the target lacks is cut, what the draft lacks is -inf."""
-        missing = self.vocab_size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[..., : self.vocab_size]

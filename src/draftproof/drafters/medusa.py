@@ -25,7 +25,7 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, over_vocabulary
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.drafters.medusa_weights import Head, Weights
@@ -169,7 +169,7 @@ class Medusa(Drafter):
         self, head: MedusaHead, vocabulary: Vocabulary, tree: str | Sequence[Sequence[int]] | None = None
     ) -> None:
         self.config, self.vocabulary = head.config, vocabulary
-        must_fit(head.config.hidden_size, head.config.vocab_size, vocabulary)
+        must_fit("the set of Medusa heads", head.config, vocabulary)
         self.tree = _tree(tree if tree is not None else head.config.tree, head.config, vocabulary)
         trees, heads = vocabulary.reads_trees, head.config.num_heads
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
@@ -290,24 +290,6 @@ def candidates(nodes: int, heads: int, vocab: int) -> TreeShape:
         ]
         found += [path for path, _, _ in level]
     return TreeShape(tuple(found))
-
-
-def must_fit(hidden_size: int, vocab_size: int, vocabulary: Vocabulary) -> None:
-    """Refuse heads made for another target. Tables are padded here and there, so a few rows more or less are the same."""
-    if hidden_size != vocabulary.hidden_size:
-        raise DrafterMismatch(
-            f"the Medusa heads read hidden states of {hidden_size} numbers, {vocabulary.name} has {vocabulary.hidden_size}; "
-            "use heads trained for this target"
-        )
-    if abs(vocab_size - vocabulary.vocab_size) > max(PADDING, vocabulary.vocab_size // 100):
-        raise DrafterMismatch(
-            f"the Medusa heads were trained for {vocab_size} tokens, {vocabulary.name} has {vocabulary.vocab_size}; "
-            "use heads trained for this target"
-        )
-
-
-PADDING = 512
-"""Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
 
 
 class _Plan(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Vocabulary
-from draftproof.drafters.medusa import MedusaConfig, MedusaHead, must_fit
+from draftproof.drafters.base import Vocabulary, must_fit
+from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.errors import BadInput, DrafterMismatch
 
 Config = dict[str, Any]
@@ -82,7 +82,7 @@ def from_tensors(config: Config, tensors: Tensors, vocabulary: Vocabulary) -> Me
         tree=_tree(config),
         pairs=len(tensors["pairs.tokens"]) if "pairs.tokens" in tensors else 0,
     )
-    must_fit(form.hidden_size, form.vocab_size, vocabulary)
+    must_fit("the set of Medusa heads", form, vocabulary)
     if token_map is not None:
         state["token_map"] = token_map
     state |= {name: tensors[name] for name in tensors if name.startswith("pairs.")}

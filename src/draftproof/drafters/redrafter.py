@@ -24,9 +24,9 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, over_vocabulary
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
-from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.errors import BadInput
 from draftproof.native.kernels import EVEN, Linear, Recurrence, kernels
 from draftproof.target.pack import PackedLinear, pack_linears
 
@@ -39,8 +39,6 @@ NODES = 12
 """Draft tokens per row and round when nobody says."""
 TREES = ("nodes", "beams")
 """What becomes of a beam search: its most likely nodes, or its surviving beams as published."""
-PADDING = 512
-"""Rows, or one in a hundred, by which vocabularies of one tokenizer differ: tables are padded to round numbers."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,7 @@ class ReDrafter(Drafter):
         cut: int | None = None,
         learn: LearnConfig | None = None,
     ) -> None:
-        must_fit(head.config, vocabulary)
+        must_fit("the recurrent drafter", head.config, vocabulary, padded=not head.config.share_lm_head)
         length = length if length is not None else min(head.steps, LENGTH)
         if not 1 <= width <= min(cut or vocabulary.vocab_size, vocabulary.vocab_size) or length < 1:
             raise BadInput(f"a beam search of width {width} and length {length} was asked of {vocabulary.vocab_size} tokens; "
@@ -455,18 +453,3 @@ class _Native(NamedTuple):
 def _linear(module: nn.Module) -> Linear | None:
     """A layer as our kernels read it."""
     return module.native if isinstance(module, PackedLinear) else None
-
-
-def must_fit(config: ReDrafterConfig, vocabulary: Vocabulary) -> None:
-    """Refuse a head made for another target. Tables are padded here and there, so a few rows more or less are the same."""
-    if config.hidden_size != vocabulary.hidden_size:
-        raise DrafterMismatch(
-            f"the recurrent drafter reads hidden states of {config.hidden_size} numbers, {vocabulary.name} has "
-            f"{vocabulary.hidden_size}; use one trained for this target"
-        )
-    slack = 0 if config.share_lm_head else max(PADDING, vocabulary.vocab_size // 100)
-    if abs(config.vocab_size - vocabulary.vocab_size) > slack:
-        raise DrafterMismatch(
-            f"the recurrent drafter was trained for {config.vocab_size} tokens, {vocabulary.name} has "
-            f"{vocabulary.vocab_size}; use one trained for this target"
-        )

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Vocabulary, lm_head_of
-from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead, must_fit
+from draftproof.drafters.base import Vocabulary, lm_head_of, must_fit
+from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
 from draftproof.errors import BadInput, DrafterMismatch
 
 Config = dict[str, Any]
@@ -48,7 +48,7 @@ def from_tensors(config: Config, tensors: Tensors, vocabulary: Vocabulary) -> Re
     """
     state = {ours: tensors[theirs] for ours, theirs in _ours(tensors).items()}
     form = _form(config, state, tensorrt=any(name.startswith("drafter.") for name in tensors))
-    must_fit(form, vocabulary)
+    must_fit("the recurrent drafter", form, vocabulary, padded=not form.share_lm_head)
     if form.share_lm_head:
         like = state["input_proj.weight"]
         state["projection.weight"], state["projection.bias"] = (part.to(like).contiguous() for part in lm_head_of(vocabulary))

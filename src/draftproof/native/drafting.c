@@ -248,8 +248,8 @@ void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, c
  * positions[row] then; behind the root, token after token the best of each, each read in turn as the next node of the scratch.
  * places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the chance that a chain stands is
  * below `floor` in every row. tokens [rows, 1 + steps], the root first, `absent` where nothing may be chosen. Returns how many were
- * drafted. width: no row lacks more, the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as for a forward of rows * width
- * tokens, and 2 rows * width * size + rows * vocab more. */
+ * drafted. width: no row lacks more, the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as
+ * for a forward of rows * width tokens, and 2 rows * width * size + rows * vocab more. */
 int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
                          const bf16 *table, const int64_t *text, int64_t room, const int64_t *positions, int64_t *lengths,
                          int64_t width, int64_t steps, const float *noise, const int64_t *places, const float *heats,

@@ -270,8 +270,8 @@ MUTANTS = (
            "self.behind[row] += 0"),
     Mutant("draft cache rows not moved when a row retires", "16: drafter state", DRAFT + "select", "self.cache.select(rows)",
            "pass"),
-    Mutant("token ids beyond the target's vocabulary drafted", "32: padded vocabulary", DRAFT + "_fit",
-           "logits[..., : self.vocab_size]", "logits"),
+    Mutant("token ids beyond the target's vocabulary drafted", "32: padded vocabulary", "drafters.base:over_vocabulary",
+           "logits[..., :vocab_size]", "logits"),
     # Stopping and accounting
     Mutant("tokens behind an end token kept", "21: transformers #47912, SGLang #33758", RUNNING + "extend",
            "self.finish_reason is not None:\n            return index + 1", "False:\n            return index + 1"),
