@@ -146,7 +146,8 @@ class Watch(Drafter):
 def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     """The root at node 0, parents first, no more than the budget, and nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
-    assert ((tree.tokens != ABSENT).sum(1) - 1 <= frontier.budget).all()
+    allowed = frontier.budget if tree.odds is None and tree.turns is None else frontier.room
+    assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
     assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (tree.parents[:, 0] == -1).all()
     orphan = (tree.tokens.gather(1, tree.parents.clamp(min=0)) == ABSENT) & (tree.tokens != ABSENT)

@@ -129,3 +129,45 @@ def test_the_text_of_a_node_is_its_path() -> None:
     texts = [[token for token in text if token != NOTHING] for text in tree.texts[0].tolist()]
     assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15], [10, 12, 15, 16]]
     assert torch.equal(tree.twins[0], torch.eye(7, dtype=torch.bool)) and tree.firsts.tolist() == [list(range(7))]
+
+
+def sharing(rows: int, seed: int) -> TokenTree:
+    """A ragged tree per row, some with equal odds, of a shape."""
+    dice = torch.Generator().manual_seed(seed)
+    shape = TreeShape.branching((3, 2, 2))
+    nodes = len(shape)
+    tokens, odds = torch.randint(3, (rows, nodes), generator=dice), torch.ones(rows, nodes)
+    steps = torch.rand(rows, nodes, generator=dice).mul(4).ceil() / 4
+    for node, parent in enumerate(shape.parents[1:], start=1):
+        gone = (tokens[:, parent] == ABSENT) | (torch.rand(rows, generator=dice) < 0.2)
+        tokens[:, node] = torch.where(gone, ABSENT, tokens[:, node])
+        odds[:, node] = torch.where(gone, 0, odds[:, parent] * steps[:, node])
+    return TokenTree.shaped(tokens, shape, odds=odds)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_share_what_may_be_drafted(rows: int) -> None:
+    """Of all rows together the likeliest are kept, whole paths, and each says with how many it would be."""
+    for seed in range(20):
+        tree = sharing(rows, seed)
+        assert tree.odds is not None
+        drafted = tree.present[:, 1:]
+        falling = sorted(tree.odds[:, 1:][drafted].tolist(), reverse=True)
+        for nodes in (1, 3, 8, 30):
+            kept = tree.shared(nodes)
+            assert kept.odds is not None and kept.turns is not None
+            there = kept.present[:, 1:]
+            assert sorted(kept.odds[:, 1:][there].tolist(), reverse=True) == falling[: nodes * rows]
+            assert sorted(kept.turns[:, 1:][there].tolist()) == [at // rows + 1 for at in range(int(there.sum()))]
+            assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
+            assert not kept.tokens.shape[1] > 1 or there[:, -1].any()               # no wider than it must be
+            fewer = tree.shared(max(1, nodes - 1))
+            wanted = torch.where(kept.turns <= max(1, nodes - 1), kept.tokens, ABSENT)
+            assert torch.equal(fewer.tokens, wanted[:, : fewer.tokens.shape[1]])
+            plain = TokenTree(kept.tokens, kept.parents, kept.depth_limit)
+            assert torch.equal(kept.depths, plain.depths) and torch.equal(kept.ancestors, plain.ancestors)
+
+
+def test_a_tree_that_tells_no_odds_is_shared_as_it_is() -> None:
+    tree = TokenTree.chain(torch.tensor([[7, 1, 2], [7, 3, ABSENT]]))
+    assert tree.shared(1) is tree

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from drafting import DRAFTERS, Oracle, Watch, texts
 from test_decoder import Counted
 from tiny import VOCAB, prompts, target
 
-from draftproof.core.messages import Frontier
+from draftproof.core.messages import Frontier, Reading
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.adaptive import RATE, STAKE, Adaptive, Bank, presets
@@ -29,6 +30,8 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.errors import BadInput
+from draftproof.target.cache import RowCache
+from draftproof.target.target import Target
 
 Luck = Callable[[int, int, int], float]
 """The chance that a draft token stands: by tokens written so far, its depth, and how many were drafted."""
@@ -532,6 +535,53 @@ def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sam
         drafted.append(sum(one.stats.drafted for one in alone))
         shares.append(sum(one.stats.accepted for one in alone) / drafted[-1])
     assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
+
+
+class Unsure(Wild):
+    """So many tokens per row, of which one row may have more, for as long as drafts may stand."""
+
+    floor = 1e-9
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        return 2
+
+    def curiosity(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"])
+def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row drafts beyond its part another does not; alone there is nobody to share with. The text is the same."""
+    monkeypatch.setattr(Target, "skips_absent", True)
+    asked, budget, sizes = prompts(6, seed=4), Unsure(6, 0), []
+    wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
+    engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
+    read = engine.target.read
+
+    def noted(tree: TokenTree, cache: RowCache, **options: Any) -> Reading:
+        if "taps" in options and not options.get("last_only") and tree.tokens.shape[1] > 1:      # no draft's read
+            sizes.append(tree.sizes)
+        return read(tree, cache, **options)
+
+    monkeypatch.setattr(engine.target, "read", noted)
+    assert texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) == wanted
+    shared = [one for one in sizes if len(one) > 1]
+    assert all(sum(one) <= 2 * len(one) for one in shared) and any(max(one) > 2 > min(one) for one in shared)
+    assert max(map(max, shared)) <= 4 and all(max(one) <= 2 for one in sizes if len(one) == 1)
+    batches = [one for one in budget.rounds if one.rows > 1]
+    assert all(not one.chain and one.nodes is not None and set(one.nodes) <= {1, 2} for one in batches)
+    assert all(one.chain for one in budget.rounds if one.rows == 1)
+    told = [node for one in batches for node in one.nodes or ()]
+    assert told.count(1) >= told.count(2) > 0, "and what is drafted stands"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_whatever_rows_share_the_text_is_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "skips_absent", True)
+    asked, sampling = prompts(5, seed=3), Sampling(temperature=0.7, seed=2)
+    wanted = texts(Engine(target(), Plain()), asked, max_new_tokens=24, sampling=sampling)
+    engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Adaptive(9))
+    assert [texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) for _ in range(2)] == [wanted] * 2
 
 
 def test_peeking_changes_nothing_either() -> None:

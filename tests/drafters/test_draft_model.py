@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import transformers
@@ -12,6 +14,7 @@ from draftproof.core.sampling import Prefix, Sampler, Sampling, Wishes
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.decoding.budget import Budget, Confidence, Fixed
 from draftproof.decoding.engine import Engine
+from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.native.kernels import has_amx, kernels
 from draftproof.target.cache import RowCache
@@ -41,30 +44,49 @@ class Recording(DraftModel):
     def __init__(self, draft: Target, in_calls: bool = False) -> None:
         super().__init__(draft, VOCAB)
         self.in_calls, self.at_once = in_calls, 0
-        self.told: list[tuple[Tensor, int, list[Tensor]]] = []          # tokens, nodes in the scratch, and the keys there
+        self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []     # reads of each row, and keys up to there
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = super().propose(frontier)
         assert isinstance(self.cache, RowCache)
-        ends = [length + self.scratch for length in self.cache.lengths[: len(tree.tokens)].tolist()]
+        assert self.scratch is not None
+        reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
+        ends = [length + own for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
         keys = [layer.keys[row, :, :end].clone() for layer in self.cache.layers for row, end in enumerate(ends)]
-        self.told.append((tree.tokens.clone(), self.scratch, keys))
+        self.told.append((tree.shared(frontier.budget) if tree.turns is None else tree, reads, keys))
         return tree
 
-    def _at_once(self, frontier: Frontier, steps: int) -> Tensor | None:
+    def _at_once(self, frontier: Frontier, steps: int) -> TokenTree | None:
         chain = None if self.in_calls else super()._at_once(frontier, steps)
         self.at_once += chain is not None
         return chain
 
 
-def written(drafter: Recording, target: Target, wishes: Sampling, budget: Budget, rows: int) -> list[tuple[object, ...]]:
+def written(drafter: Recording | None, target: Target, wishes: Sampling, budget: Budget, rows: int) -> list[tuple[object, ...]]:
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
     done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=wishes, batch_size=rows)
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 
+class Shared(NamedTuple):
+    """So many tokens per row, of which one row may have more."""
+
+    count: int
+    most: int
+    floor: float
+
+    def nodes(self, stats: RoundStats, rows: int) -> int:
+        return self.count
+
+
+BUDGETS = {
+    "one": Fixed(1), "six": Fixed(6), "while confident": Confidence(6, 0.2), "two shared": Shared(2, 6, 1e-9),
+    "three shared": Shared(3, 10, 0.02),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("budget", [Fixed(1), Fixed(6), Confidence(6, 0.2)], ids=["one", "six", "while confident"])
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize(
     "wishes",
     [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)],
@@ -73,11 +95,20 @@ def written(drafter: Recording, target: Target, wishes: Sampling, budget: Budget
 def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sampling, budget: Budget, rows: int) -> None:
     target, draft = model(3, free=False), model(1, free=True)
     once, often = Recording(draft), Recording(draft, in_calls=True)
-    assert written(once, target, wishes, budget, rows) == written(often, target, wishes, budget, rows)
+    found = written(once, target, wishes, budget, rows)
+    assert found == written(often, target, wishes, budget, rows)
+    assert [one[0] for one in found] == [one[0] for one in written(None, target, wishes, Fixed(0), rows)]
     assert once.at_once == len(once.told) > 0 and not often.at_once
-    for (tokens, scratch, keys), (same, so_many, alike) in zip(once.told, often.told, strict=True):
-        assert torch.equal(tokens, same) and scratch == so_many
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(keys, alike, strict=True))
+    for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
+        assert torch.equal(tree.tokens, same.tokens)
+        assert all(max(1, size) <= own <= other for own, size, other in zip(reads, tree.sizes, often_read, strict=True))
+        assert all(torch.equal(ours, theirs[:, : ours.shape[1]]) for ours, theirs in zip(keys, alike, strict=True))
+        if tree.turns is not None and same.turns is not None:
+            assert torch.equal(tree.turns * tree.present, same.turns * same.present)
+    if rows > 1 and isinstance(budget, Shared):
+        trees = [tree for tree, *_ in once.told if len(tree.tokens) == rows]
+        assert all(sum(tree.sizes) <= budget.count * rows for tree in trees)
+        assert any(max(tree.sizes) > budget.count > min(tree.sizes) for tree in trees)
 
 
 def test_a_chain_has_noise_as_far_as_it_goes() -> None:
@@ -111,7 +142,7 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
 
     drafter.propose = broken  # type: ignore[method-assign]
     Engine(target, drafter, budget=4).generate([[5, 1, 7], [4, 4, 9]], max_new_tokens=12, batch_size=2)
-    both = [tokens for tokens, *_ in drafter.told if len(tokens) == 2]
+    both = [tree.tokens for tree, *_ in drafter.told if len(tree.tokens) == 2]
     assert drafter.at_once and len(both) > 1
     for tokens in both[1:]:                                             # the first proposal reads the prompts anew
         assert (tokens[0] != ABSENT).all() and (tokens[1, 1:] == ABSENT).all()

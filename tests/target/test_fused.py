@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.native.kernels import SWITCH, has_amx, kernels
 from draftproof.target import pack
 from draftproof.target.exactness import probe
@@ -152,6 +152,40 @@ def test_threads_do_not_change_a_bit(way: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = read_by(way, family)
+    assert target.skips_absent and target._lean is not None and target._lean.fused is not None
+    dice = torch.Generator().manual_seed(2)
+    prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
+    drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
+    tree, read, widths, own_head = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]](), target._lean.head
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        widths.append(tuple(states.shape[:2]))
+        return own_head(states)
+
+    for spared in (False, True):
+        cache = target.new_cache(4, 128)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(prompt), cache)
+            cache.keep(None, torch.tensor([90, 37, 1, 64]))
+            with monkeypatch.context() as patch:
+                patch.setattr(target._lean, "head", head)
+                if not spared:
+                    patch.setattr("draftproof.target.fused._Some.of", lambda tree, found: None)
+                reading = target.read(tree, cache, taps=(0, 2, -1))
+        assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
+        assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
+        stores = [store for layer in cache.layers for store in layer.stores]
+        kept = [store[row, :, : length + 11] for store in stores for row, length in enumerate(cache.lengths.tolist())]
+        read.append((reading.logits, reading.hidden, kept))
+    (logits, hidden, _), (same, alike, _) = read
+    assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(hidden[tree.present], alike[tree.present])
+    assert same.isfinite().all() and alike.isfinite().all()
 
 
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:

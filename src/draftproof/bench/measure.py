@@ -77,7 +77,7 @@ class Written:
 
 
 class Shape(NamedTuple):
-    """The shape of a read: rows, nodes per row, positions of the cache."""
+    """The shape of a read: rows, nodes per row (their mean, where rows have different numbers), positions of the cache."""
 
     rows: int
     width: int

@@ -26,7 +26,7 @@ from draftproof.decoding.costs import measure_costs
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
-from draftproof.native.kernels import Contest
+from draftproof.native.kernels import Chains, Contest
 from draftproof.target.cache import RowCache
 from draftproof.target.target import Target
 from draftproof.target.text import Codec, TextStream
@@ -109,18 +109,19 @@ class Watched:
         self.calls += 1
         if not last_only:
             rows, nodes = tree.tokens.shape
-            self.shapes[Shape(rows, nodes - first, cache.capacity)] += 1
+            width = round(sum(tree.sizes) / rows) + 1 if self.inner.skips_absent and not first else nodes - first
+            self.shapes[Shape(rows, width, cache.capacity)] += 1
         return self.inner.read(tree, cache, first=first, last_only=last_only, taps=taps)
 
-    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
-        """A chain in one call counts as the reads it takes the place of: what was missing with the root, then one by one."""
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
+        """Chains in one call count as the reads they take the place of: what was missing with the root, then one by one."""
         lacking = int((prefix.position - cache.lengths).amax())
-        chain = self.inner.chain(prefix, width, cache, steps, contest)
-        if chain is not None:
-            self.shapes[Shape(len(chain), 1 + lacking, cache.capacity)] += 1
-            if chain.shape[1] > 2:
-                self.shapes[Shape(len(chain), 1, cache.capacity)] += chain.shape[1] - 2
-        return chain
+        chains = self.inner.chain(prefix, width, cache, steps, nodes, contest)
+        if chains is not None:
+            self.shapes[Shape(len(chains.read), 1 + lacking, cache.capacity)] += 1
+            for depth in range(1, int(chains.read.amax())):
+                self.shapes[Shape(int((chains.read > depth).sum()), 1, cache.capacity)] += 1
+        return chains
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

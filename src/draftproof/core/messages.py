@@ -69,8 +69,10 @@ class Frontier:
     budget: how many tokens each row may draft this round, zero included.
     drawn: draw draft tokens from a law and attach it, for rules that weigh it; otherwise choose them.
     trees: the target reads trees; otherwise only a chain will do.
-    floor: a draft may end early where no row's likeliest path has this chance to stand any more; 0: it may not, since to
-    ask a device costs more than it saves, or since the rule must not know.
+    floor: a path may end early where it has less than this chance to stand; 0: it may not, since to ask a device costs more
+    than it saves, or since the rule must not know.
+    most: how many tokens one row may draft if others draft fewer. Of a tree that tells its odds the likeliest nodes of all rows
+    are read, together as many as `budget` for each.
     """
 
     prefix: Prefix
@@ -79,6 +81,12 @@ class Frontier:
     drawn: bool = False
     trees: bool = True
     floor: float = 0.0
+    most: int = 0
+
+    @property
+    def room(self) -> int:
+        """The most tokens that any row may draft, by a drafter that tells their odds."""
+        return max(self.budget, self.most)
 
 
 class Successors(NamedTuple):

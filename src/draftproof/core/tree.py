@@ -6,11 +6,12 @@ Shape letters: B rows, N nodes, D path length in nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ABSENT = -1
@@ -142,6 +143,7 @@ class TokenTree:
     ranked: nodes come in falling order of their odds, so that the tree of fewer nodes is the beginning of this one.
     odds: [B, N] what the drafter takes for the chance that a node will stand: 1 at the root, 0 where absent, never more
         than the parent's; None if it does not say. What is exact does not depend on it.
+    turns: [B, N] int64 in a batch that shares what it drafts: with how many nodes per row each would be among the likeliest.
     """
 
     tokens: Tensor
@@ -151,6 +153,7 @@ class TokenTree:
     is_chain: bool = False
     odds: Tensor | None = None
     ranked: bool = False
+    turns: Tensor | None = None
 
     @classmethod
     def root(cls, tokens: Tensor) -> TokenTree:
@@ -256,6 +259,27 @@ class TokenTree:
         first = self.firsts == torch.arange(best.shape[1], device=best.device)
         parents = self.firsts.gather(1, self.parents.clamp(min=0))
         return self.likeliest(self.tokens, parents, torch.where(first, best, 0), nodes, self.depth_limit)
+
+    def shared(self, nodes: int) -> TokenTree:
+        """The likeliest nodes by `odds`, of all rows together `nodes` for each; a tree that tells no odds as it is."""
+        if self.odds is None:
+            return self
+        rows, width = self.tokens.shape
+        falling = self.odds[:, 1:].T.flatten()                                      # of equals a parent comes first
+        order = falling.sort(descending=True, stable=True)
+        turns = torch.empty_like(order.indices).scatter_(0, order.indices, torch.arange(len(falling), device=falling.device))
+        turns = F.pad(turns.view(width - 1, rows).T // rows + 1, (1, 0))
+        there = self.present & (turns <= nodes)
+        there[:, 0] = True
+        deepest = 1 + int((there * torch.arange(width, device=there.device)).amax())
+        tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :deepest], self.parents[:, :deepest]
+        limit = min(self.depth_limit, deepest - 1)
+        odds, turns = self.odds[:, :deepest], turns[:, :deepest]
+        tree = replace(self, tokens=tokens, parents=parents, depth_limit=limit, odds=odds, turns=turns)
+        if "depths" in self.__dict__:                                               # a static shape keeps what is known of it
+            tree.__dict__["depths"] = self.depths[:, :deepest]
+            tree.__dict__["ancestors"] = self.ancestors[:, :deepest, :deepest]
+        return tree
 
     def trunk(self) -> TokenTree:
         """The chain with the most expected tokens by `odds`, for targets that cannot read trees."""

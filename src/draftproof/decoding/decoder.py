@@ -23,6 +23,8 @@ from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
+BEYOND = 2
+"""Tokens by which a row of a batch may draft more than each does on average; or half of that, if it is more."""
 PATIENCE = 32
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
 
@@ -30,7 +32,7 @@ PATIENCE = 32
 class _Given(NamedTuple):
     """What a round gave one row: the accepted tokens and the next root, and the nodes that stood, root first.
 
-    drafted: nodes. reach: depth of the deepest. path: of a tree that is neither ranked nor a chain nobody needs it.
+    drafted: nodes. reach: depth of the deepest. path: of a tree whose nodes have no ranks nobody needs it.
     logprobs, distance: of each token, if somebody asks; they may be longer.
     """
 
@@ -63,6 +65,7 @@ class Decoder:
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
         self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
+        self.shared = False                             # whether rows shared what the last round drafted
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
         self._patient = self.at_hand and not drafter.rereads        # one that rereads counts what it has not read yet
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
@@ -145,26 +148,32 @@ class Decoder:
         return TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain, ranked=tree.ranked)
 
     def _frontier(self, budget: int) -> Frontier:
-        deepest = self.drafter.deepest
-        ahead = budget if deepest is None else min(budget, deepest)
+        deepest, looks = self.drafter.deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
+        shares = looks and len(self.running) > 1 and self.target.skips_absent
+        most = min(budget + max(BEYOND, budget // 2), self.budget.most) if shares else budget
+        ahead = most if deepest is None else min(most, deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self.text[: self.rows], self._cache().lengths.clone(), ahead, longest)
-        looks = self.sampler.at_hand and not self.rule.drawn
-        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, self._floor if looks else 0.0)
+        floor = self._floor if looks else 0.0
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor, most)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
-        """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked."""
+        """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked.
+
+        Rows of a batch share what may be drafted: of a proposal with more nodes than that the likeliest are read.
+        """
         if frontier.budget == 0:
             return TokenTree.root(frontier.prefix.root)
         self._tell()
         tree = self.drafter.propose(frontier)
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
-        drafted = tree.tokens.shape[1] - 1
-        if drafted > frontier.budget:
-            raise DrafterMismatch(f"the drafter {self.drafter.name} proposed {drafted} nodes, {frontier.budget} were allowed")
-        return tree
+        drafted, shares = tree.tokens.shape[1] - 1, tree.turns is not None or tree.odds is not None
+        allowed = frontier.room if shares else frontier.budget
+        if drafted > allowed:
+            raise DrafterMismatch(f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed")
+        return tree.shared(frontier.budget) if drafted > frontier.budget and tree.turns is None else tree
 
     def _observe(self, commit: Commit) -> None:
         """Let the drafter learn what became true; of plain rounds, several at a time."""
@@ -241,12 +250,13 @@ class Decoder:
         else:
             given = self._copied(tree, reading, accepted, chosen)
         width = tree.tokens.shape[1] - 1
-        self.stood = [] if tree.ranked or tree.is_chain else None
+        turns = tree.turns.tolist() if tree.turns is not None else None
+        self.shared, self.stood = turns is not None, [] if tree.ranked or tree.is_chain or turns is not None else None
         for place, (row, one) in enumerate(zip(self.running, given, strict=self.twins is None)):
             tokens, count = one.tokens, len(one.tokens)
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
             if self.stood is not None:
-                self.stood += one.path[1:]
+                self.stood += [turns[place][node] for node in one.path[1:]] if turns is not None else one.path[1:]
             emitted = row.extend(some, one.logprobs, drafted=count - 1)
             strayed = sum(one.distance[:emitted]) if one.distance is not None else None
             if row.finish_reason is None and tokens[-1] == NOTHING:            # behind its end a text needs no token

@@ -86,7 +86,7 @@ class Watch:
         seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
         with self.clock.part("draft"):
             tried, stood = self._added(stats) if stats.drafted > drafted else ([], [])
-            chain = stats.drafted - drafted == stats.reached - reached
+            chain = stats.drafted - drafted == stats.reached - reached and not self.decoder.shared
             given = stats.emitted - emitted
             learner.learn(Round(len(rows), tried, stood, chain, given, seconds, drafting, self.decoder.stood))
 

@@ -8,6 +8,7 @@ tokens, children are drawn without replacement (Gumbel top-k) and carry their la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import log
 from typing import Any, Protocol
@@ -71,7 +72,7 @@ class DraftModel(Drafter):
             self.default_budget = len(shape) - 1
         self.cache: Cache | None = None
         self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
-        self.scratch = 0                    # nodes of the last proposal that lie in the cache's scratch
+        self.scratch: int | Tensor | None = None     # nodes of the last proposal, of each row, in the cache's scratch
 
     @property
     def unread(self) -> int:
@@ -79,14 +80,14 @@ class DraftModel(Drafter):
 
     def start(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity)
-        self.behind, self.scratch = [], 0
+        self.behind, self.scratch = [], None
 
     def observe(self, commit: Commit) -> None:
         width = commit.tokens.shape[1]
         for row in commit.rows:
             if row == len(self.behind):
                 self.behind.append(0)
-        if self.scratch:                    # the commit answers the proposal: keep what was read of it
+        if self.scratch is not None:          # the commit answers the proposal: keep what was read of it
             cache = self._cache(len(commit.rows))
             if self.shape is None or self.shape.is_chain:
                 cache.keep(None, commit.count.clamp(max=self.scratch))
@@ -94,20 +95,23 @@ class DraftModel(Drafter):
                 stands = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
                 cache.keep(commit.nodes, ((commit.nodes < self.scratch) & stands).sum(1))
             self.behind = [1] * len(self.behind)
-            self.scratch = 0
+            self.scratch = None
             return
         for row in commit.rows:
             self.behind[row] += width
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        shape = (self.shape or TreeShape.chain(frontier.budget)).within(frontier.budget)
-        if shape.is_chain and not frontier.drawn and (chain := self._at_once(frontier, len(shape) - 1)) is not None:
-            return TokenTree.chain(chain)
+        chains = self.shape is None or self.shape.is_chain
+        room = frontier.room if chains else frontier.budget
+        shape = (self.shape or TreeShape.chain(room)).within(room)
+        if chains and not frontier.drawn and (tree := self._at_once(frontier, len(shape) - 1)) is not None:
+            return tree
         root = frontier.prefix.root[:, None]
         if len(shape) == 1:
             return TokenTree.chain(root)
-        tokens, laws, odds = root, [], torch.zeros(len(root), device=root.device)
-        logits = self._read_root(frontier.prefix, frontier.budget)
+        tokens, laws, odds = root, [], torch.zeros(root.shape, device=root.device)
+        live = torch.ones_like(root, dtype=torch.bool)
+        logits = self._read_root(frontier.prefix, room)
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
             tree = self._tree(tokens, shape)
@@ -124,35 +128,40 @@ class DraftModel(Drafter):
                 scores, children, last = scores[:, parents, ranks], children[:, parents, ranks], last[:, parents]
             else:
                 scores, children = scores[..., 0], children[..., 0]
-            tokens = torch.cat([tokens, torch.where((scores > -torch.inf) & (last != ABSENT), children, ABSENT)], 1)
+            there = (scores > -torch.inf) & (last != ABSENT) & live
+            tokens = torch.cat([tokens, torch.where(there, children, ABSENT)], 1)
             if frontier.drawn:
                 laws.append(frontier.sampler.probs(logits, paths)[:, parents])
-            elif frontier.floor and shape.is_chain:
-                odds = odds + scores[:, -1]
-                if float(odds.amax()) < log(frontier.floor):
-                    return TokenTree.chain(tokens)
+            elif frontier.floor and chains:
+                odds = torch.cat([odds, torch.where(there, odds[:, -1:] + scores, -torch.inf)], 1)
+                live = odds[:, -1:] >= max(log(frontier.floor), _least(odds[:, 1:], frontier.budget * len(root)))
+                if not bool(live.any()):
+                    break
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
-        return TokenTree.shaped(tokens, shape, drawn)
+        known = odds.exp() if odds.shape == tokens.shape else None
+        return TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, known)
 
     def select(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
             self.cache.select(rows)
         self.behind = [self.behind[row] for row in rows]
 
-    def _at_once(self, frontier: Frontier, steps: int) -> Tensor | None:
-        """[B, 1 + d] the root and the chain behind it, if the model can draft it in one call."""
-        prefix, draft = frontier.prefix, getattr(self.model, "chain", None)
+    def _at_once(self, frontier: Frontier, steps: int) -> TokenTree | None:
+        """The roots and the chains behind them, if the model can draft them in one call."""
+        prefix, draft, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.behind)
         if not steps or draft is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
         contest = frontier.sampler.contest(prefix, steps, self.vocab_size, frontier.floor)
         if contest is None:
             return None
-        width, cache = 1 + self._lacking(prefix, frontier.budget), self._cache(len(self.behind))
+        width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
         cache.bound(prefix.longest)
-        chain: Tensor | None = draft(prefix, width, cache, steps, contest)
-        if chain is not None:
-            self.behind, self.scratch = [0] * len(self.behind), chain.shape[1] - 1
-        return chain
+        found = draft(prefix, width, cache, steps, frontier.budget * rows, contest)
+        if found is None:
+            return None
+        self.behind, self.scratch = [0] * rows, found.read
+        tree = TokenTree.chain(found.tokens)
+        return replace(tree, turns=found.turns) if frontier.room > frontier.budget else tree
 
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
@@ -212,3 +221,8 @@ class DraftModel(Drafter):
     def _cache(self, stop: int, start: int = 0) -> Cache:
         assert self.cache is not None, "start() comes before the first commit"
         return self.cache.rows(start, stop)
+
+
+def _least(odds: Tensor, nodes: int) -> float:
+    """The odds of the last of the likeliest `nodes` among [B, N]; -inf where there are fewer."""
+    return float(odds.flatten().topk(nodes).values[-1]) if odds.numel() >= nodes else -torch.inf

@@ -244,59 +244,99 @@ void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, c
     free(own);
 }
 
-/* Draft a chain. Each row reads what it lacks of its text [rows, room], up to its root at positions[row], and has lengths[row] =
- * positions[row] then; behind the root, token after token the best of each, each read in turn as the next node of the scratch.
- * places [rows] name the noise of the root. Ends after `steps` tokens, or where the logarithm of the chance that a chain stands is
- * below `floor` in every row. tokens [rows, 1 + steps], the root first, `absent` where nothing may be chosen. Returns how many were
- * drafted. width: no row lacks more, the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as
- * for a forward of rows * width tokens, and 2 rows * width * size + rows * vocab more. */
+/* Draft a chain per row. Each row reads what it lacks of its text [rows, room], up to its root at positions[row], and has
+ * lengths[row] = positions[row] then; behind the root, token after token the best of each, each read in turn as the next node of the
+ * scratch. places [rows] name the noise of the root. A row ends after `steps` tokens, where the logarithm of the chance that its
+ * chain stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest `nodes` tokens are kept.
+ * tokens [rows, 1 + steps], the root first, `absent` behind the end. turns, likewise, with how many nodes per row each would be
+ * kept. reads [rows]: how many tokens of a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more,
+ * the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as for a forward of rows * width
+ * tokens, and 2 rows * width * size + rows * vocab more. */
 int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
                          const bf16 *table, const int64_t *text, int64_t room, const int64_t *positions, int64_t *lengths,
-                         int64_t width, int64_t steps, const float *noise, const int64_t *places, const float *heats,
-                         const float *trusts, float floor, int64_t absent, int64_t *tokens, bf16 *work) {
+                         int64_t width, int64_t steps, int64_t nodes, const float *noise, const int64_t *places,
+                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens,
+                         int64_t *turns, int64_t *reads, bf16 *work) {
     int64_t rows = read->rows, vocab = head->outputs, size = head->size, most = width > steps ? width : steps, lack = 1;
     bf16 *hidden = work, *last = hidden + rows * width * size, *own = last + rows * width * size, *rest = own + rows * vocab;
     for (int64_t r = 0; r < rows; r++) lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
     width = lack < width ? lack : width;
-    int64_t parents[rows * most], where[rows], found[rows];
-    float odds[rows], sums[rows];
-    memset(sums, 0, sizeof sums);
+    nodes = nodes < rows * steps ? nodes : rows * steps;
+    int64_t parents[rows * most], where[rows], found[rows], starts[rows + 1], which[rows], live[rows], going = rows;
+    float chance[rows], heat[rows], trust[rows], sums[rows];
+    Scored likely[nodes];
+    for (int64_t n = 0; n < nodes; n++) likely[n] = (Scored){-INFINITY, -1};
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t node = 0; node < width; node++) {
             int64_t place = lengths[r] + node, token = place <= positions[r] ? text[r * room + place] : 0;
             memcpy(hidden + (r * width + node) * size, table + token * size, (size_t)size * sizeof(bf16));
             parents[r * width + node] = node - 1;
         }
-        tokens[r * (1 + steps)] = text[r * room + positions[r]];
+        for (int64_t d = 0; d <= steps; d++) tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
+        tokens[r * (1 + steps)] = text[r * room + positions[r]], sums[r] = 0;
     }
     read->lengths = lengths, read->parents = parents, read->first = 0, read->nodes = width;
     draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
         memmove(last + r * size, root, (size_t)size * sizeof(bf16));
-        lengths[r] = positions[r];
+        lengths[r] = positions[r], live[r] = r, reads[r] = 1;
     }
     for (int64_t d = 0;;) {
-        draftproof_linear(head, last, own, rows, read->threads);
-        for (int64_t r = 0; r < rows; r++) where[r] = places ? places[r] + d : 0;
-        draftproof_best(own, noise, where, heats, trusts, rows, vocab, 1, odds, found, read->threads);
-        float top = -INFINITY;
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t *drafted = tokens + r * (1 + steps) + 1 + d;
-            int gone = d > 0 && drafted[-1] == absent;
-            *drafted = gone || odds[r] == -INFINITY ? absent : found[r];
-            sums[r] += odds[r];
-            top = sums[r] > top ? sums[r] : top;
+        for (int64_t i = 0; i < going; i++)
+            where[i] = places ? places[live[i]] + d : 0, heat[i] = heats[live[i]], trust[i] = trusts[live[i]];
+        draftproof_linear(head, last, own, going, read->threads);
+        draftproof_best(own, noise, where, heat, trust, going, vocab, 1, chance, found, read->threads);
+        for (int64_t i = 0; i < going; i++) {
+            int64_t r = live[i], at = r * (1 + steps) + d + 1;
+            sums[r] += chance[i];
+            if (chance[i] > -INFINITY) tokens[at] = found[i];
+            if (sums[r] > likely[nodes - 1].score) ranked(likely, nodes, sums[r], at);
         }
+        int64_t on = 0;
         d++;
-        if (d == steps || top < floor) return d;
+        for (int64_t i = 0; i < going && d < steps; i++) {
+            float sum = sums[live[i]];
+            if (sum > -INFINITY && sum >= floor && sum >= likely[nodes - 1].score) live[on++] = live[i];
+        }
+        if (!on) break;
+        going = on;
+        memset(starts, 0, sizeof starts);
+        for (int64_t i = 0; i < going; i++) {
+            int64_t r = live[i];
+            memcpy(hidden + i * size, table + tokens[r * (1 + steps) + d] * size, (size_t)size * sizeof(bf16));
+            which[i] = d, reads[r] = d + 1, starts[r + 1] = 1;
+        }
         for (int64_t r = 0; r < rows; r++) {
-            int64_t token = tokens[r * (1 + steps) + d];
-            memcpy(hidden + r * size, table + (token == absent ? 0 : token) * size, (size_t)size * sizeof(bf16));
+            starts[r + 1] += starts[r];
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
-        read->first = d, read->nodes = d + 1;
+        read->first = d, read->nodes = d + 1, read->starts = starts, read->which = which;
         draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+    }
+    int64_t longest = 0;
+    for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++) turns[likely[n].token] = n / rows + 1;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 1; d <= steps; d++) {
+            int64_t at = r * (1 + steps) + d;
+            if (!turns[at]) tokens[at] = absent;
+            else if (d > longest) longest = d;
+        }
+    return longest;
+}
+
+/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; their tokens;
+ * and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
+void draftproof_some(const int64_t *tokens, int64_t rows, int64_t nodes, int64_t absent, int64_t *starts, int64_t *which,
+                     int64_t *some, int64_t *back) {
+    int64_t count = starts[0] = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t node = 0; node < nodes; node++) {
+            int64_t token = tokens[r * nodes + node];
+            if (token != absent) which[count] = node, some[count++] = token;
+            back[r * nodes + node] = count - 1;
+        }
+        starts[r + 1] = count;
     }
 }
 

@@ -44,7 +44,7 @@ class Read(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines", "starts", "which")),
         ("scale", ctypes.c_float),
     )
 
@@ -121,10 +121,12 @@ class Kernels:
         self._settle = library.draftproof_settle
         self._settle.argtypes = (*(pointer,) * 3, *(number,) * 3, *(pointer,) * 2)
         self.chain = library.draftproof_chain
-        rooms = (number, *(pointer,) * 2, number, number)
+        rooms = (number, *(pointer,) * 2, *(number,) * 3)
         self.chain.argtypes = (
-            *(pointer,) * 2, number, *(pointer,) * 5, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 2
+            *(pointer,) * 2, number, *(pointer,) * 5, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 4
         )  # fmt: skip
+        self.some = library.draftproof_some
+        self.some.argtypes = (pointer, *(number,) * 3, *(pointer,) * 4)
         self._residual = library.draftproof_residual
         self._residual.argtypes = (pointer, pointer, pointer, number, number)
         self._gumbel = library.draftproof_gumbel
@@ -264,7 +266,7 @@ class Kernels:
 class Contest(NamedTuple):
     """By what the next tokens of a chain are chosen, as for `Kernels.best`; `places` [rows] are those behind the root.
 
-    floor: the logarithm of the chance to stand below which no row's chain goes on.
+    floor: the logarithm of the chance to stand below which a chain does not go on.
     """
 
     noise: Tensor | None
@@ -272,6 +274,17 @@ class Contest(NamedTuple):
     heats: Tensor
     trusts: Tensor
     floor: float
+
+
+class Chains(NamedTuple):
+    """A chain per row, the root first.
+
+    tokens: [rows, 1 + d]. turns: likewise, with how many nodes per row each would be kept. read: [rows] nodes in the scratch.
+    """
+
+    tokens: Tensor
+    turns: Tensor
+    read: Tensor
 
 
 class Stores:

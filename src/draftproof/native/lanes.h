@@ -123,8 +123,19 @@ typedef struct {
     const int64_t *lengths;                     /* [rows] committed tokens */
     const int64_t *parents;                     /* [rows, nodes] a parent comes before its children; -1 at the root */
     const bf16 *cosines, *sines;                /* [context, head_dim] */
+    const int64_t *starts, *which;              /* [rows + 1] and [starts[rows]], or null: see below */
     float scale;
 } Read;
+
+/* What is read of each row lies row by row: all nodes from `first` on, or, with starts, the nodes which[starts[row]] up to
+ * which[starts[row + 1]], ascending, so that a row with fewer nodes costs less. */
+static inline int64_t start_of(const Read *read, int64_t row) {
+    return read->starts ? read->starts[row] : row * (read->nodes - read->first);
+}
+
+static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
+    return read->starts ? read->which[read->starts[row] + place] : read->first + place;
+}
 
 /* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
  * the inputs rounded up, is a multiple of 16. With a scale per output they have 8 bits and 128 added to them, and fold is 4;

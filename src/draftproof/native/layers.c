@@ -111,7 +111,7 @@ static float softened(float *scores, int64_t earliest, int64_t start, int64_t le
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
 static void attended(const Read *read, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values, const bf16 *inner,
                      const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
-    int64_t size = read->head_dim, group = read->heads / read->key_heads, width = read->nodes - read->first;
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row);
     int64_t length = read->lengths[row], end = length + read->nodes, count = to - from;
     int64_t padded = (count + TOGETHER - 1) / TOGETHER * TOGETHER, stride = (end + BLOCK - 1) / BLOCK * BLOCK + LANES;
     const int64_t *parents = read->parents + row * read->nodes;
@@ -120,9 +120,9 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
     int64_t path[count][read->nodes], deep[count], start[count], earliest = length;
     memset(queries + count * size, 0, (size_t)((padded - count) * size) * sizeof(float));
     for (int64_t q = 0; q < count; q++) {
-        int64_t node = read->first + (from + q) / group, head = key_head * group + (from + q) % group;
+        int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
         int64_t depth = depth_of(parents, node), position = length + depth;
-        const bf16 *x = inner + ((row * width + node - read->first) * (read->heads + 2 * read->key_heads) + head) * size;
+        const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
         turned(read, x, weight, epsilon, position < read->context ? position : read->context - 1, queries + q * size);
         for (int64_t i = 0; i < size; i++) queries[q * size + i] *= read->scale;
         deep[q] = depth + 1;
@@ -153,21 +153,21 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
                 for (int k = 0; k < TOGETHER; k++) sum[k] += scores[(q + k) * stride + s] * value;
             }
             for (int64_t k = 0; k < TOGETHER && q + k < count; k++) {
-                int64_t node = read->first + (from + q + k) / group, head = key_head * group + (from + q + k) % group;
+                int64_t place = (from + q + k) / group, head = key_head * group + (from + q + k) % group;
                 for (int64_t d = 0; d < deep[q + k]; d++)
                     sum[k] += scores[(q + k) * stride + length + d] * wide(values + (length + path[q + k][d]) * size + i);
-                narrowed(out + ((row * width + node - read->first) * read->heads + head) * size + i, sum[k] / sums[q + k]);
+                narrowed(out + ((begin + place) * read->heads + head) * size + i, sum[k] / sums[q + k]);
             }
         }
 }
 
-/* Queries, keys and values of the nodes `first:` of each row, [rows, nodes - first, heads + 2 key_heads, head_dim]: turn
- * them, write keys and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to
- * each node's own path; out [rows, nodes - first, heads, head_dim]. The weights of head norms may be null. */
+/* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads, head_dim]: turn them, write keys
+ * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
+ * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. */
 void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
                        bf16 *keys, bf16 *values, bf16 *out) {
-    int64_t size = read->head_dim, width = read->nodes - read->first, shared = read->rows * read->key_heads;
-    int64_t queries = width * (read->heads / read->key_heads), lines = read->heads + 2 * read->key_heads;
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
+    int64_t queries = (read->nodes - read->first) * group, lines = read->heads + 2 * read->key_heads;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
     each = each > 32 ? 32 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each, slots = 0;
@@ -177,10 +177,11 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
 #pragma omp for
         for (int64_t one = 0; one < shared; one++) {
             int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
-            for (int64_t w = 0; w < width; w++) {
-                int64_t node = read->first + w, slot = (one * read->capacity + length + node) * size;
+            int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
+            for (int64_t w = 0; w < some; w++) {
+                int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
                 int64_t position = length + depth_of(read->parents + row * read->nodes, node);
-                const bf16 *x = inner + ((row * width + w) * lines + read->heads + head) * size;
+                const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
                 float key[WIDEST];
                 turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
                 for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
@@ -189,20 +190,21 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
         }
 #pragma omp for schedule(dynamic)
         for (int64_t one = 0; one < shared * parts; one++) {
-            int64_t which = one / parts, from = one % parts * each, to = from + each < queries ? from + each : queries;
-            int64_t store = which * read->capacity * size;
-            attended(read, which / read->key_heads, which % read->key_heads, keys + store, values + store, inner, query_weight,
-                     epsilon, out, from, to);
+            int64_t which = one / parts, row = which / read->key_heads, store = which * read->capacity * size;
+            int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
+            if (from < own)
+                attended(read, row, which % read->key_heads, keys + store, values + store, inner, query_weight, epsilon, out, from,
+                         from + each < own ? from + each : own);
         }
     }
 }
 
-/* All layers of a model: hidden states [rows, nodes - first, size] become those behind the final norm, in `last`; the states
- * before layer n go to kept[n] where that is not null, nor kept. stores: keys and values of each layer in
- * turn. work: room for width * (size + the widest inner + heads * head_dim + 3 gates) numbers. */
+/* All layers of a model: hidden states [start_of(rows), size] become those behind the final norm, in `last`; the states before
+ * layer n go to kept[n] where that is not null, nor kept. stores: keys and values of each layer in turn. work: room for
+ * start_of(rows) * (size + the widest inner + heads * head_dim + 3 gates) numbers. */
 void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
                         bf16 *last, bf16 *const *kept, bf16 *work) {
-    int64_t width = read->rows * (read->nodes - read->first), size = layers->inner.size, threads = read->threads;
+    int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
     bf16 *delta = NULL;
     for (int64_t n = 0; n < count; n++) {
         const Layer *layer = layers + n;

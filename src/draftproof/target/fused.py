@@ -8,7 +8,7 @@ in a tree as in plain decoding.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.native.kernels import WIDEST, Contest, Kernels, Layer, Read, Stores, kernels
+from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Layer, Read, Stores, kernels
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
+TOGETHER = 4
+"""Widths of reads of a batch whose rows have different numbers of nodes are rounded up to these."""
 ALONE = 2
 """Rows that linear layers read where there is one: for a single row oneDNN has kernels that sum in another order."""
 
@@ -57,15 +59,26 @@ class Fused:
     def __call__(
         self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Lean`; tokens are those of the nodes `first:`."""
-        lean, kernels = self.lean, self.kernels
-        hidden = F.embedding(tokens, lean.embed.weight)
+        """As `Lean`; tokens are those of the nodes `first:`. In a batch, nodes that are not there are not read."""
+        some = _Some.of(tree, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
         parents = tree.parents.contiguous()
-        read = self._read(len(tokens), parents, first, cache)
+        read = self._read(len(tokens), parents, first, cache, some)
+        hidden = F.embedding(tokens if some is None else some.tokens, self.lean.embed.weight)
         if self._layers is not None and cache.stores is not None:
-            return self._whole(self._layers, cache.stores, read, hidden, last_only, taps)
-        work, size, threads = tokens.numel(), lean.hidden_size, read.threads
-        rows, width = tokens.shape
+            logits, tapped = self._whole(self._layers, cache.stores, read, hidden, last_only, taps)
+        else:
+            logits, tapped = self._by_layers(read, hidden, cache, last_only, taps)
+        if some is None:
+            return logits, tapped
+        return some.among_all(logits), some.among_all(tapped) if tapped is not None else None
+
+    def _by_layers(
+        self, read: Read, hidden: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Layer by layer, whose multiplications are torch's."""
+        lean, kernels = self.lean, self.kernels
+        (rows, width, size), threads = hidden.shape, read.threads
+        work = rows * width
         room = (rows, width if work > 1 else ALONE)
         normed, mixed, last = (hidden.new_zeros(*room, much) for much in (size, read.heads * read.head_dim, size))
         gated = {inner: hidden.new_zeros(*room, inner) for inner in lean.inner_sizes}
@@ -113,31 +126,34 @@ class Fused:
         logits = lean.head(last[:, -1:] if last_only else last)
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2) if taps else None
 
-    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """As `Lean.chain`."""
         lean, layers, stores, head = self.lean, self._layers, cache.stores, self.lean.native_head
         if layers is None or stores is None or head is None:
             return None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
         read = self._read(rows, text, 0, cache)                                         # the kernel makes parents of its own
-        tokens = torch.empty(rows, 1 + steps, dtype=torch.int64)
+        tokens, turns = torch.empty(2, rows, 1 + steps, dtype=torch.int64)
+        reads = torch.empty_like(positions)
         work = lean.embed.weight.new_empty(rows * (width * (2 * head.size + self._room) + head.outputs))
         noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
         done = self.kernels.chain(
             ctypes.addressof(read), layers, len(layers), stores.places, lean.norm_weight.data_ptr(), ctypes.addressof(head),
             lean.embed.weight.data_ptr(), text.data_ptr(), text.shape[1], positions.data_ptr(), cache.lengths.data_ptr(), width,
-            steps, noise, places, heats, trusts, contest.floor, ABSENT, tokens.data_ptr(), work.data_ptr(),
+            steps, nodes, noise, places, heats, trusts, contest.floor, ABSENT, tokens.data_ptr(), turns.data_ptr(),
+            reads.data_ptr(), work.data_ptr(),
         )  # fmt: skip
-        cache.reserve(done)
-        return tokens[:, : 1 + done]
+        cache.reserve(1 + done)
+        return Chains(tokens[:, : 1 + done], turns[:, : 1 + done], reads)
 
-    def _read(self, rows: int, parents: Tensor, first: int, cache: RowCache) -> Read:
+    def _read(self, rows: int, parents: Tensor, first: int, cache: RowCache, some: _Some | None = None) -> Read:
         lean, layer = self.lean, self.lean.layers[0]
         cosines, sines = self._turned(cache.capacity)
+        starts, which = (some.starts.data_ptr(), some.nodes.data_ptr()) if some is not None else (None, None)
         return Read(
             rows, parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
             lean.context, torch.get_num_threads(), cache.lengths.data_ptr(), parents.data_ptr(), cosines.data_ptr(),
-            sines.data_ptr(), layer.scale,
+            sines.data_ptr(), starts, which, layer.scale,
         )  # fmt: skip
 
     def _turned(self, capacity: int) -> tuple[Tensor, Tensor]:
@@ -148,6 +164,38 @@ class Fused:
             cos, sin = self.lean.rotary(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
             self._turns = (cos[0].contiguous(), sin[0].contiguous())
         return self._turns
+
+
+class _Some(NamedTuple):
+    """The nodes [M] of trees [B, N] that are there, row by row.
+
+    tokens: theirs, [1, M], and a few more. nodes: their numbers. starts: [B + 1] where each row's begin. back: [B, N] which of
+    them each is, or, if it is not there, some other.
+    """
+
+    tokens: Tensor
+    nodes: Tensor
+    starts: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, tree: TokenTree, found: Kernels) -> _Some | None:
+        """If they are fewer than the trees have room for."""
+        rows, width = tree.tokens.shape
+        count = sum(tree.sizes) + rows
+        count += -count % TOGETHER
+        if count >= rows * width:
+            return None
+        tokens = torch.zeros(1, count, dtype=torch.int64)
+        nodes, starts, back = torch.empty(3, (rows + 1) * width, dtype=torch.int64)
+        everything = tree.tokens.contiguous()
+        places = (one.data_ptr() for one in (starts, nodes, tokens, back))
+        found.some(everything.data_ptr(), rows, width, ABSENT, *places)
+        return cls(tokens, nodes, starts[: rows + 1], back[: rows * width].view(rows, width))
+
+    def among_all(self, states: Tensor) -> Tensor:
+        """[B, N, ...] of states [1, M, ...]."""
+        return states[0].index_select(0, self.back.flatten()).view(*self.back.shape, *states.shape[2:])
 
 
 def _native(lean: Lean) -> ctypes.Array[Layer] | None:

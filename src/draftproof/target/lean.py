@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree
-from draftproof.native.kernels import Contest
+from draftproof.native.kernels import Chains, Contest
 from draftproof.native.kernels import Linear as Native
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
@@ -154,15 +154,16 @@ class Lean:
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
         return self.forward(tokens, positions, mask, cache, last_only, taps)
 
-    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
-        """[B, 1 + d] the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
+        """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.
 
+        The likeliest `nodes` of all rows are among them; where a chain is not among these it need not go on.
         What rows lack before the root is read and committed, at most `width` tokens with the root. That lies in the scratch
         then, and so do the others, but for the last. The cache is bounded: no row of the prefix is longer.
         """
         if self.fused is None or not self.fused.takes(max(width, steps), cache):
             return None
-        return self.fused.chain(prefix, width, cache, steps, contest)
+        return self.fused.chain(prefix, width, cache, steps, nodes, contest)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]

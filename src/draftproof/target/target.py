@@ -20,7 +20,7 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
-from draftproof.native.kernels import Contest
+from draftproof.native.kernels import Chains, Contest
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.group import ALONE, Group
 from draftproof.target.lean import Lean, Tables
@@ -110,6 +110,11 @@ class Target:
         return other
 
     @property
+    def skips_absent(self) -> bool:
+        """Whether nodes that are not there cost nothing, so that rows of a batch may as well have different numbers of them."""
+        return self._lean is not None and self._lean.fused is not None
+
+    @property
     def position_bytes(self) -> tuple[int, int]:
         """Bytes the cache holds per position, and those it would hold as the model computes them."""
         return self.new_cache(1, 1).nbytes, self._new_cache(1, 1, RowLayer).nbytes
@@ -139,12 +144,12 @@ class Target:
         hidden = torch.stack([out.hidden_states[tap] for tap in taps], 2) if taps else None
         return Reading(logits, hidden)
 
-    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, contest: Contest) -> Tensor | None:
+    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """[B, 1 + d] the root and a chain of at most `steps` tokens, for a draft model; see `Lean.chain`.
 
         None, and nothing was read, where this takes a read per token.
         """
-        return self._lean.chain(prefix, width, cache, steps, contest) if self._lean is not None else None
+        return self._lean.chain(prefix, width, cache, steps, nodes, contest) if self._lean is not None else None
 
     def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
