@@ -16,13 +16,14 @@ from draftproof.bench.against_transformers import Generate
 from draftproof.bench.measure import Bench, Setting, Shape, Task
 from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_bytes
 from draftproof.core.messages import Frontier
-from draftproof.core.sampling import Sampling
-from draftproof.core.tree import TokenTree
+from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.load import load
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.native.kernels import Chains, Contest
 from draftproof.target.loading import embedded, load_model, load_tokenizer
 from draftproof.target.target import Target
 from draftproof.target.text import Codec
@@ -106,6 +107,28 @@ def test_what_waits_for_a_row_is_written_too(ours: bool) -> None:
         assert took / 2 < sum(spent.values()) < took
     else:
         assert way.spent() is None
+
+
+@needs_kernels
+def test_ragged_reads_count_as_their_mean() -> None:
+    """What is not there costs nothing where the target skips it; chains that ended are not read on."""
+    watched = Watched(Target(tiny.model("llama", head_dim=16).to(torch.bfloat16)))
+    tree = TokenTree.chain(torch.tensor([[1, 2, 3, 4, 5, 6], [1, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT]]))
+    watched.read(tree, watched.new_cache(2, 64))
+    assert watched.inner.skips_absent and watched.shapes == {Shape(2, 3, 64): 1}        # five drafted by two rows: 1 + 2
+    inner = Target(tiny.model("llama"))
+    Watched.read(dense := Watched(inner), tree, inner.new_cache(2, 64))
+    assert not inner.skips_absent and dense.shapes == {Shape(2, 6, 64): 1}
+
+
+def test_chains_that_ended_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Target(tiny.model("llama"))
+    chains = Chains(torch.ones(3, 5), torch.ones(3, 5), torch.tensor([4, 1, 2]))
+    monkeypatch.setattr(inner, "chain", lambda *asked: chains)
+    watched, cache = Watched(inner), inner.new_cache(3, 64)
+    prefix = Prefix(torch.ones(3, 9, dtype=torch.int64), torch.tensor([3, 2, 2]))
+    assert watched.chain(prefix, 4, cache, 4, 6, Contest(None, None, torch.ones(3), torch.ones(3), 0.0)) is chains
+    assert watched.shapes == {Shape(3, 4, 64): 1, Shape(2, 1, 64): 1, Shape(1, 1, 64): 2}
 
 
 def test_a_draft_model_inside_another_drafter_is_seen() -> None:

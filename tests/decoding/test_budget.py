@@ -575,6 +575,28 @@ def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.
     assert told.count(1) >= told.count(2) > 0, "and what is drafted stands"
 
 
+@pytest.mark.parametrize(
+    ("rule", "most", "room", "floor"), [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)]
+)
+def test_a_row_may_have_a_little_more(rule: str, most: int, room: int, floor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than memory was set aside for; and where a rule weighs the law of drafts, none may look at what it drew."""
+    monkeypatch.setattr(Target, "skips_absent", True)
+    drafter, asked = DRAFTERS["draft chain"](target()), list[Frontier]()
+    propose = drafter.propose
+
+    def noted(frontier: Frontier) -> TokenTree:
+        asked.append(frontier)
+        return propose(frontier)
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    engine = Engine(target(), drafter, acceptance=rule, budget=Unsure(most, 0))
+    for together in (3, 1):
+        engine.generate(prompts(3, seed=4), max_new_tokens=20, batch_size=together)
+    rooms = {(min(2, len(one.prefix.position)), one.room, one.floor) for one in asked}
+    assert rooms == {(1, 2, floor), (2, room, floor)} and all(one.budget == 2 for one in asked)
+    assert all(one.prefix.ahead == one.room for one in asked)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_whatever_rows_share_the_text_is_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "skips_absent", True)

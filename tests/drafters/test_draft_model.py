@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -62,9 +63,11 @@ class Recording(DraftModel):
         return chain
 
 
-def written(drafter: Recording | None, target: Target, wishes: Sampling, budget: Budget, rows: int) -> list[tuple[object, ...]]:
+def written(
+    drafter: Recording | None, target: Target, wishes: Sequence[Sampling], budget: Budget, rows: int
+) -> list[tuple[object, ...]]:
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
-    done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=wishes, batch_size=rows)
+    done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=wishes[:rows], batch_size=rows)
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 
@@ -79,6 +82,7 @@ class Shared(NamedTuple):
         return self.count
 
 
+COOL, HOT = Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)
 BUDGETS = {
     "one": Fixed(1), "six": Fixed(6), "while confident": Confidence(6, 0.2), "two shared": Shared(2, 6, 1e-9),
     "three shared": Shared(3, 10, 0.02),
@@ -89,10 +93,10 @@ BUDGETS = {
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize(
     "wishes",
-    [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)],
-    ids=["greedy", "cool", "hot"],
+    [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
+    ids=["greedy", "cool", "hot", "each its own"],
 )
-def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sampling, budget: Budget, rows: int) -> None:
+def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling], budget: Budget, rows: int) -> None:
     target, draft = model(3, free=False), model(1, free=True)
     once, often = Recording(draft), Recording(draft, in_calls=True)
     found = written(once, target, wishes, budget, rows)

@@ -178,6 +178,8 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
                 if not spared:
                     patch.setattr("draftproof.target.fused._Some.of", lambda tree, found: None)
                 reading = target.read(tree, cache, taps=(0, 2, -1))
+                last = target.read(tree, cache, last_only=True).logits
+        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == widths.pop() == (4, 1)
         assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
         assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
         stores = [store for layer in cache.layers for store in layer.stores]

@@ -270,7 +270,6 @@ class TokenTree:
         turns = torch.empty_like(order.indices).scatter_(0, order.indices, torch.arange(len(falling), device=falling.device))
         turns = F.pad(turns.view(width - 1, rows).T // rows + 1, (1, 0))
         there = self.present & (turns <= nodes)
-        there[:, 0] = True
         deepest = 1 + int((there * torch.arange(width, device=there.device)).amax())
         tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :deepest], self.parents[:, :deepest]
         limit = min(self.depth_limit, deepest - 1)
