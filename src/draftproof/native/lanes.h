@@ -105,6 +105,31 @@ static inline int some_of(bits x) {
     return any;
 }
 
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+#endif
+#define BARE(...) __VA_ARGS__
+#define SWAPPED(square, step, upper, lower) \
+    for (int i = 0; i < LANES; i++) { \
+        if (i & (step)) continue; \
+        lanes a = (square)[i], b = (square)[i + (step)]; \
+        (square)[i] = SHUFFLED(a, b, BARE upper), (square)[i + (step)] = SHUFFLED(a, b, BARE lower); \
+    }
+
+/* Rows become columns of a square, in halves of halves: what is off the diagonal changes places. */
+static inline void transposed(lanes *square) {
+    SWAPPED(square, 1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+            (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+    SWAPPED(square, 2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+            (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+    SWAPPED(square, 4, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+            (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+    SWAPPED(square, 8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+            (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+}
+
 /* Room for so many numbers, this thread's own, until it asks again. */
 static inline float *scratch(int64_t floats) {
     static _Thread_local float *held;

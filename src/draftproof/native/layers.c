@@ -6,7 +6,7 @@ enum { BLOCK = 16, TOGETHER = 4, WIDEST = 256, PART = 1024 };
 /* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
 void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
                      int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL / 2)
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
         lanes squares = {};
@@ -59,6 +59,10 @@ static void normed(const bf16 *x, const bf16 *weight, float epsilon, float *out,
     for (int64_t i = 0; i < size; i++) out[i] = widen(narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i])));
 }
 
+static inline float rotated(float x, bf16 cosine, float other, bf16 sine) {
+    return widen(narrow(widen(narrow(x * widen(cosine))) + other * widen(sine)));
+}
+
 /* One head of one token, normed if there is a weight and turned to its position, in bfloat16's precision. */
 static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, float *out) {
     int64_t size = read->head_dim, half = size / 2;
@@ -66,10 +70,8 @@ static void turned(const Read *read, const bf16 *x, const bf16 *weight, float ep
     float plain[WIDEST];
     if (weight) normed(x, weight, epsilon, plain, size);
     else for (int64_t i = 0; i < size; i++) plain[i] = widen(x[i]);
-    for (int64_t i = 0; i < size; i++) {
-        float other = i < half ? -plain[i + half] : plain[i - half];
-        out[i] = widen(narrow(widen(narrow(plain[i] * widen(cosines[i]))) + other * widen(sines[i])));
-    }
+    for (int64_t i = 0; i < half; i++) out[i] = rotated(plain[i], cosines[i], -plain[i + half], sines[i]);
+    for (int64_t i = half; i < size; i++) out[i] = rotated(plain[i], cosines[i], plain[i - half], sines[i]);
 }
 
 static int64_t depth_of(const int64_t *parents, int64_t node) {
@@ -132,13 +134,10 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
     }
     for (int64_t s = earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
         int64_t some = end - s < BLOCK ? end - s : BLOCK;
-        float *column = (float *)tile;
-        if (some < BLOCK) memset(tile, 0, (size_t)(size * BLOCK) * sizeof(float));
-        for (int64_t i = 0; i < size; i += LANES)
-            for (int64_t j = 0; j < some; j++) {
-                lanes k = wide(keys + (s + j) * size + i);
-                for (int l = 0; l < LANES; l++) column[(i + l) * BLOCK + j] = k[l];
-            }
+        for (int64_t i = 0; i < size; i += LANES) {
+            for (int64_t j = 0; j < BLOCK; j++) tile[i + j] = j < some ? wide(keys + (s + j) * size + i) : (lanes){};
+            transposed(tile + i);
+        }
         for (int64_t q = 0; q < padded; q += TOGETHER) scored(queries + q * size, tile, size, scores + q * stride + s, stride);
     }
     float sums[count];
