@@ -161,6 +161,7 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
     assert target.skips_absent and target._lean is not None and target._lean.fused is not None
     dice = torch.Generator().manual_seed(2)
     prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
+    drafted[0, 4] = 500                                                         # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
     tree, read, widths, own_head = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]](), target._lean.head
 
@@ -176,17 +177,18 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
             with monkeypatch.context() as patch:
                 patch.setattr(target._lean, "head", head)
                 if not spared:
-                    patch.setattr("draftproof.target.fused._Some.of", lambda tree, found: None)
+                    patch.setattr("draftproof.target.fused._Some.of", lambda *asked: None)
                 reading = target.read(tree, cache, taps=(0, 2, -1))
                 last = target.read(tree, cache, last_only=True).logits
         assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == widths.pop() == (4, 1)
         assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
         assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
-        stores = [store for layer in cache.layers for store in layer.stores]
-        kept = [store[row, :, : length + 11] for store in stores for row, length in enumerate(cache.lengths.tolist())]
-        read.append((reading.logits, reading.hidden, kept))
-    (logits, hidden, _), (same, alike, _) = read
+        row, node = tree.present.nonzero().unbind(1)
+        slots = [store[row, :, cache.lengths[row] + node] for layer in cache.layers for store in layer.stores]
+        read.append((reading.logits, reading.hidden, torch.cat(slots)))
+    (logits, hidden, stored), (same, alike, kept) = read
     assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(hidden[tree.present], alike[tree.present])
+    assert torch.equal(stored, kept)
     assert same.isfinite().all() and alike.isfinite().all()
 
 

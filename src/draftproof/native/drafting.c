@@ -325,15 +325,14 @@ int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *c
     return longest;
 }
 
-/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; their tokens;
- * and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
-void draftproof_some(const int64_t *tokens, int64_t rows, int64_t nodes, int64_t absent, int64_t *starts, int64_t *which,
-                     int64_t *some, int64_t *back) {
+/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; what is `read`
+ * as their tokens; and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
+void draftproof_some(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens, const int64_t *read, int64_t *starts,
+                     int64_t *which, int64_t *some, int64_t *back) {
     int64_t count = starts[0] = 0;
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t node = 0; node < nodes; node++) {
-            int64_t token = tokens[r * nodes + node];
-            if (token != absent) which[count] = node, some[count++] = token;
+            if (tokens[r * nodes + node] != absent) which[count] = node, some[count++] = read[r * nodes + node];
             back[r * nodes + node] = count - 1;
         }
         starts[r + 1] = count;

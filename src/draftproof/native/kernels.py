@@ -126,7 +126,7 @@ class Kernels:
             *(pointer,) * 2, number, *(pointer,) * 5, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 4
         )  # fmt: skip
         self.some = library.draftproof_some
-        self.some.argtypes = (pointer, *(number,) * 3, *(pointer,) * 4)
+        self.some.argtypes = (*(number,) * 3, *(pointer,) * 6)
         self._residual = library.draftproof_residual
         self._residual.argtypes = (pointer, pointer, pointer, number, number)
         self._gumbel = library.draftproof_gumbel

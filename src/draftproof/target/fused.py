@@ -60,7 +60,7 @@ class Fused:
         self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """As `Lean`; tokens are those of the nodes `first:`. In a batch, nodes that are not there are not read."""
-        some = _Some.of(tree, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
+        some = _Some.of(tree, tokens, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
         parents = tree.parents.contiguous()
         read = self._read(len(tokens), parents, first, cache, some)
         hidden = F.embedding(tokens if some is None else some.tokens, self.lean.embed.weight)
@@ -179,8 +179,8 @@ class _Some(NamedTuple):
     back: Tensor
 
     @classmethod
-    def of(cls, tree: TokenTree, found: Kernels) -> _Some | None:
-        """If they are fewer than the trees have room for."""
+    def of(cls, tree: TokenTree, everything: Tensor, found: Kernels) -> _Some | None:
+        """If they are fewer than the trees have room for. everything: [B, N] what is read as their tokens."""
         rows, width = tree.tokens.shape
         count = sum(tree.sizes) + rows
         count += -count % TOGETHER
@@ -188,9 +188,9 @@ class _Some(NamedTuple):
             return None
         tokens = torch.zeros(1, count, dtype=torch.int64)
         nodes, starts, back = torch.empty(3, (rows + 1) * width, dtype=torch.int64)
-        everything = tree.tokens.contiguous()
-        places = (one.data_ptr() for one in (starts, nodes, tokens, back))
-        found.some(everything.data_ptr(), rows, width, ABSENT, *places)
+        asked = [one.contiguous() for one in (tree.tokens, everything)]
+        places = (one.data_ptr() for one in (*asked, starts, nodes, tokens, back))
+        found.some(rows, width, ABSENT, *places)
         return cls(tokens, nodes, starts[: rows + 1], back[: rows * width].view(rows, width))
 
     def among_all(self, states: Tensor) -> Tensor:
