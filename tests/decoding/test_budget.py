@@ -180,6 +180,35 @@ def test_what_was_gained_may_be_risked_where_a_text_begins() -> None:
     assert bank.slack == 5.0, "nothing was saved"
 
 
+def test_a_text_is_lent_another_stake_bit_by_bit_if_earlier_ones_saved_it() -> None:
+    bank = Bank(stake=8, rate=0.0)
+    bank.settle(1.0, 7.0)
+    assert (bank.saved, bank.loan) == (6.0, 0.0), "what a text gains itself it is not lent"
+    for saved, lent in ((0.0, 0.0), (6.0, 6.0), (50.0, 8.0)):
+        bank.slack, bank.saved = 8.0, saved
+        bank.renew()
+        bank.settle(9.0, 1.0)                                   # all that was there is lost
+        assert bank.slack == pytest.approx(min(lent, 0.05))
+        for _ in range(400):
+            bank.settle(1.0, 1.0)                               # plain rounds
+        assert bank.slack == pytest.approx(lent) and bank.saved == pytest.approx(saved - lent)
+
+
+def test_no_text_loses_more_than_two_stakes_and_all_together_not_one() -> None:
+    """However much was gained; and with what it is lent a text that begins with wrong drafts finds the right ones."""
+    for seed in range(4):
+        budget, one = known(0.5, seed), world(1.0, 0.5, seed=seed)
+        one.run(budget, 800)
+        gained = one.written - one.time
+        assert gained > 100 and budget.bank.saved > 4 * STAKE
+        for luck, worst in ((0.0, 2 * STAKE), (lambda written, depth, size: float(written > 40), 1.2 * STAKE)):
+            budget.begin()
+            text = world(luck, 0.5, seed=seed).run(budget, 160)
+            assert STAKE / 2 < text.worst <= worst
+            gained += text.written - text.time
+        assert text.time < text.written and gained > 0
+
+
 def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None:
     """In the second text a budget that had come to rest tries again, and drafts before long."""
     behind = []

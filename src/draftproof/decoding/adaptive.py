@@ -19,7 +19,9 @@ from draftproof.errors import BadInput
 STAKE, RATE = 8.0, 0.01
 """Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
 SAVINGS = 256.0
-"""Plain steps of earlier gains that may be kept for the drafter's set-ups."""
+"""Plain steps of earlier gains that may be kept for the drafter's set-ups and for other texts."""
+LENT = 0.05
+"""Share of plain decoding's time that a text may get out of these while it is written, a stake at most."""
 FLOOR = 0.1
 """A path is not drafted further when it is less likely than this to stand: what another token costs it then hardly gives."""
 BEGIN = 3
@@ -58,12 +60,14 @@ class Bank:
 
     `slack` begins at `stake`, grows by `rate` for every token (per row) and by what speculation gains, and never exceeds
     `stake`: so no stretch of decoding, wherever it begins, loses more than stake + rate x tokens. What overflows is saved
-    for set-ups, which a prompt needs once. The first set-up is on the house.
+    for set-ups, which a prompt needs once, and for other texts: each begins with a full stake and is lent another one, bit by
+    bit, if earlier texts saved it. The first set-up is on the house.
     """
 
     def __init__(self, stake: float, rate: float) -> None:
         self.stake, self.rate = stake, rate
         self.slack, self.saved, self.debt = stake, 0.0, 0.0
+        self.loan = 0.0                                         # what this text may still be lent
 
     def affords(self, worst: float, setup: float) -> bool:
         """Whether a round may run that loses `worst` if all drafts are wrong, after a set-up."""
@@ -71,9 +75,8 @@ class Bank:
 
     def renew(self) -> None:
         """A text begins: fill up from what was saved."""
-        missing = max(0.0, min(self.stake - self.slack, self.saved))
-        self.slack += missing
-        self.saved -= missing
+        self._take(self.stake)
+        self.loan = min(self.stake, self.saved)
 
     def settle(self, cost: float, tokens: float, setup: float = 0.0, on_the_house: bool = False) -> None:
         """A round cost so much, gave so many tokens per row."""
@@ -85,6 +88,14 @@ class Bank:
         slack = self.slack + (1 + self.rate) * tokens - cost
         self.slack = min(self.stake, slack)
         self.saved = min(SAVINGS, self.saved + slack - self.slack)
+        self.loan -= self._take(min(self.loan, LENT * tokens))
+
+    def _take(self, most: float) -> float:
+        """Out of what was saved, as far as there is room for it."""
+        missing = max(0.0, min(self.stake - self.slack, self.saved, most))
+        self.slack += missing
+        self.saved -= missing
+        return missing
 
 
 class Adaptive:
