@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +105,23 @@ class _Crawls(Int8Linear):
         for _ in range(5000):
             torch.zeros(1)
         return super().forward(inputs)
+
+
+class _Waits(Int8Linear):
+    """Quick, but something else ran when it was first called."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        _Waits.calls += 1
+        if _Waits.calls < 12:
+            time.sleep(0.02)
+        return super().forward(inputs)
+
+
+@needs_int8
+def test_a_machine_that_was_busy_for_a_moment_has_its_kernels_still() -> None:
+    assert lowbit.works(_Waits)
 
 
 @needs_int8

@@ -18,6 +18,8 @@ GROUP = 32
 """Weights that share a scale in 4 bits."""
 CHUNK = 1 << 22
 """Weights quantised at a time, so that a large table needs no second copy."""
+TRIES = 8
+"""How often a kernel that seems slow is timed again: something else may have run just then."""
 
 
 class Int8Linear(Whole):
@@ -123,7 +125,8 @@ def works(layer: Callable[[Tensor], nn.Module]) -> bool:
         truth = F.linear(inputs, weight)
         if not (outputs - truth).norm() <= 0.15 * truth.norm():
             return False
-    return _seconds(lambda: made(inputs)) < 50 * _seconds(lambda: F.linear(inputs, weight))
+    tries = ((_seconds(lambda: made(inputs)), _seconds(lambda: F.linear(inputs, weight))) for _ in range(TRIES))
+    return any(seconds < 50 * plainly for seconds, plainly in tries)
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
