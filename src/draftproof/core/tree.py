@@ -270,14 +270,14 @@ class TokenTree:
         turns = torch.empty_like(order.indices).scatter_(0, order.indices, torch.arange(len(falling), device=falling.device))
         turns = F.pad(turns.view(width - 1, rows).T // rows + 1, (1, 0))
         there = self.present & (turns <= nodes)
-        deepest = 1 + int((there * torch.arange(width, device=there.device)).amax())
-        tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :deepest], self.parents[:, :deepest]
-        limit = min(self.depth_limit, deepest - 1)
-        odds, turns = self.odds[:, :deepest], turns[:, :deepest]
+        end = 1 + int((there * torch.arange(width, device=there.device)).amax())
+        tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :end], self.parents[:, :end]
+        limit = min(self.depth_limit, end - 1)
+        odds, turns = self.odds[:, :end], turns[:, :end]
         tree = replace(self, tokens=tokens, parents=parents, depth_limit=limit, odds=odds, turns=turns)
         if "depths" in self.__dict__:                                               # a static shape keeps what is known of it
-            tree.__dict__["depths"] = self.depths[:, :deepest]
-            tree.__dict__["ancestors"] = self.ancestors[:, :deepest, :deepest]
+            tree.__dict__["depths"] = self.depths[:, :end]
+            tree.__dict__["ancestors"] = self.ancestors[:, :end, :end]
         return tree
 
     def trunk(self) -> TokenTree:

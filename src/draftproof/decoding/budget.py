@@ -9,6 +9,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
+BEYOND = 2
+"""Tokens by which a row of a batch may draft more than each does on average; or half of that, if it is more."""
+
+
+def room(nodes: int) -> int:
+    """How many tokens one row may draft where rows share `nodes` each."""
+    return nodes + max(BEYOND, nodes // 2)
+
 
 class Budget(Protocol):
     """Decides before each round; `most` bounds it, so that memory can be set aside once.

@@ -12,7 +12,7 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
 from draftproof.core.sampling import Paths, Prefix, Sampler
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.decoding.budget import Budget, Confident
+from draftproof.decoding.budget import Budget, Confident, room
 from draftproof.decoding.ranks import Ranks
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.shapes import OPEN, Shapes
@@ -23,8 +23,6 @@ from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
-BEYOND = 2
-"""Tokens by which a row of a batch may draft more than each does on average; or half of that, if it is more."""
 PATIENCE = 32
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
 
@@ -150,7 +148,7 @@ class Decoder:
     def _frontier(self, budget: int) -> Frontier:
         deepest, looks = self.drafter.deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
         shares = looks and len(self.running) > 1 and self.target.skips_absent
-        most = min(budget + max(BEYOND, budget // 2), self.budget.most) if shares else budget
+        most = min(room(budget), self.budget.most) if shares else budget
         ahead = most if deepest is None else min(most, deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
