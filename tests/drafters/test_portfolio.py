@@ -27,6 +27,8 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.target.target import Target
 
+pytestmark = pytest.mark.usefixtures("lookup")
+
 
 class Says(Drafter):
     """Always the same paths behind the root, with odds or without."""

@@ -13,6 +13,8 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
 
+pytestmark = pytest.mark.usefixtures("lookup")
+
 
 def frontier(texts: list[list[int]], budget: int, trees: bool, seed: int = 0, longest: bool = False) -> Frontier:
     """Rows with noise behind their text."""

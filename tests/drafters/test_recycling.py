@@ -20,11 +20,12 @@ from draftproof.drafters.recycling import BEST, DEPTH, TOLD, TokenRecycling
 from draftproof.errors import BadInput
 
 Best = dict[int, float]
+pytestmark = pytest.mark.usefixtures("lookup")
 
 
 def told(row: int, text: Sequence[int]) -> Commit:
     whole = torch.arange(len(text))[None]
-    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]))
+    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]), at_hand=True)
 
 
 def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int = 0) -> Commit:
@@ -36,7 +37,8 @@ def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int =
         for rank, (token, odds) in enumerate(successors.items()):
             tokens[0, node, rank], logits[0, node, rank] = token, torch.tensor(odds).log()
     at = torch.tensor([path])
-    return Commit([row], tree.tokens.gather(1, at), at, torch.tensor([len(path)]), successors=Successors(tree, tokens, logits))
+    came, count = tree.tokens.gather(1, at), torch.tensor([len(path)])
+    return Commit([row], came, at, count, successors=Successors(tree, tokens, logits), at_hand=True)
 
 
 def on(row: int, text: Sequence[int]) -> Commit:

@@ -19,6 +19,7 @@ from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Lanes, 
 from draftproof.errors import BadInput
 
 CAPACITY = 64
+pytestmark = pytest.mark.usefixtures("lookup")
 Text = list[int]
 
 
@@ -27,7 +28,7 @@ def commit(rows: list[int], texts: list[Text]) -> Commit:
     width = max(map(len, texts))
     tokens = torch.tensor([text + [1] * (width - len(text)) for text in texts])
     count = torch.tensor([len(text) for text in texts])
-    return Commit(rows, tokens, torch.arange(width).expand(len(rows), -1), count)
+    return Commit(rows, tokens, torch.arange(width).expand(len(rows), -1), count, at_hand=True)
 
 
 def propose(drafter: SuffixDrafter, texts: list[Text], budget: int = 6, trees: bool = True) -> TokenTree:
@@ -224,7 +225,7 @@ def test_the_second_time_nearly_all_is_known(sampling: Sampling) -> None:
 def test_tokens_of_any_vocabulary() -> None:
     drafter = started()
     big: Tensor = torch.tensor([[200_000, 3, 150_001, 9]])
-    drafter.observe(Commit([0], big, torch.arange(4)[None], torch.tensor([4])))
+    drafter.observe(Commit([0], big, torch.arange(4)[None], torch.tensor([4]), at_hand=True))
     assert _of_any(drafter, [[200_000, 3, 150_001, 9, 200_000]]).tokens[0, :3].tolist() == [200_000, 3, 150_001]
 
 

@@ -103,6 +103,7 @@ class Commit:
 
     hidden: [b, D, T, H] the target's hidden states at these tokens, at the layers the drafter taps; or None.
     successors: what came out behind every node read, rejected ones too, if the drafter asks; never of a prompt, or None.
+    at_hand: numbers may be looked at on the host, as by a `Sampler`.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 
@@ -112,9 +113,12 @@ class Commit:
     count: Tensor
     hidden: Tensor | None = None
     successors: Successors | None = None
+    at_hand: bool = False
 
     @classmethod
-    def of(cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0) -> Commit:
+    def of(
+        cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0, *, at_hand: bool = False
+    ) -> Commit:
         """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
@@ -125,7 +129,7 @@ class Commit:
         if top > 0:
             best = reading.logits.topk(min(top, reading.logits.shape[-1]), -1)
             successors = Successors(tree, best.indices, best.values)
-        return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
+        return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors, at_hand)
 
     @classmethod
     def joined(cls, commits: Sequence[Commit]) -> Commit:
@@ -141,4 +145,5 @@ class Commit:
             best, logits = (torch.cat(part, 1) for part in zip(*((one.tokens, one.logits) for one in seen), strict=True))
             successors = Successors(TokenTree.chain(tokens), best, logits)
         nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors)
+        hidden_states = torch.cat(hidden, 1) if hidden else None
+        return cls(first.rows, tokens, nodes, count, hidden_states, successors, first.at_hand)

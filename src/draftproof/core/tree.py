@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.native.kernels import kernels
+from draftproof.native.lookup import Twins
+
 ABSENT = -1
 """The token of a node that is not there: rows with fewer nodes than the tree is wide."""
 
@@ -212,6 +215,9 @@ class TokenTree:
         The root is the pool's node 0; what has odds of 0 is not there. A parent comes before its children and is
         no less likely. No host synchronisation, unless numbers are `at_hand`; then the tree is no wider than it must be.
         """
+        found = kernels() if at_hand else None
+        if found is not None:
+            return cls.found(*found.lookup.grow(tokens, parents, odds, nodes, Twins.APART, ABSENT), depth_limit)
         if at_hand:
             rows = zip(tokens.tolist(), parents.tolist(), odds.tolist(), strict=True)
             return cls.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, depth_limit)

@@ -79,7 +79,7 @@ class Decoder:
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top)
+        commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top, at_hand=self.at_hand)
         self._observe(commit)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, commit, accepted, chosen)
@@ -111,7 +111,7 @@ class Decoder:
             count = torch.tensor([len(text)], device=device)
             view.keep(None, count)
             everything = Accepted(torch.arange(width, device=device)[None], count, tree.tokens[:, 0])
-            self.drafter.observe(Commit.of([row], tree, reading, everything))
+            self.drafter.observe(Commit.of([row], tree, reading, everything, at_hand=self.at_hand))
         place = torch.tensor([row], device=device)
         self.text.index_copy_(0, place, torch.tensor([[*prompt, *[0] * (self.text.shape[1] - len(prompt))]], device=device))
         if self.nursery is not None:

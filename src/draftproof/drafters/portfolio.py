@@ -20,6 +20,8 @@ from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.kernels import kernels
+from draftproof.native.lookup import Counts, Member, Pool
 
 CLASSES, LEVELS = 32, 16
 """Kinds of node each member is judged by: by its odds in `LEVELS` steps if it gives odds, else by its place in the tree."""
@@ -76,18 +78,22 @@ class Portfolio(Drafter):
         counts, prefix = self._counts, frontier.prefix
         if frontier.budget == 0 or counts is None:
             return TokenTree.root(prefix.root)
-        everyone = counts.all                                       # as it was: a row does not depend on who runs beside it
-        if self._asked is not None:
+        native = kernels() if frontier.sampler.at_hand else None
+        everyone = counts.all.clone()                               # as it was: a row does not depend on who runs beside it
+        if self._asked is not None and native is not None:
+            native.lookup.judge(counts.at_hand, *self._asked, prefix.tokens, prefix.position, ABSENT)
+        elif self._asked is not None:
             counts = self._counts = counts.after(self._asked, prefix)
         asked = replace(frontier, budget=frontier.budget + frontier.budget // 2, drawn=False)      # corrected, others may do
         trees = [member.propose(asked) for member in self.members]
-        pool = TokenTree.beside(trees)
-        given = _given(trees, pool)                                                                 # [B, M]
-        kinds = _kinds(trees, given)
-        self._asked = _Asked(pool.texts.contiguous(), pool.parents, kinds, prefix.position)
-        steps = torch.where(pool.parents < 0, 1, counts.corrected(given, kinds, everyone))
-        odds = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
-        tree = pool.merged(torch.where(pool.present, odds, 0), frontier.budget + 1)
+        if native is not None:
+            members = [Member(tree.tokens, tree.parents, tree.odds) for tree in trees]
+            depth = max(tree.depth_limit for tree in trees)
+            pool, grown = native.lookup.merge(counts.at_hand, everyone, members, frontier.budget + 1, ABSENT)
+            tree = TokenTree.found(*grown, depth)
+        else:
+            pool, tree = _merged(trees, counts, everyone, frontier.budget + 1)
+        self._asked = _Asked(*pool, prefix.position)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:
@@ -106,9 +112,9 @@ class Portfolio(Drafter):
 
 
 class _Asked(NamedTuple):
-    """What all members proposed, side by side: see `TokenTree.texts`; the kind of each node."""
+    """What all members proposed, side by side; the kind of each node."""
 
-    texts: Tensor           # [B, M, D]
+    said: Tensor            # [B, M] the nodes' tokens, for our kernels; for operators [B, M, D], see `TokenTree.texts`
     parents: Tensor         # [B, M]
     kinds: Tensor           # [B, M]
     position: Tensor        # [B] of the roots; beyond all text for rows that were not asked
@@ -138,22 +144,28 @@ class _Counts(NamedTuple):
         """With a new row behind."""
         return self._replace(rows=torch.cat([self.rows, torch.zeros_like(self.all)[None]]))
 
+    @property
+    def at_hand(self) -> Counts:
+        """Where they lie, for our kernels."""
+        kinds, (own, everyone) = len(self.all), (self.rows.data_ptr(), self.all.data_ptr())
+        return Counts(own, everyone, kinds, CLASSES, LEVELS, FADE, FADE_ALL, TRUST, TRUST_ALL, UNTOLD)
+
     def select(self, rows: Sequence[int]) -> _Counts:
         order = torch.tensor(list(rows), dtype=torch.int64, device=self.all.device)
         return self._replace(rows=self.rows[order])
 
     def after(self, asked: _Asked, prefix: Prefix) -> _Counts:
         """When the text has come to `prefix`: of each node whose parent stood, whether it stood too."""
-        length = asked.texts.shape[2]
-        ahead = torch.arange(length, device=prefix.position.device)
+        texts, parents = asked.said, asked.parents                                                  # [B, M, D]
+        ahead = torch.arange(texts.shape[2], device=prefix.position.device)
         place = asked.position[:, None] + ahead                                                     # [B, D]
         known = place <= prefix.position[:, None]
         came = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-        right = ((asked.texts == came[:, None]) & known[:, None]) | (asked.texts == NOTHING)        # [B, M, D]
+        right = ((texts == came[:, None]) & known[:, None]) | (texts == NOTHING)                    # [B, M, D]
         stands = right.all(-1)
-        depth = (asked.texts != NOTHING).sum(-1) - 1                                                # [B, M]
-        there = (asked.parents >= 0) & (asked.texts != ABSENT).all(-1) & known.gather(1, depth)
-        judged = there & stands.gather(1, asked.parents.clamp(min=0))
+        depth = (texts != NOTHING).sum(-1) - 1                                                      # [B, M]
+        there = (parents >= 0) & (texts != ABSENT).all(-1) & known.gather(1, depth)
+        judged = there & stands.gather(1, parents.clamp(min=0))
         seen = torch.stack([stands & judged, judged], -1).float()                                   # [B, M, 2]
         kinds = asked.kinds[..., None].expand_as(seen)
         new = torch.zeros_like(self.rows).scatter_add_(1, kinds, seen)
@@ -166,6 +178,16 @@ class _Counts(NamedTuple):
         prior = (seen[..., 0] + TRUST_ALL * given) / (seen[..., 1] + TRUST_ALL)
         own = self.rows.gather(1, kinds[..., None].expand_as(seen))
         return (own[..., 0] + TRUST * prior) / (own[..., 1] + TRUST)
+
+
+def _merged(trees: Sequence[TokenTree], counts: _Counts, everyone: Tensor, nodes: int) -> tuple[Pool, TokenTree]:
+    """Members' trees side by side, their texts as tokens, and the tree of the likeliest of all nodes."""
+    pool = TokenTree.beside(trees)
+    given = _given(trees, pool)                                                                     # [B, M]
+    kinds = _kinds(trees, given)
+    steps = torch.where(pool.parents < 0, 1, counts.corrected(given, kinds, everyone))
+    odds = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
+    return Pool(pool.texts.contiguous(), pool.parents, kinds), pool.merged(torch.where(pool.present, odds, 0), nodes)
 
 
 def _given(trees: Sequence[TokenTree], pool: TokenTree) -> Tensor:

@@ -17,6 +17,7 @@ from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
+from draftproof.native.kernels import kernels
 
 NEAR = 32
 """Earlier occurrences of the last token that are looked at: those with the token before it too, then the most recent."""
@@ -44,6 +45,10 @@ class PromptLookup(Drafter):
         prefix = frontier.prefix
         if frontier.budget == 0:
             return TokenTree.root(prefix.root)
+        native = kernels() if frontier.sampler.at_hand and frontier.trees else None
+        if native is not None:
+            sizes = (self.longest, self.shortest, NEAR, PLACES, frontier.budget)
+            return TokenTree.found(*native.lookup.match(prefix.tokens, prefix.position, *sizes, ABSENT), frontier.budget)
         found = self._matches(prefix)
         ahead = torch.arange(frontier.budget, device=found.place.device)                # [K]
         start = torch.minimum(found.place, prefix.position[:, None])                    # [B, W]

@@ -16,6 +16,8 @@ from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
+from draftproof.native.kernels import kernels
+from draftproof.native.lookup import Table
 
 BEST = 8
 """Successors kept per context."""
@@ -57,7 +59,7 @@ class TokenRecycling(Drafter):
         rows = slice(commit.rows[0], commit.rows[-1] + 1)
         text = torch.cat([self._tail[rows], commit.tokens], 1)                          # [b, 2 + D]
         if commit.successors is not None:
-            self._recycle(table, self._tail[rows, 1], commit.successors)
+            self._recycle(table, self._tail[rows], commit.successors, at_hand=commit.at_hand)
         else:
             there = torch.arange(commit.tokens.shape[1], device=text.device) < commit.count[:, None]
             table.told(text[:, :-2], torch.where(there, text[:, 1:-1], ABSENT), commit.tokens)
@@ -68,10 +70,16 @@ class TokenRecycling(Drafter):
         root, budget = frontier.prefix.root[:, None], frontier.budget
         if budget == 0 or self._tail is None:
             return TokenTree.chain(root)
-        table, rows = self._on(root.device), len(root)
+        table, rows, at_hand = self._on(root.device), len(root), frontier.sampler.at_hand
+        depth = min(DEPTH, budget)
+        native = kernels() if at_hand else None
+        if native is not None:
+            text, sizes = (frontier.prefix.tokens, frontier.prefix.position), (WIDTH, FAN, depth, budget + 1)
+            tree = TokenTree.found(*native.lookup.remember(table.at_hand, *text, self._tail, *sizes), depth)
+            return tree if frontier.trees else tree.trunk()
         before, tokens, odds = self._tail[:, 1:], root, torch.ones(root.shape, device=root.device)
         pool = [(tokens, torch.zeros_like(root), odds)]
-        start, depth = 0, min(DEPTH, budget)
+        start = 0
         for _ in range(depth):
             best = odds.topk(min(WIDTH, odds.shape[1]), 1)                              # [B, w] the nodes to follow
             above = tokens.gather(1, best.indices)
@@ -83,7 +91,6 @@ class TokenRecycling(Drafter):
             tokens, odds = next_tokens.flatten(1), (best.values[..., None] * next_odds).flatten(1)
             pool.append((tokens, parents, odds))
         all_tokens, all_parents, all_odds = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        at_hand = frontier.sampler.at_hand
         tree = TokenTree.likeliest(all_tokens, all_parents, all_odds, budget + 1, depth, at_hand=at_hand)
         return tree if frontier.trees else tree.trunk()
 
@@ -91,10 +98,14 @@ class TokenRecycling(Drafter):
         if self._tail is not None:
             self._tail = self._tail[list(rows)]
 
-    def _recycle(self, table: _Table, last: Tensor, seen: Successors) -> None:
-        """Learn what came out behind each node; `last` [b] is the token before the root."""
-        tokens = seen.tree.tokens
-        before = torch.where(seen.tree.parents < 0, last[:, None], tokens.gather(1, seen.tree.parents.clamp(min=0)))
+    def _recycle(self, table: _Table, tail: Tensor, seen: Successors, *, at_hand: bool) -> None:
+        """Learn what came out behind each node; `tail` [b, 2] are the tokens before the root."""
+        tokens, parents = seen.tree.tokens, seen.tree.parents
+        native = kernels() if at_hand else None
+        if native is not None:
+            native.lookup.recycle(table.at_hand, tokens, parents, tail, seen.tokens, seen.logits)
+            return
+        before = torch.where(parents < 0, tail[:, 1:], tokens.gather(1, parents.clamp(min=0)))
         table.learn(before, tokens, seen.tokens, seen.logits.float().softmax(-1).nan_to_num(0.0))
 
     def _on(self, device: torch.device) -> _Table:
@@ -118,6 +129,12 @@ class _Table:
         self.tokens = torch.full((2 * slots + 1, BEST), ABSENT, dtype=torch.int32, device=device)
         self.odds = torch.zeros(2 * slots + 1, BEST, device=device)
         self.halves = torch.tensor([0, slots], device=device)
+
+    @property
+    def at_hand(self) -> Table:
+        """Where it lies, for our kernels."""
+        parts, sizes = (self.tags, self.tokens, self.odds), (BEST, self.slots, self.shift, _TOKEN, _BEFORE, ABSENT)
+        return Table(*(part.data_ptr() for part in parts), *sizes)
 
     def likely(self, before: Tensor, token: Tensor, fan: int) -> tuple[Tensor, Tensor]:
         """[..., fan] the best successors of `token` behind `before`, and their odds; ABSENT and 0 where none is known."""

@@ -22,6 +22,8 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
+from draftproof.native.kernels import kernels
+from draftproof.native.lookup import Index
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 """Context sizes, in tokens."""
@@ -63,6 +65,10 @@ class SuffixDrafter(Drafter):
             self._rows = _Rows.joined(self._rows, self._lanes.take(), commit.tokens.device)
         assert self._rows is not None, "a row begins with its prompt"
         rows = slice(commit.rows[0], commit.rows[-1] + 1)
+        native = kernels() if commit.at_hand else None
+        if native is not None:
+            native.lookup.index(index.at_hand, self._rows.tail[rows], self._rows.end[rows], commit.tokens, commit.count)
+            return
         index.learn(self._rows.tail[rows], self._rows.end[rows], commit)
         self._rows = self._rows.after(rows, commit)
 
@@ -71,6 +77,11 @@ class SuffixDrafter(Drafter):
         if budget == 0 or self._rows is None:
             return TokenTree.root(root)
         index, end = self._indexed(root.device), self._rows.end[:, None]
+        native = kernels() if frontier.sampler.at_hand else None
+        if native is not None:
+            text = (frontier.prefix.tokens, frontier.prefix.position)
+            tree = TokenTree.found(*native.lookup.go_on(index.at_hand, *text, self._rows, OWN, PATHS, budget), budget)
+            return tree if frontier.trees else tree.trunk()
         index.text[self._rows.end] = root                               # where it will stand if it is committed
         found = index.successors(torch.cat([self._rows.tail, root[:, None]], 1)[:, 1:], self._rows)
         best = found.odds.topk(PATHS, 1)                                # [B, W]
@@ -141,7 +152,7 @@ class _Rows(NamedTuple):
     def joined(rows: _Rows | None, lane: int, device: torch.device) -> _Rows:
         """With a new row behind."""
         start = torch.tensor([lane], device=device)
-        new = _Rows(torch.full((1, SIZES[0]), ABSENT, device=device), start, start)
+        new = _Rows(torch.full((1, SIZES[0]), ABSENT, device=device), start, start.clone())
         return new if rows is None else _Rows(*(torch.cat(pair) for pair in zip(rows, new, strict=True)))
 
     def after(self, rows: slice, commit: Commit) -> _Rows:
@@ -192,6 +203,13 @@ class _Index:
         if len(self.text) <= size:
             with torch.inference_mode(False):
                 self.text = torch.cat([self.text[:-1], self.text.new_full((size + 2 - len(self.text),), ABSENT)])
+
+    @property
+    def at_hand(self) -> Index:
+        """Where it lies, for our kernels."""
+        parts = (self.text, self.places, self.tags, self.counts, self.context, self.sizes)
+        sizes = (len(self.text), len(SIZES), WAYS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT)
+        return Index(*(part.data_ptr() for part in parts), *sizes)
 
     def learn(self, tail: Tensor, end: Tensor, commit: Commit) -> None:
         """Write a commit's tokens behind `end` [b], each behind its contexts; `tail` [b, L] is the text before them."""

@@ -1,8 +1,6 @@
 /* Choosing tokens, and drafting with them: noise, races, chains, beams. */
 #include "lanes.h"
 
-typedef uint32_t words __attribute__((vector_size(64)));
-
 static inline words mixed(words x) {            /* lowbias32, as in core/noise.py */
     x ^= x >> 16;
     x *= 0x7FEB352Du;
@@ -52,18 +50,6 @@ void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t
             int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
             memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));
         }
-}
-
-typedef struct {
-    float score;
-    int64_t token;
-} Scored;
-
-/* Put a score into the `count` best, falling; of equals the earlier token stays in front. */
-static inline void ranked(Scored *best, int64_t count, float score, int64_t token) {
-    int64_t at = count - 1;
-    for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
-    best[at] = (Scored){score, token};
 }
 
 /* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */

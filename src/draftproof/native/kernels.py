@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.native.lookup import Lookup
 from draftproof.native.pages import enlarge
 
-SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c", "lookup.c")]
 HEADER = Path(__file__).with_name("lanes.h")
 SWITCH = "DRAFTPROOF_KERNELS"
 """Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""
@@ -144,6 +145,7 @@ class Kernels:
         for function in vars(self).values():
             function.restype = None
         self.chain.restype = self._search.restype = number
+        self.lookup = Lookup(library)
         library.draftproof_linears.restype = number
         self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
 

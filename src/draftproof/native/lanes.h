@@ -13,6 +13,7 @@
 typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t bits __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
 enum { LANES = 16, SMALL = 1 << 14, PRODUCTS = 1 << 17 };           /* below so many numbers, or products, one thread */
@@ -140,6 +141,18 @@ static inline float *scratch(int64_t floats) {
         if (posix_memalign((void **)&held, 64, (size_t)size * sizeof(float))) abort();
     }
     return held;
+}
+
+typedef struct {
+    float score;
+    int64_t token;
+} Scored;
+
+/* Put a score into the `count` best, falling; of equals the earlier token stays in front. */
+static inline void ranked(Scored *best, int64_t count, float score, int64_t token) {
+    int64_t at = count - 1;
+    for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
+    best[at] = (Scored){score, token};
 }
 
 /* One read of a model: what all its layers share. */

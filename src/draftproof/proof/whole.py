@@ -160,21 +160,23 @@ class DecidedSampler(Sampler):
         depth = int(paths.tree.depths[0, paths.first])
         children = 1 if self._picking else self.fan[depth]
         race = torch.full_like(scores, -torch.inf)
-        for node in range(scores.shape[1]):
-            self._decide(scores[:, node].clone(), race[:, node], children)
+        for node in range(scores.shape[1]):                     # what is not there is not drawn: how wide a batch is may differ
+            rows = paths.tree.present[:, paths.first + node].nonzero()[:, 0]
+            race[rows, node] = self._decided(scores[rows, node], rows, children)
         return race
 
-    def _decide(self, left: Tensor, race: Tensor, children: int) -> None:
-        """Draw `children` tokens without replacement from `left` [B, V]; write their order into `race` [B, V]."""
-        rows = torch.arange(len(left))
-        greedy = torch.tensor([row.sampling.temperature == 0 for row in self.rows])[:, None]
+    def _decided(self, left: Tensor, which: Tensor, children: int) -> Tensor:
+        """Draw `children` tokens without replacement from `left` [b, V] in the rows `which` [b]; their order, [b, V]."""
+        race, rows = torch.full_like(left, -torch.inf), torch.arange(len(left))
+        greedy = torch.tensor([row.sampling.temperature == 0 for row in self.rows])[which, None]
         for rank in range(children):
             best = winner(left)
             sure = torch.nn.functional.one_hot(best.clamp(min=0), left.shape[1]).double()
             none = (best == NOTHING)[:, None]
-            taken = self.outcomes.take(self.worlds, torch.where(greedy | none, sure, left.double().softmax(-1)))
+            taken = self.outcomes.take(self.worlds[which], torch.where(greedy | none, sure, left.double().softmax(-1)))
             race[rows, taken] = torch.where(none[:, 0], race[rows, taken], float(children - rank))
             left[rows, taken] = -torch.inf
+        return race
 
 
 class DecidedChance:

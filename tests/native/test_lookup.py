@@ -1,0 +1,248 @@
+"""The kernels of lookup.c do what torch's operators do: the same trees, the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from drafting import assert_well_formed
+from tiny import sampler_of
+from torch import Tensor
+
+from draftproof.core import tree as tree_module
+from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.recycling import TokenRecycling
+from draftproof.drafters.suffix import WAYS, SuffixDrafter, way
+from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.lookup import Twins
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+
+VOCAB, CAPACITY = 7, 160
+APART = [int((way(torch.arange(50)) == number).int().argmax()) for number in range(WAYS)]
+"""Tokens that never push each other out: of two that do so within one commit, operators count both for the last."""
+
+
+def native() -> Kernels:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+@contextmanager
+def operators(wanted: bool) -> Iterator[None]:
+    """By torch's operators, if that is wanted."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tree_module, portfolio, prompt_lookup, recycling, suffix) if wanted else ():
+            patch.setattr(module, "kernels", lambda: None)
+        yield
+
+
+def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
+    """Of one row the drafted texts, and their odds."""
+    assert tree.odds is not None
+    texts = [tuple(token for token in text if token != NOTHING) for text in tree.texts[row].tolist()]
+    there = tree.present[row].tolist()
+    return {text: odds for text, odds, here in zip(texts, tree.odds[row].tolist(), there, strict=True) if here}
+
+
+def assert_alike(one: TokenTree, other: TokenTree) -> None:
+    """The same nodes with the same odds, but for which of several with equal odds came last; in falling order."""
+    for row in range(len(one.tokens)):
+        ours, theirs = spread(one, row), spread(other, row)
+        assert list(ours.values()) == sorted(ours.values(), reverse=True)
+        torch.testing.assert_close(torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), rtol=1e-5, atol=1e-7)
+        assert {text for text, odds in ours.items() if odds > min(ours.values()) * 1.0001} <= set(theirs)
+        for text in ours.keys() & theirs.keys():
+            assert ours[text] == pytest.approx(theirs[text], rel=1e-5)
+
+
+def pools(dice: torch.Generator, rows: int, size: int, vocab: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Random forests: tokens, parents, and odds that fall along every path; some nodes, and all below them, are not there."""
+    tokens = torch.randint(vocab, (rows, size), generator=dice)
+    parents = (torch.rand(rows, size, generator=dice) * torch.arange(size)).long()
+    odds = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)
+    odds[torch.rand(rows, size, generator=dice) < 0.1] = 0
+    odds[:, 0], parents[:, 0] = 1, -1
+    for node in range(1, size):
+        odds[:, node] *= odds[:, :node].gather(1, parents[:, node, None])[:, 0]
+    return torch.where(odds > 0, tokens, ABSENT), parents, odds
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 30, 99])
+def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
+    dice = torch.Generator().manual_seed(nodes)
+    for size in (1, 2, 9, 40):
+        tokens, parents, odds = pools(dice, 3, size)
+        ours = TokenTree.found(*native().lookup.grow(tokens, parents, odds, nodes, Twins.APART, ABSENT), size)
+        theirs = TokenTree.likeliest(tokens, parents.clamp(min=0), odds, nodes, size)
+        width = ours.tokens.shape[1]
+        assert int(theirs.present.sum(1).amax()) == width and not theirs.present[:, width:].any()
+        assert torch.equal(ours.tokens, theirs.tokens[:, :width]) and torch.equal(ours.parents, theirs.parents[:, :width])
+        assert torch.equal(ours.odds, theirs.odds[:, :width])                       # type: ignore[arg-type]
+
+
+def test_trees_side_by_side_grow_together() -> None:
+    dice = torch.Generator().manual_seed(1)
+    for sizes in ((1,), (1, 1), (4, 7), (12, 1, 20)):
+        trees, odds = [], []
+        for size in sizes:
+            tokens, parents, chances = pools(dice, 3, size)
+            tokens[:, 0] = 1
+            trees.append(TokenTree(tokens, parents, size))
+            odds.append(chances)
+        pool, chances = TokenTree.beside(trees), torch.cat(odds, 1)
+        ours = native().lookup.grow(pool.tokens, pool.parents, chances, 12, Twins.LIKELIEST, ABSENT)
+        assert_alike(TokenTree.found(*ours, max(sizes)), pool.merged(chances, 12))
+
+
+def test_paths_grow_into_a_tree_as_their_votes_add_up() -> None:
+    dice = torch.Generator().manual_seed(2)
+    for width, length in ((1, 1), (3, 2), (6, 5)):
+        paths = torch.randint(3, (4, width, length), generator=dice)
+        paths[:, :, 0] = 2
+        steps = 0.05 + 0.2 * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
+        steps = torch.where((torch.rand(4, width, length, generator=dice) < 0.1).cumsum(-1) > 0, 0, steps)
+        steps[..., 0] = 1
+        votes, paths = steps.cumprod(-1), torch.where(steps > 0, paths, ABSENT)
+        place = torch.arange(width * length).view(width, length)
+        above = torch.cat([place[:, :1], place[:, :-1]], 1).flatten().expand(4, -1)
+        ours = native().lookup.grow(paths.flatten(1), above, votes.flatten(1), 9, Twins.SUMMED, ABSENT)
+        assert_alike(TokenTree.found(*ours, length), TokenTree.from_paths(paths, 9, votes))
+
+
+def frontier(texts: Sequence[Sequence[int]], budget: int, trees: bool = True) -> Frontier:
+    tokens = torch.full((len(texts), CAPACITY), 2)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+    position = torch.tensor([len(text) - 1 for text in texts])
+    return Frontier(Prefix(tokens, position), sampler_of(*[Sampling()] * len(texts)), budget, trees=trees)
+
+
+def piece(rows: range, texts: list[list[int]]) -> Commit:
+    width = max(map(len, texts))
+    tokens = torch.tensor([text + [1] * (width - len(text)) for text in texts])
+    count = torch.tensor([len(text) for text in texts])
+    return Commit(rows, tokens, torch.arange(width).expand(len(texts), -1), count, at_hand=True)
+
+
+def written(dice: torch.Generator, most: int) -> list[int]:
+    """Tokens among which much comes again."""
+    size = int(torch.randint(1, most, (), generator=dice))
+    return [APART[int(4 * number**2)] for number in torch.rand(size, generator=dice)]
+
+
+def asked_alike(drafters: Sequence[Drafter], asked: Frontier) -> None:
+    trees = []
+    for by_operators, drafter in enumerate(drafters):
+        with operators(bool(by_operators)):
+            trees.append(drafter.propose(asked))
+        assert_well_formed(trees[-1], asked)
+    if asked.trees:
+        assert_alike(*trees)
+
+
+def test_lookups_find_the_same() -> None:
+    dice = torch.Generator().manual_seed(3)
+    for longest, shortest in ((16, 1), (1, 1), (3, 2), (5, 5)):
+        drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
+        for budget in (1, 4, 9):
+            asked_alike(drafters, frontier([written(dice, 60) for _ in range(5)], budget))
+
+
+def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
+    for by_operators, drafter in enumerate(drafters):
+        with operators(bool(by_operators)):
+            drafter.observe(commit)
+
+
+def test_suffixes_are_kept_and_found_alike() -> None:
+    dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
+    texts: list[list[int]] = []
+    for drafter in drafters:
+        drafter.start(3, CAPACITY)
+    for row in range(3):
+        texts.append(written(dice, 40))
+        observed_alike(drafters, piece(range(row, row + 1), texts[-1:]))
+    for turn in range(12):
+        if turn == 6:                                               # a row goes, another is there twice
+            texts = [texts[2], texts[0], list(texts[0])]
+            for drafter in drafters:
+                drafter.select([2, 0, 0])
+        roots = [*written(dice, 9), *range(3)]
+        for budget in (1, 5):
+            asked_alike(drafters, frontier([[*text, root] for text, root in zip(texts, roots, strict=False)], budget))
+        more = [written(dice, 6) for _ in texts]
+        texts = [[*text, *new] for text, new in zip(texts, more, strict=True)]
+        observed_alike(drafters, piece(range(3), more))
+    ours, theirs = (drafter._index for drafter in drafters)
+    assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 100
+    for name in ("text", "tags", "places", "counts"):
+        assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])        # the last is for nothing
+    for one, other in zip(drafters[0]._rows or (), drafters[1]._rows or (), strict=True):
+        assert torch.equal(one, other)
+
+
+def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> Successors:
+    """What came out behind its nodes: the best of random logits."""
+    logits = 3 * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
+    if spoiled:
+        logits[:, ::2] = torch.nan
+    best = logits.topk(5, -1)
+    return Successors(tree, best.indices, best.values)
+
+
+def test_successors_are_kept_and_found_alike() -> None:
+    dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
+    texts = [written(dice, 12) for _ in range(3)]
+    for row, text in enumerate(texts):
+        observed_alike(drafters, piece(range(row, row + 1), [text]))
+    for turn in range(15):
+        tokens, parents, _ = pools(dice, 3, 6, VOCAB)
+        texts = [[*text, root] for text, root in zip(texts, tokens[:, 0].tolist(), strict=True)]
+        asked_alike(drafters, frontier(texts, 1 + turn % 9, trees=turn != 3))
+        commit = piece(range(3), [text[-1:] for text in texts])
+        observed_alike(drafters, replace(commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)))
+    ours, theirs = (drafter._table for drafter in drafters)
+    assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 20
+    assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(ours.tokens[:-1], theirs.tokens[:-1])
+    torch.testing.assert_close(ours.odds[:-1], theirs.odds[:-1], rtol=1e-5, atol=1e-7)
+
+
+def test_members_are_judged_and_merged_alike() -> None:
+    """Also by trees without odds, and while rows come and go."""
+    dice = torch.Generator().manual_seed(6)
+
+    class Silent(PromptLookup):
+        def propose(self, frontier: Frontier) -> TokenTree:
+            return replace(super().propose(frontier), odds=None, ranked=False)
+
+    drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
+    for drafter in drafters:
+        drafter.start(3, CAPACITY)
+    texts: list[list[int]] = []
+    for turn in range(14):
+        if turn in (0, 1, 5):
+            texts.append(written(dice, 20))
+            observed_alike(drafters, piece(range(len(texts) - 1, len(texts)), texts[-1:]))
+        if turn == 9:
+            texts = [texts[2], texts[1]]
+            for drafter in drafters:
+                drafter.select([2, 1])
+        new = [written(dice, 4) for _ in texts]
+        asked_alike(drafters, frontier([[*text, more[0]] for text, more in zip(texts, new, strict=True)], 6, trees=turn != 11))
+        texts = [[*text, *more] for text, more in zip(texts, new, strict=True)]
+        observed_alike(drafters, piece(range(len(texts)), new))
+    ours, theirs = (drafter._counts for drafter in drafters)
+    assert ours is not None and theirs is not None and float(ours.all[:, 1].sum()) > 50
+    torch.testing.assert_close(ours.all, theirs.all)
+    torch.testing.assert_close(ours.rows, theirs.rows)
