@@ -131,7 +131,8 @@ class Adaptive:
         self.acceptance = Acceptance(self._dice, self.sizes)
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
-        self._nodes = self._plain_rounds = self._asked = self._rest = 0
+        self._nodes = self._plain_rounds = self._asked = 0
+        self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
         self._turned = self._looked = self._held = False
         self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
@@ -147,6 +148,7 @@ class Adaptive:
         return self._rest > 0
 
     def begin(self) -> None:
+        self._wake()
         self.bank.renew()
         self._hold = 0
         if self._plain_rounds >= 3 * SETTLED:
@@ -160,12 +162,13 @@ class Adaptive:
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
         self._turned, self._nodes = self._nodes > 0, 0
-        self._held = self._hold > 0 and self._may_hold()
         if self._rest:
             self._rest -= 1
-            self._plain_rounds += 1
-            self.bank.settle(1.0, 1.0)
-        elif self._held:
+            self._rested += 1
+            return 0
+        self._wake()
+        self._held = self._hold > 0 and self._may_hold()
+        if self._held:
             self._hold -= 1
             self._nodes = self._chosen
         else:
@@ -173,6 +176,13 @@ class Adaptive:
             self._streak = self._streak + 1 if self._nodes else 0
             self._hold = HELD if self._streak > SETTLED else 0
         return self._nodes
+
+    def _wake(self) -> None:
+        """Count the plain rounds that were not thought about."""
+        if self._rested:
+            self._plain_rounds += self._rested
+            self.bank.settle(self._rested, self._rested)
+            self._rested = 0
 
     def _may_hold(self) -> bool:
         """Whether the last choice may be kept: there is still so much to write, nothing to set up, and it is affordable."""

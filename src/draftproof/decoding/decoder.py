@@ -147,7 +147,7 @@ class Decoder:
 
     def _frontier(self, budget: int) -> Frontier:
         deepest, looks = self.drafter.deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
-        shares = looks and len(self.running) > 1 and self.target.skips_absent
+        shares = budget > 0 and looks and len(self.running) > 1 and self.target.skips_absent
         most = min(room(budget), self.budget.most) if shares else budget
         ahead = most if deepest is None else min(most, deepest)
         longest = None if self.shapes.closed else self._longest()

@@ -52,37 +52,37 @@ class Watch:
     def __init__(self, decoder: Decoder, budget: Budget, clock: Clock) -> None:
         self.decoder, self.clock = decoder, clock
         self.learner = budget if isinstance(budget, Learner) else None
-        self._spent = self._spend()
+        self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
 
     def step(self) -> None:
         """One round."""
-        if self.learner is None:
+        learner = self.learner
+        if learner is None:
             self._round()
             return
-        rows = list(self.decoder.running)
-        written = [row.stats.emitted for row in rows]
-        if any(row.stats.rounds == 0 for row in rows):
-            self.learner.begin()
-        if self.learner.resting:
+        written = [(row, row.stats.emitted) for row in self.decoder.running]
+        if any(row.stats.rounds == 0 for row, _ in written):
+            learner.begin()
+        if learner.resting:
             self._round()
-            self._spent = self._spend()
+            self._spent = None
         else:
-            self._watched(self.learner, rows)
-        step = self.learner.plain_step
-        for row, count in zip(rows, written, strict=True):
+            self._watched(learner, [row for row, _ in written])
+        step = learner.plain_step
+        for row, count in written:
             row.stats.plain_seconds += step * (row.stats.emitted - count)
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
-        stats = self.decoder.stats
+        stats, before = self.decoder.stats, self._spent or self._spend()
         emitted, drafted, reached = stats.emitted, stats.drafted, stats.reached
         with self.clock.part("draft"):
             learner.expect(self._ahead(rows))
             if self.decoder.drafter.free:
                 self._look(learner, rows)
         self._round()
-        before, self._spent = self._spent, self._spend()
+        self._spent = self._spend()
         seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
         with self.clock.part("draft"):
             tried, stood = self._added(stats) if stats.drafted > drafted else ([], [])
