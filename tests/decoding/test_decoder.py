@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import DRAFTERS, LEARNERS, Fading
-from tiny import prompts, target
+from tiny import VOCAB, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
@@ -234,6 +234,29 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
     once = drafts(1)
     at_least = 1 if DRAFTERS[drafter](target()).rereads else 2
     assert once and drafts(patience) == once and max(told) >= at_least
+
+
+@pytest.mark.parametrize("drafter", ["recycling", "medusa"])
+def test_no_more_logits_wait_than_there_is_room_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only for drafters that want successors."""
+    told: list[int] = []
+
+    def waits(held: int) -> int:
+        monkeypatch.setattr(decoder_module, "HELD", held)
+        inner = DRAFTERS[drafter](target())
+        observe = inner.observe
+        monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+        one = decoder(inner, budget=Fixed(0))
+        one.admit([running(prompts(1, seed=4)[0], limit=25)])
+        told.clear()
+        while one.running:
+            one.step()
+        return max(told)
+
+    each = VOCAB * torch.zeros((), dtype=target().dtype).element_size()
+    longest = waits(1 << 24)
+    assert longest > 10
+    assert [waits(0), waits(3 * each)] == ([1, 4] if drafter == "recycling" else [longest, longest])
 
 
 def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:

@@ -96,6 +96,12 @@ class Successors(NamedTuple):
     tokens: Tensor
     logits: Tensor
 
+    @classmethod
+    def of(cls, tree: TokenTree, logits: Tensor, top: int) -> Successors:
+        """The `top` tokens of the highest logits [b, N, V]."""
+        best = logits.topk(min(top, logits.shape[-1]), -1)
+        return cls(tree, best.indices, best.values)
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -125,25 +131,17 @@ class Commit:
         if hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
-        successors = None
-        if top > 0:
-            best = reading.logits.topk(min(top, reading.logits.shape[-1]), -1)
-            successors = Successors(tree, best.indices, best.values)
+        successors = Successors.of(tree, reading.logits, top) if top else None
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors, at_hand)
 
     @classmethod
-    def joined(cls, commits: Sequence[Commit]) -> Commit:
-        """Commits of single tokens of the same rows, one behind another, as one; nodes are those of the chain they are."""
+    def joined(cls, commits: Sequence[Commit], logits: Sequence[Tensor], top: int) -> Commit:
+        """Commits of single tokens of the same rows, one behind another, as one; nodes are those of the chain they are.
+
+        logits: [B, 1, V] behind each, for the `top` successors; none of them if that is 0."""
         first = commits[0]
-        if len(commits) == 1:
-            return first
         tokens, count = torch.cat([one.tokens for one in commits], 1), torch.full_like(first.count, len(commits))
         hidden = [one.hidden for one in commits if one.hidden is not None]
-        seen = [one.successors for one in commits if one.successors is not None]
-        successors = None
-        if seen:
-            best, logits = (torch.cat(part, 1) for part in zip(*((one.tokens, one.logits) for one in seen), strict=True))
-            successors = Successors(TokenTree.chain(tokens), best, logits)
         nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-        hidden_states = torch.cat(hidden, 1) if hidden else None
-        return cls(first.rows, tokens, nodes, count, hidden_states, successors, first.at_hand)
+        successors = Successors.of(TokenTree.chain(tokens), torch.cat(list(logits), 1), top) if top else None
+        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors, first.at_hand)

@@ -25,6 +25,8 @@ from draftproof.target.target import Target
 
 PATIENCE = 32
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
+HELD = 1 << 24
+"""Bytes of logits that may wait meanwhile."""
 
 
 class _Given(NamedTuple):
@@ -67,6 +69,7 @@ class Decoder:
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
         self._patient = self.at_hand and not drafter.rereads        # one that rereads counts what it has not read yet
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
+        self._unsaid: list[Tensor] = []                 # logits of these, if it wants successors
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
@@ -79,8 +82,9 @@ class Decoder:
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        commit = Commit.of(range(self.rows), tree, reading, accepted, top=self.drafter.wants_top, at_hand=self.at_hand)
-        self._observe(commit)
+        later, top = self._patient and tree.tokens.shape[1] == 1, self.drafter.wants_top
+        commit = Commit.of(range(self.rows), tree, reading, accepted, top=0 if later else top, at_hand=self.at_hand)
+        self._observe(commit, reading.logits if later else None)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, commit, accepted, chosen)
 
@@ -173,21 +177,23 @@ class Decoder:
             raise DrafterMismatch(f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed")
         return tree.shared(frontier.budget) if drafted > frontier.budget and tree.turns is None else tree
 
-    def _observe(self, commit: Commit) -> None:
-        """Let the drafter learn what became true; of plain rounds, several at a time."""
-        if not self._patient or commit.tokens.shape[1] > 1:
+    def _observe(self, commit: Commit, logits: Tensor | None) -> None:
+        """Let the drafter learn what became true; of plain rounds, whose logits are given, several at a time."""
+        if logits is None:
             self._tell()
             self.drafter.observe(commit)
             return
         self._untold.append(commit)
-        if len(self._untold) == PATIENCE:
+        if self.drafter.wants_top:
+            self._unsaid.append(logits)
+        if len(self._untold) == PATIENCE or len(self._unsaid) * logits.nbytes > HELD:
             self._tell()
 
     def _tell(self) -> None:
         """Nothing is kept from the drafter any more."""
         if self._untold:
-            self.drafter.observe(Commit.joined(self._untold))
-            self._untold = []
+            self.drafter.observe(Commit.joined(self._untold, self._unsaid, self.drafter.wants_top))
+            self._untold, self._unsaid = [], []
 
     def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
         """Write accepted tokens and the new root behind `position`; return them [B, D], the root at count - 1."""
