@@ -74,7 +74,7 @@ def test_the_demo_brings_its_own_prompts_and_drafters(call: Call, tmp_path: Path
     said = call("bench", *SHORT, "--json", str(out))
     assert said.code == 0, said.err
     found = json.loads(out.read_text())["about"]
-    assert found["ways"] == ["plain", "prompt-lookup", "medusa", "redrafter", "draft-model"]
+    assert found["ways"] == ["plain", "portfolio", "medusa", "redrafter", "draft-model"]
     assert "openings of stories, built in" in found["workload"]
 
 

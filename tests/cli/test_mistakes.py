@@ -34,6 +34,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no samples": (["-p", "a", "--n", "0"], ["at least 1"]),
     "tree that is none": (["-p", "a", "--assistant-model", "x", "--draft-tree", "2,,1"], ["2,,1"]),
     "tree without a model": (["-p", "a", "--draft-tree", "2,1"], ["--assistant-model"]),
+    "tree without heads": (["-p", "a", "--drafter", "suffix+recycling", "--draft-tree", "2,1"], ["Medusa heads"]),
     "tree too large": (["-p", "a", "--assistant-model", "x", "--draft-tree", "99,99,99"], ["1024"]),
     "two drafters": (["-p", "a", "--assistant-model", "x", "--drafter", "none"], ["both"]),
     "unknown drafter": (["-p", "a", "--drafter", "oracle"], ["oracle"]),

@@ -18,7 +18,7 @@ from draftproof.target import exactness
 
 Call = Callable[..., Any]
 NAMES = ("prompt-lookup", "suffix", "recycling", "portfolio", "self-int8", "self-layers:1")
-OF_THE_DEMO = ("medusa", "redrafter", "self-int4", "demo-draft")
+OF_THE_DEMO = ("medusa", "redrafter+suffix", "self-int4", "demo-draft")
 COMMANDS = ("run", "batch", "bench", "prove", "doctor")
 
 

@@ -237,6 +237,27 @@ def test_any_model_gets_a_portfolio_when_nobody_names_a_drafter() -> None:
     ]
 
 
+def test_drafters_are_merged_by_their_names() -> None:
+    """Heads among them; a portfolio's members are the whole's, and what cannot be a member is refused by its name."""
+    own = load("demo", drafter="none")
+    for name, members in {
+        "suffix+recycling": ["suffix", "recycling"],
+        "medusa+portfolio": ["medusa", "prompt-lookup", "suffix", "recycling"],
+    }.items():
+        engine = load("demo", drafter=name)
+        assert isinstance(engine.drafter, Portfolio) and [member.name for member in engine.drafter.members] == members
+        text = [one.generate("The cat and the", max_new_tokens=16)[0].text for one in (own, engine)]
+        assert text[0] == text[1]
+    for name, why in {
+        "medusa+lookup": "drafter was 'lookup'; give none",
+        "suffix+demo-draft": "demo-draft is a draft model, which reads its own drafts",
+        "suffix+": "drafter was ''",
+        "suffix+self-int8": "drafter was 'self-int8'",
+    }.items():
+        with pytest.raises(BadInput, match=why):
+            load("demo", drafter=name)
+
+
 def test_real_stories_come_in_fewer_rounds_than_by_lookup() -> None:
     """A real model, float64: the same text, and more tokens a round than prompt lookup finds, at the same budget."""
     folder: Path = shared("models", "tinystories-bitnet-1m")

@@ -18,7 +18,7 @@ from rich.table import Table
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import prompt_of
-from draftproof.cli.setup import MODELLESS, as_chat, lost
+from draftproof.cli.setup import MODELLESS, all_among, as_chat, lost
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class _Plan:
     @property
     def with_models(self) -> list[str]:
         """Those that draft with a model, one of their own or the target."""
-        return [*self.assistants, *(name for name in self.drafters if name not in (*MODELLESS, "medusa", "redrafter"))]
+        return [*self.assistants, *(name for name in self.drafters if not all_among((*MODELLESS, "medusa", "redrafter"), name))]
 
 
 def bench(
@@ -212,7 +212,7 @@ def _racers(model: str, drafters: Sequence[str] | None, assistants: Sequence[str
     """Who is measured besides plain decoding; for the demo, when nobody is named, what comes with it."""
     if drafters or assistants:
         return [name for name in drafters or () if name != "none"], list(assistants or ())
-    return (["prompt-lookup", "medusa", "redrafter"], ["demo-draft"]) if _is_demo(model) else (["prompt-lookup"], [])
+    return (["portfolio", "medusa", "redrafter"], ["demo-draft"]) if _is_demo(model) else (["portfolio"], [])
 
 
 def _is_demo(model: str) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
-    "prompt lookup": {"drafter": "prompt-lookup"},
+    "portfolio": {"drafter": "portfolio"},
     "draft model": {"assistant_model": "demo-draft"},
     "Medusa": {"drafter": "medusa"},
     "ReDrafter": {"drafter": "redrafter"},

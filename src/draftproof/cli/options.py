@@ -53,7 +53,8 @@ DrafterName = Annotated[
     str | None,
     _drafting(
         "NAME",
-        "portfolio (default), prompt-lookup, suffix, recycling, none, medusa, redrafter, self-int8, self-layers:N, a folder.",
+        "portfolio (default), prompt-lookup, suffix, recycling, none, medusa, redrafter, self-int8, self-layers:N, a folder; "
+        "several as one: medusa+suffix.",
         "--drafter",
     ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from math import prod
@@ -25,8 +25,13 @@ MOST_NODES = 1024
 """Draft tokens per round beyond which a tree is a typing error."""
 
 
-MODELLESS = (None, "none", "portfolio", "prompt-lookup", "suffix", "recycling")
+MODELLESS = ("none", "portfolio", "prompt-lookup", "suffix", "recycling")
 """Drafters without a model or heads of their own."""
+
+
+def all_among(names: Sequence[str], drafter: str | None) -> bool:
+    """Whether a drafter, or each of several that are merged, is one of these; the default is the portfolio."""
+    return all(part in names for part in (drafter or "portfolio").split("+"))
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Setup:
                 f"num_assistant_tokens was {self.num_assistant_tokens}; draft at least 1 token, "
                 "or use --drafter none for plain decoding"
             )
-        if self.draft_tree is not None and self.assistant_model is None and self.drafter in MODELLESS:
+        modelless = self.assistant_model is None and all_among(MODELLESS, self.drafter)
+        if self.draft_tree is not None and modelless:
             raise BadInput(
                 "--draft-tree is for draft models and Medusa heads; name one with --assistant-model or --drafter"
             )
@@ -70,7 +76,7 @@ class Setup:
         thresholds(self.lossy or "typical")
         if self.bucket is not None and self.bucket < 1:
             raise BadInput(f"--bucket-size was {self.bucket}; give at least 1, or leave it out")
-        if self.quantize_draft and self.assistant_model is None and self.drafter in MODELLESS:
+        if self.quantize_draft and modelless:
             raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
 
     def engine(self) -> Engine:

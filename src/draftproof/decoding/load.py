@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 
@@ -81,9 +81,9 @@ def load(
 
     assistant_model: a draft model, named or given likewise; it must share the target's tokenizer.
     drafter: "portfolio" (the default without an assistant model: the three that follow, merged), "prompt-lookup",
-        "suffix", "recycling", "none", "medusa" or "redrafter" (heads for the demo model), the folder of draft heads or of
-        a draft model, "self-int8", "self-int4" or "self-layers:N" (the target drafts
-        for itself), or a Drafter.
+        "suffix", "recycling", "none", "medusa" or "redrafter" (heads for the demo model), the folder of draft heads, several
+        of these merged ("medusa+suffix"), the folder of a draft model, "self-int8", "self-int4" or "self-layers:N" (the
+        target drafts for itself), or a Drafter.
     draft_tree: the shape a draft model or Medusa heads draft, or the name of a published one; None is a chain as long as
         the budget for a draft model, and the heads' own tree for Medusa.
     quantize, quantize_draft: "int8", "int4" or "fp8" weights for the target and for the draft model. The text is that of
@@ -119,15 +119,10 @@ def load(
         drafts = _draft_model(assistant_model, target, codec, dtype, device, draft_tree, quantize_draft)
     elif isinstance(drafter, Drafter):
         drafts = drafter
-    elif drafter is None or str(drafter) in DRAFTERS:
-        drafts = DRAFTERS[str(drafter or DEFAULT)]()
-    elif str(drafter) in HEADS or is_head(loading.resolve(drafter)):
-        drafts = _head(str(drafter), target, draft_tree)
     elif _is_model(drafter):
         drafts = _draft_model(drafter, target, codec, dtype, device, draft_tree, quantize_draft)
     else:
-        names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
-        raise BadInput(f"drafter was {str(drafter)!r}; give {names}, or the folder of draft heads or of a draft model")
+        drafts = _named(str(drafter or DEFAULT), target, draft_tree)
     if compile:
         target = _compiled(target, drafts)
     return Engine(
@@ -196,6 +191,23 @@ def _self_draft(
     return SelfDraft(target, layers=layers, quantize=kind, shape=_shape(tree)) if quantised == bool(kind) else None
 
 
+def _named(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
+    """A drafter without a model of its own: by its name, by the folder of its heads, or several, merged."""
+    if name in DRAFTERS:
+        return DRAFTERS[name]()
+    if name in HEADS or is_head(loading.resolve(name)):
+        return _head(name, target, tree)
+    if "+" in name:
+        parts = name.split("+")
+        alone = next((part for part in parts if _is_model(part)), None)
+        if alone is not None:
+            raise BadInput(f"{alone} is a draft model, which reads its own drafts; name it alone, as an assistant model")
+        found = [_named(part, target, tree) for part in parts]
+        return Portfolio([member for one in found for member in (one.members if isinstance(one, Portfolio) else (one,))])
+    names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
+    raise BadInput(f"drafter was {name!r}; give {names}, or the folder of draft heads or of a draft model")
+
+
 def _head(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
     folder = loading.resolve(HEADS.get(name, name))
     if not is_head(folder):
@@ -239,9 +251,12 @@ def _shape(tree: TreeShape | str | None) -> TreeShape | None:
     return TreeShape(CHOICES[tree]) if isinstance(tree, str) else tree
 
 
-def _is_model(drafter: object) -> bool:
+def _is_model(drafter: object) -> TypeGuard[str | Path]:
     """Whether a drafter is the name of a draft model."""
-    return isinstance(drafter, (str, Path)) and Path(loading.resolve(drafter), "config.json").is_file()
+    if not isinstance(drafter, (str, Path)) or str(drafter) in HEADS:
+        return False
+    folder = loading.resolve(drafter)
+    return Path(folder, "config.json").is_file() and not is_head(folder)
 
 
 def _model(
