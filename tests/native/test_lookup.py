@@ -106,11 +106,12 @@ def test_trees_side_by_side_grow_together() -> None:
 
 
 def test_paths_grow_into_a_tree_as_their_votes_add_up() -> None:
+    """Up to the odds of what they begin with."""
     dice = torch.Generator().manual_seed(2)
-    for width, length in ((1, 1), (3, 2), (6, 5)):
+    for width, length, most in ((1, 1, 0.2), (3, 2, 0.2), (6, 5, 0.2), (6, 5, 0.7)):
         paths = torch.randint(3, (4, width, length), generator=dice)
         paths[:, :, 0] = 2
-        steps = 0.05 + 0.2 * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
+        steps = 0.05 + most * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
         steps = torch.where((torch.rand(4, width, length, generator=dice) < 0.1).cumsum(-1) > 0, 0, steps)
         steps[..., 0] = 1
         votes, paths = steps.cumprod(-1), torch.where(steps > 0, paths, ABSENT)
@@ -157,6 +158,8 @@ def test_lookups_find_the_same() -> None:
         drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
         for budget in (1, 4, 9):
             asked_alike(drafters, frontier([written(dice, 60) for _ in range(5)], budget))
+            many = torch.randint(2, (150,), generator=dice).tolist()                    # more places than are looked at
+            asked_alike(drafters, frontier([many], budget))
 
 
 def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
@@ -166,15 +169,20 @@ def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
 
 
 def test_suffixes_are_kept_and_found_alike() -> None:
+    """Also when memory is used up, and old text lies where new is written."""
     dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
     texts: list[list[int]] = []
     for drafter in drafters:
-        drafter.start(3, CAPACITY)
-    for row in range(3):
-        texts.append(written(dice, 40))
-        observed_alike(drafters, piece(range(row, row + 1), texts[-1:]))
-    for turn in range(12):
-        if turn == 6:                                               # a row goes, another is there twice
+        drafter._indexed(torch.device("cpu"))                       # an index without collisions, and room for few texts
+        drafter.memory = 7 * CAPACITY
+    for turn in range(60):
+        if turn % 12 == 0:
+            for drafter in drafters:
+                drafter.start(3, CAPACITY)
+            texts = [written(dice, 40) for _ in range(3)]
+            for row in range(3):
+                observed_alike(drafters, piece(range(row, row + 1), texts[row : row + 1]))
+        if turn % 12 == 6:                                          # a row goes, another is there twice
             texts = [texts[2], texts[0], list(texts[0])]
             for drafter in drafters:
                 drafter.select([2, 0, 0])
@@ -193,8 +201,9 @@ def test_suffixes_are_kept_and_found_alike() -> None:
 
 
 def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> Successors:
-    """What came out behind its nodes: the best of random logits."""
-    logits = 3 * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
+    """What came out behind its nodes: the best of random logits, sure of them or not."""
+    sure = 3 * torch.rand(*tree.tokens.shape, 1, generator=dice)
+    logits = sure * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
     if spoiled:
         logits[:, ::2] = torch.nan
     best = logits.topk(5, -1)
