@@ -21,6 +21,7 @@ from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.adaptive import RATE, STAKE, Adaptive, Bank, presets
 from draftproof.decoding.budget import Ahead, Confidence, Fixed, Learner, Round
+from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine, usual_budget
 from draftproof.decoding.estimate import Acceptance
 from draftproof.decoding.pace import CostTable
@@ -223,6 +224,19 @@ def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None
         one.run(budget, 100)
         behind.append(len(one.sizes) - rounds)
     assert behind[0] < 30 and behind[0] < behind[1] / 2
+
+
+def test_rounds_at_rest_count_where_the_next_text_begins() -> None:
+    """A text of plain rounds, the last of them at rest, is followed by one that is thought about anew."""
+    budget, one = known(0.2), world(0.0, 0.2)
+    one.run(budget, 200)
+    while not budget.resting:
+        one.run(budget, 1)
+    one.run(budget, 3)
+    assert budget.resting
+    budget._plain_rounds = 22                                           # two fewer than are many: those at rest make them up
+    budget.begin()
+    assert not budget.resting
 
 
 def test_a_hopeless_drafter_is_soon_thought_of_now_and_then_only() -> None:
@@ -627,6 +641,21 @@ def test_a_row_may_have_a_little_more(rule: str, most: int, room: int, floor: fl
     assert all(one.prefix.ahead == one.room for one in asked)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_plain_round_of_a_batch_makes_no_noise_for_drafts(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "skips_absent", True)
+    budget, seen, frontier = Unsure(6, 0), list[int](), Decoder._frontier
+    budget.nodes = lambda stats, rows: 0 if plain else 2  # type: ignore[method-assign]
+
+    def noted(self: Decoder, nodes: int) -> Frontier:
+        seen.append(frontier(self, nodes).room)
+        return frontier(self, nodes)
+
+    monkeypatch.setattr(Decoder, "_frontier", noted)
+    Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate(prompts(2), max_new_tokens=6, batch_size=2)
+    assert set(seen) == ({0} if plain else {2, 4})
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_whatever_rows_share_the_text_is_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "skips_absent", True)
@@ -678,6 +707,19 @@ def test_a_budget_is_told_where_a_text_begins() -> None:
         engine = Engine(target(), PromptLookup(), budget=budget)
         engine.generate(prompts(4, seed=2), max_new_tokens=12, batch_size=1)
         assert budget.begun == 4
+
+
+def test_what_passes_while_a_budget_rests_is_not_told() -> None:
+    """Each round is told with its own seconds, not with those of rounds before it that nobody watched."""
+    budget = Wild(3, 1)
+    budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
+    rests = itertools.cycle((True, True, True, False))
+    engine = Engine(target(), Silent(), budget=budget)
+    for _ in engine.rounds(prompts(1, seed=2), max_new_tokens=40):
+        budget.resting = next(rests)
+    told = sum(one.seconds for one in budget.rounds)
+    assert 8 <= len(budget.rounds) <= 11
+    assert 0 < told < 0.6 * (engine.clock.total - engine.clock.seconds["prefill"])
 
 
 def test_rounds_are_reported_as_they_were() -> None:
