@@ -21,8 +21,8 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
-from draftproof.drafters.suffix import WAYS, SuffixDrafter, way
-from draftproof.native.kernels import Kernels, kernels
+from draftproof.drafters.suffix import SIZES, WAYS, SuffixDrafter, way
+from draftproof.native.kernels import LANES, Kernels, kernels
 from draftproof.native.lookup import Twins
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
@@ -170,6 +170,7 @@ def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
 
 def test_suffixes_are_kept_and_found_alike() -> None:
     """Also when memory is used up, and old text lies where new is written."""
+    assert SIZES[0] == LANES
     dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
     texts: list[list[int]] = []
     for drafter in drafters:

@@ -26,7 +26,7 @@ from draftproof.native.kernels import kernels
 from draftproof.native.lookup import Index
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
-"""Context sizes, in tokens."""
+"""Context sizes, in tokens; the largest is as many as our kernels hold at a time."""
 WAYS = 4
 """Successors kept per context; two that meet on one way push each other out."""
 OWN = 2

@@ -72,7 +72,7 @@ class Member(NamedTuple):
 
 
 class _Member(ctypes.Structure):
-    _fields_ = (*_fields("tokens parents odds", "nodes"),)
+    _fields_ = _fields("tokens parents odds", "nodes")
 
 
 class Pool(NamedTuple):
@@ -84,7 +84,7 @@ class Pool(NamedTuple):
 
 
 class Lookup:
-    """The functions of lookup.c. absent: the token of a node that is not there."""
+    """The functions of lookup.c. Where one takes `absent`, that is the token of a node that is not there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         shapes = {
