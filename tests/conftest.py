@@ -28,13 +28,12 @@ def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["kernels", "operators"])
 def lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Drafters that need no model, by our kernels and by torch's operators, as on any device."""
-    from draftproof.core import tree
-    from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix
+    from drafting import without_lookup
+
     from draftproof.native.kernels import kernels
 
     if request.param == "operators":
-        for module in (tree, portfolio, prompt_lookup, recycling, suffix):
-            monkeypatch.setattr(module, "kernels", lambda: None)
+        without_lookup(monkeypatch)
     elif kernels() is None:
         pytest.skip("no C compiler here")
     return str(request.param)

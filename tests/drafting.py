@@ -13,11 +13,13 @@ import torch
 import transformers
 from tiny import VOCAB, prompts, target
 
+from draftproof.core import tree
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.stats import RoundStats
+from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.losses import head_loss
@@ -233,6 +235,12 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
 
 LEARNERS = ("suffix", "recycling", "portfolio", "portfolio, medusa")
 """What other rows and earlier texts taught them may change what they propose: never the text."""
+
+
+def without_lookup(patch: pytest.MonkeyPatch) -> None:
+    """Have torch's operators do what drafters that need no model do, as on any device."""
+    for module in (tree, portfolio, prompt_lookup, recycling, suffix):
+        patch.setattr(module, "kernels", lambda: None)
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]], **wishes: Any) -> list[tuple[list[int], str]]:

@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafting import assert_well_formed
+from drafting import assert_well_formed, without_lookup
 from tiny import sampler_of
 from torch import Tensor
 
-from draftproof.core import tree as tree_module
 from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.sampling import Prefix, Sampling
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -42,8 +40,8 @@ def native() -> Kernels:
 def operators(wanted: bool) -> Iterator[None]:
     """By torch's operators, if that is wanted."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tree_module, portfolio, prompt_lookup, recycling, suffix) if wanted else ():
-            patch.setattr(module, "kernels", lambda: None)
+        if wanted:
+            without_lookup(patch)
         yield
 
 

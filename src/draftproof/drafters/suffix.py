@@ -92,7 +92,7 @@ class SuffixDrafter(Drafter):
         drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
         drafted = torch.where(odds[..., None] > 0, drafted, ABSENT)                     # [B, W, K]
         paths = torch.cat([root[:, None, None].expand(-1, PATHS, 1), drafted], -1)
-        votes = odds[..., None] * _lasting(budget, root.device)[size]            # [B, W, 1 + K]
+        votes = odds[..., None] * _lasting(budget, root.device)[size]                    # [B, W, 1 + K]
         tree = TokenTree.from_paths(paths, budget + 1, votes)
         return tree if frontier.trees else tree.trunk()
 

@@ -3,17 +3,18 @@
 
 enum { APART, LIKELIEST, SUMMED };              /* nodes of a pool with the same text: there are none; the best counts; they add up */
 
-/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no more. */
+/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no more. widest:
+ * nodes of the largest so far. */
 typedef struct {
     int64_t *tokens, *parents;
     float *odds;
-    int64_t nodes, absent;
+    int64_t nodes, absent, widest;
 } Grown;
 
 /* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier. Parents come before their children;
- * what has none is the root once more. Nobody is likelier than its parent; what has odds of 0 is not there. Returns its nodes. */
-static int64_t grown(const int64_t *pool, const int64_t *above, const float *odds, int64_t size, int twins, const Grown *out, int64_t r) {
-    int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1, widest = 1;
+ * what has none is the root once more. Nobody is likelier than its parent; what has odds of 0 is not there. */
+static void grown(const int64_t *pool, const int64_t *above, const float *odds, int64_t size, int twins, Grown *out, int64_t r) {
+    int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
     float best[size];
     Scored likely[most + 1];
     for (int64_t n = 0; n < most; n++) likely[n] = (Scored){0, -1};
@@ -42,20 +43,22 @@ static int64_t grown(const int64_t *pool, const int64_t *above, const float *odd
     for (int64_t n = 0; n < most; n++) {
         int64_t i = likely[n].token;
         tokens[n + 1] = i < 0 ? out->absent : pool[i], parents[n + 1] = i < 0 ? 0 : place[up[i]], chances[n + 1] = likely[n].score;
-        if (i >= 0) place[i] = n + 1, widest = n + 2;
+        if (i < 0) continue;
+        place[i] = n + 1;
+        if (out->widest < n + 2) out->widest = n + 2;
     }
-    return widest;
 }
 
-/* Of pools [rows, size] the trees. Returns the nodes of the largest. */
-int64_t draftproof_grow(const int64_t *pool, const int64_t *above, const float *odds, int64_t rows, int64_t size, int64_t twins,
-                        const Grown *out) {
-    int64_t widest = 1;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t wide = grown(pool + r * size, above + r * size, odds + r * size, size, (int)twins, out, r);
-        widest = wide > widest ? wide : widest;
-    }
-    return widest;
+/* The same of a pool of paths of `each` nodes, every one from the root on. */
+static void grown_of_paths(const int64_t *pool, const float *odds, int64_t paths, int64_t each, Grown *out, int64_t r) {
+    int64_t above[paths * each];
+    for (int64_t i = 0; i < paths * each; i++) above[i] = i % each ? i - 1 : -1;
+    grown(pool, above, odds, paths * each, SUMMED, out, r);
+}
+
+/* Of pools [rows, size] the trees. */
+void draftproof_grow(const int64_t *pool, const int64_t *above, const float *odds, int64_t rows, int64_t size, int64_t twins, Grown *out) {
+    for (int64_t r = 0; r < rows; r++) grown(pool + r * size, above + r * size, odds + r * size, size, (int)twins, out, r);
 }
 
 /* Texts [rows, room], and where the root of each stands. */
@@ -64,14 +67,15 @@ typedef struct {
     int64_t rows, room;
 } Texts;
 
+/* The chance that what followed a match of so many tokens before follows it again, `ahead` tokens further, if it did until there. */
+static inline float lasting(float match, int64_t ahead) { return (match + (float)ahead) / (match + (float)ahead + 3); }
+
 /* Trees of what followed the last tokens of each text where they stood before: of the `near` most recent places where the last two
  * did, or then the last one, the `places` where most did, from `shortest` to `longest`, the most recent of equals; `steps` tokens from
- * each, round and round. As in drafters/prompt_lookup.py. Returns the nodes of the largest. */
-int64_t draftproof_match(const Texts *texts, int64_t longest, int64_t shortest, int64_t near, int64_t places, int64_t steps,
-                         const Grown *out) {
-    int64_t each = 1 + steps, size = places * each, pool[size], above[size], ends[near], others[near], best[places], lengths[places];
-    int64_t widest = 1;
-    float odds[size];
+ * each, round and round. As in drafters/prompt_lookup.py. */
+void draftproof_match(const Texts *texts, int64_t longest, int64_t shortest, int64_t near, int64_t places, int64_t steps, Grown *out) {
+    int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places], lengths[places];
+    float odds[places * each];
     for (int64_t r = 0; r < texts->rows; r++) {
         const int64_t *text = texts->tokens + r * texts->room;
         int64_t last = texts->positions[r], before = text[longest > 1 && last ? last - 1 : last], pairs = 0, single = 0, found = 0;
@@ -95,17 +99,15 @@ int64_t draftproof_match(const Texts *texts, int64_t longest, int64_t shortest, 
         for (int64_t w = 0; w < places; w++) {
             int64_t at = w * each, start = w < found ? best[w] + 1 : last, circle = last + 1 - start;
             float chance = left, length = w < found ? (float)lengths[w] : 0;
-            pool[at] = text[last], above[at] = -1, odds[at] = 1;
+            pool[at] = text[last], odds[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
-                chance *= w < found ? (length + (float)k) / (length + (float)k + 3) : 0;
-                pool[at + k + 1] = text[start + k % circle], above[at + k + 1] = at + k, odds[at + k + 1] = chance;
+                chance *= w < found ? lasting(length, k) : 0;
+                pool[at + k + 1] = text[start + k % circle], odds[at + k + 1] = chance;
             }
-            left *= 1 - length / (length + 3);
+            left *= 1 - lasting(length, 0);
         }
-        int64_t wide = grown(pool, above, odds, size, SUMMED, out, r);
-        widest = wide > widest ? wide : widest;
+        grown_of_paths(pool, odds, places, each, out, r);
     }
-    return widest;
 }
 
 /* Text, and by a hash of each context of `sizes` [count] tokens, LANES at most, the successors seen, on `ways` each: a tag, the last
@@ -166,13 +168,12 @@ void draftproof_index(const Index *index, int64_t *tails, int64_t *ends, const i
 }
 
 /* Trees of the `paths` likeliest continuations of each text, `steps` tokens long, whose lane begins and ends there. An occurrence in
- * its own lane counts for `own` more. Returns the nodes of the largest. */
-int64_t draftproof_continue(const Index *index, const Texts *texts, const int64_t *tails, const int64_t *begins, const int64_t *ends,
-                            float own, int64_t paths, int64_t steps, const Grown *out) {
-    int64_t each = 1 + steps, size = paths * each, pool[size], above[size], places[index->count * index->ways], widest = 1;
-    int64_t entries[index->count], context[LANES];
+ * its own lane counts for `own` more. */
+void draftproof_continue(const Index *index, const Texts *texts, const int64_t *tails, const int64_t *begins, const int64_t *ends,
+                         float own, int64_t paths, int64_t steps, Grown *out) {
+    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways], entries[index->count], context[LANES];
     uint32_t tags[index->count];
-    float odds[size];
+    float odds[paths * each];
     Scored best[paths];
     for (int64_t r = 0; r < texts->rows; r++) index->text[ends[r]] = texts->tokens[r * texts->room + texts->positions[r]];
     for (int64_t r = 0; r < texts->rows; r++) {
@@ -200,19 +201,16 @@ int64_t draftproof_continue(const Index *index, const Texts *texts, const int64_
             int64_t at = w * each, way = best[w].token, start = way < 0 ? ends[r] : places[way];
             int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;          /* its own end is its beginning */
             float chance = best[w].score, match = way < 0 ? 0 : (float)index->sizes[way / index->ways];
-            pool[at] = root, above[at] = -1, odds[at] = 1;
+            pool[at] = root, odds[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
                 int64_t place = start + (circle ? k % circle : k);
                 pool[at + k + 1] = index->text[place < index->room ? place : index->room - 1];
-                above[at + k + 1] = at + k;
-                chance *= pool[at + k + 1] == index->absent ? 0 : k ? (match + (float)k) / (match + (float)k + 3) : 1;
+                chance *= pool[at + k + 1] == index->absent ? 0 : k ? lasting(match, k) : 1;
                 odds[at + k + 1] = chance;
             }
         }
-        int64_t wide = grown(pool, above, odds, size, SUMMED, out, r);
-        widest = wide > widest ? wide : widest;
+        grown_of_paths(pool, odds, paths, each, out, r);
     }
-    return widest;
 }
 
 /* Of pairs of tokens, and of tokens alone, the `best` likeliest successors, [2 slots, best] both. As in drafters/recycling.py. */
@@ -253,10 +251,10 @@ void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t
 }
 
 /* Trees of what is known to follow each root: of each level the `width` likeliest nodes are followed, the root by all that is known,
- * others by `fan` tokens, down to `depth`. Returns the nodes of the largest. */
-int64_t draftproof_remember(const Table *table, const Texts *texts, const int64_t *tails, int64_t width, int64_t fan, int64_t depth,
-                            const Grown *out) {
-    int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most], widest = 1;
+ * others by `fan` tokens, down to `depth`. */
+void draftproof_remember(const Table *table, const Texts *texts, const int64_t *tails, int64_t width, int64_t fan, int64_t depth,
+                         Grown *out) {
+    int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
     float odds[most];
     Scored best[width];
     for (int64_t r = 0; r < texts->rows; r++) {
@@ -281,10 +279,8 @@ int64_t draftproof_remember(const Table *table, const Texts *texts, const int64_
                 }
             }
         }
-        int64_t wide = grown(pool, above, odds, to, APART, out, r);
-        widest = wide > widest ? wide : widest;
+        grown(pool, above, odds, to, APART, out, r);
     }
-    return widest;
 }
 
 /* How far the word of each member is good: of `kinds` of node, `levels` by the odds given and all by the place in the tree, `classes`
@@ -324,11 +320,10 @@ typedef struct {
 } Member;
 
 /* Trees of the likeliest nodes of all members' trees, by odds that are corrected by what a row has shown, before that `everyone`
- * [kinds, 2], before that what members gave. The pools, members side by side, and the kinds of their nodes are [rows, .] too.
- * Returns the nodes of the largest. */
-int64_t draftproof_merge(const Counts *counts, const float *everyone, const Member *members, int64_t count, int64_t rows,
-                         int64_t *pools, int64_t *parents, int64_t *classes, const Grown *out) {
-    int64_t size = 0, widest = 1;
+ * [kinds, 2], before that what members gave. The pools, members side by side, and the kinds of their nodes are [rows, .] too. */
+void draftproof_merge(const Counts *counts, const float *everyone, const Member *members, int64_t count, int64_t rows, int64_t *pools,
+                      int64_t *parents, int64_t *classes, Grown *out) {
+    int64_t size = 0;
     for (int64_t m = 0; m < count; m++) size += members[m].nodes;
     float odds[size];
     for (int64_t r = 0; r < rows; r++) {
@@ -351,8 +346,6 @@ int64_t draftproof_merge(const Counts *counts, const float *everyone, const Memb
                 float step = (own[0] + counts->trust * prior) / (own[1] + counts->trust);
                 odds[i] = !n ? 1 : pool[i] == out->absent ? 0 : odds[above[i]] * step;
             }
-        int64_t wide = grown(pool, above, odds, size, LIKELIEST, out, r);
-        widest = wide > widest ? wide : widest;
+        grown(pool, above, odds, size, LIKELIEST, out, r);
     }
-    return widest;
 }

@@ -38,7 +38,7 @@ class Grown(NamedTuple):
 
 
 class _Grown(ctypes.Structure):
-    _fields_ = _fields("tokens parents odds", "nodes absent")
+    _fields_ = _fields("tokens parents odds", "nodes absent widest")
 
 
 class _Texts(ctypes.Structure):
@@ -100,7 +100,7 @@ class Lookup:
         self._call = {name: getattr(library, f"draftproof_{name}") for name in shapes}
         for name, shape in shapes.items():
             self._call[name].argtypes = shape
-            self._call[name].restype = None if name in ("index", "recycle", "judge") else _NUMBER
+            self._call[name].restype = None
 
     def grow(self, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, twins: Twins, absent: int) -> Grown:
         """The trees of the likeliest nodes of pools [rows, M], the root (their node 0) among at most `nodes`.
@@ -177,10 +177,11 @@ def _texts(text: Tensor, position: Tensor) -> ctypes.Array[_Texts]:
     return (_Texts * 1)(_Texts(text.data_ptr(), position.data_ptr(), len(text), text.stride(0)))
 
 
-def _into(rows: int, nodes: int, absent: int, grow: Callable[[ctypes.Array[_Grown]], int]) -> Grown:
+def _into(rows: int, nodes: int, absent: int, grow: Callable[[ctypes.Array[_Grown]], object]) -> Grown:
     """The trees that are grown into so much room, as wide as the largest."""
     tokens, parents = torch.empty(2, rows, nodes, dtype=torch.int64).unbind()
     odds = torch.empty(rows, nodes)
-    out = (_Grown * 1)(_Grown(tokens.data_ptr(), parents.data_ptr(), odds.data_ptr(), nodes, absent))
-    width = grow(out)
+    out = (_Grown * 1)(_Grown(tokens.data_ptr(), parents.data_ptr(), odds.data_ptr(), nodes, absent, 1))
+    grow(out)
+    width = out[0].widest
     return Grown(tokens, parents, odds) if width == nodes else Grown(tokens[:, :width], parents[:, :width], odds[:, :width])
