@@ -19,12 +19,13 @@ from tiny import VOCAB, prompts, target
 from draftproof.core.messages import Frontier, Reading
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.adaptive import RATE, STAKE, Adaptive, Bank, presets
+from draftproof.decoding.adaptive import RATE, SPARSE, STAKE, VAIN, Adaptive, Bank, Patience, presets
 from draftproof.decoding.budget import Ahead, Confidence, Fixed, Learner, Round
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine, usual_budget
 from draftproof.decoding.estimate import Acceptance
 from draftproof.decoding.pace import CostTable
+from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
@@ -148,9 +149,10 @@ def test_no_sequence_of_drafts_costs_more_than_the_stake(luck: str, draft: float
 
 
 def test_the_bank_is_what_keeps_the_word() -> None:
-    """With a bank that never refuses, always hopeful, the same sequences break the promise."""
+    """With a bank that never refuses, always hopeful and never impatient, the same sequences break the promise."""
     reckless = known(0.9)
     reckless.bank.affords = lambda worst, setup: True  # type: ignore[method-assign]
+    reckless.patience.seen = lambda gain: None  # type: ignore[method-assign]
     reckless.acceptance.draw = lambda limit: [1.0 + size for size in reckless.sizes]  # type: ignore[method-assign]
     assert world(0.0, 0.9).run(reckless, 200).worst > 10 * STAKE
 
@@ -198,17 +200,20 @@ def test_a_text_is_lent_another_stake_bit_by_bit_if_earlier_ones_saved_it() -> N
 
 def test_no_text_loses_more_than_two_stakes_and_all_together_not_one() -> None:
     """However much was gained; and with what it is lent a text that begins with wrong drafts finds the right ones."""
-    for seed in range(4):
+    times = []
+    for seed in range(12):
         budget, one = known(0.5, seed), world(1.0, 0.5, seed=seed)
         one.run(budget, 800)
         gained = one.written - one.time
         assert gained > 100 and budget.bank.saved > 4 * STAKE
-        for luck, worst in ((0.0, 2 * STAKE), (lambda written, depth, size: float(written > 40), 1.2 * STAKE)):
+        for luck, worst in ((0.0, 2 * STAKE), (lambda written, depth, size: float(written > 40), 1.5 * STAKE)):
             budget.begin()
             text = world(luck, 0.5, seed=seed).run(budget, 160)
             assert STAKE / 2 < text.worst <= worst
             gained += text.written - text.time
-        assert text.time < text.written and gained > 0
+        times.append(text.time)
+        assert gained > 0
+    assert statistics.mean(times) < 0.95 * text.written
 
 
 def test_a_text_that_repeats_itself_is_noticed_behind_one_that_did_not() -> None:
@@ -306,6 +311,99 @@ def test_a_bank_saves_for_set_ups_alone() -> None:
     assert bank.slack == pytest.approx(8 + 1.02 - 5) and bank.saved == pytest.approx(5.42)
     bank.settle(1.0, 1.0, setup=100.0, on_the_house=True)
     assert bank.slack == pytest.approx(8 + 1.02 - 5 + 0.02) and bank.debt == pytest.approx(-20 + 4 + 15 + 100)
+
+
+# What is tried in vain --------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_is_never_right_is_tried_ever_more_rarely() -> None:
+    """Far below what the bank would allow: over the second half of 4000 tokens no more than three drafts in 200 rounds."""
+    for draft in (0.02, 0.2, 0.5):
+        one = world(0.0, draft).run(known(draft), 4000)
+        late = sum(size > 0 for size in one.sizes[2000:])
+        assert 0 < late < 2000 * 3 / 200
+        assert one.time - one.written < 0.006 * one.written + STAKE
+
+
+def test_drafts_that_turn_good_after_a_long_time_are_believed_soon() -> None:
+    """Within a pause and what it takes to be sure, however long all was in vain."""
+    for wrong in (1000, 20000):
+        behind = []
+        for seed in range(6):
+            budget = known(0.05, seed)
+            one = world(lambda written, depth, size, wrong=wrong: 0.9 * (written >= wrong), 0.05, seed=seed)
+            one.run(budget, wrong)
+            rounds = len(one.sizes)
+            one.run(budget, 1000)
+            behind.append(len(one.sizes) - rounds)
+        assert statistics.mean(behind) < 450                    # 140 if all drafts were long from the first on
+
+
+def test_patience_ends_with_the_first_draft_that_pays() -> None:
+    patience = Patience()
+    for _ in range(int(VAIN)):
+        patience.drafted(-0.1)
+    assert patience.left == 0 and not patience.tried
+    for _ in range(3):
+        patience.drafted(-0.1)
+    assert patience.left == 6 and patience.tried
+    patience.wait(4)
+    assert patience.left == 2
+    patience.begin(anew=False)
+    assert patience.left == 0 and patience.tried, "half of it is enough where a text began"
+    for _ in range(5000):
+        patience.drafted(-0.1)
+    assert patience.left == SPARSE
+    patience.begin(anew=True)
+    assert patience.left == 0 and not patience.tried
+    for _ in range(5000):
+        patience.drafted(-0.1)
+    patience.drafted(0.5)
+    assert 0 < patience.left <= 8
+    patience.drafted(0.5)
+    assert patience.left == 0
+
+
+def test_a_draft_that_loses_much_counts_for_several() -> None:
+    cheap, dear = Patience(), Patience()
+    for _ in range(20):
+        cheap.drafted(-0.1)
+        dear.drafted(-2.0)
+    assert (cheap.left, dear.left) == (8, 128)
+    for _ in range(5000):
+        dear.drafted(-2.0)
+    assert dear.left == 4 * SPARSE
+
+
+def test_a_look_that_would_have_paid_ends_the_wait_as_well() -> None:
+    budget = known(0.2)
+    world(0.0, 0.2).run(budget, 3000)
+    budget.patience._since = 0
+    waits = budget.patience.left
+    budget.glimpse(8, Round(1, [1, 1], [1, 0], chain=True, emitted=0, seconds=0.0))
+    assert budget.patience.left < waits / 2
+    budget.patience._vain = budget.patience._pause = 60.0
+    budget.glimpse(8, Round(1, [1, 0], [0, 0], chain=True, emitted=0, seconds=0.0))
+    assert budget.patience._pause == 60, "one that would not says nothing new"
+
+
+def test_nothing_is_thought_about_while_nothing_can_be_afforded() -> None:
+    """Nor while a drafter is left alone; but where there are looks, there are thoughts."""
+    bank = Bank(stake=8, rate=0.01)
+    assert bank.far(8.0) == 0 and bank.far(9.0) == pytest.approx(100)
+    bank.loan = 4.0
+    assert bank.far(9.0) == pytest.approx(1 / 0.06)
+    assert Bank(stake=0, rate=0.0).far(1.0) > 1e6 and Bank(stake=0, rate=0.0).far(0.0) == 0
+    rests = []
+    for looks in (False, True):
+        budget = Adaptive(8, costs=CostTable.of(linear(0.9)))
+        if looks:
+            budget.curiosity()
+        world(0.0, 0.9).run(budget, 300)
+        budget._plain_rounds, budget.bank.slack, budget._nodes = 100, 0.0, 0
+        budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01))
+        rests.append(budget._rest)
+    assert rests[0] > 60 and rests[1] <= 15
 
 
 # What must be kept ------------------------------------------------------------------------------------------------------
@@ -720,6 +818,21 @@ def test_what_passes_while_a_budget_rests_is_not_told() -> None:
     told = sum(one.seconds for one in budget.rounds)
     assert 8 <= len(budget.rounds) <= 11
     assert 0 < told < 0.6 * (engine.clock.total - engine.clock.seconds["prefill"])
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_rounds_that_nobody_watches_are_reckoned_as_well(together: int) -> None:
+    """Of every row, whoever else begins or ends meanwhile."""
+    budget = Wild(3, 1)
+    budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
+    rests = itertools.cycle((True, True, True, False))
+    budget.plain_step = 2.0
+    engine, seen = Engine(target(), Silent(), budget=budget), list[Running]()
+    asked = [Sampling(max_new_tokens=count) for count in (5, 9, 14, 2, 7)]
+    for rows in engine.rounds(prompts(5, seed=2), sampling=asked, batch_size=together):
+        budget.resting, seen = next(rests), seen or rows
+    assert [len(row.tokens) for row in seen] == [5, 9, 14, 2, 7] and len(budget.rounds) < 12
+    assert all(row.stats.plain_seconds == 2.0 * row.stats.emitted > 0 for row in seen)
 
 
 def test_rounds_are_reported_as_they_were() -> None:

@@ -44,6 +44,9 @@ bank has no more than a draft could lose."""
 KEPT, AWAKE = 0.25, 2
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
+VAIN, APART, SPARSE, DEAR = 16.0, 2.0, 128.0, 2.0
+"""Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`;
+one that loses more than 1 / `DEAR` plain steps counts for several."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -53,6 +56,50 @@ def presets(most: int) -> tuple[int, ...]:
         found.append(round(5 * 2 ** (step / 2)))
         step += 1
     return (*(size for size in found if size < most), most)
+
+
+class Patience:
+    """Leaves alone, ever longer, a drafter that is tried in vain again and again.
+
+    The bank says how much may be lost for good; a drafter that never was right in hundreds of rounds is not worth that much.
+    """
+
+    def __init__(self) -> None:
+        self._vain = self._pause = 0.0                  # drafts in a row that did not pay, and rounds to wait behind the last
+        self._since = 0                                 # that were waited
+        self._begun = False                             # a text has, meanwhile
+
+    @property
+    def tried(self) -> bool:
+        """Whether so many drafts were in vain that there are pauses between them."""
+        return self._pause > 0
+
+    @property
+    def left(self) -> int:
+        """Plain rounds before the next draft; half the pause is enough where a text began."""
+        return max(0, int(self._pause / 2 if self._begun else self._pause) - self._since)
+
+    def begin(self, anew: bool) -> None:
+        """A text begins; `anew`: as if nothing had been tried."""
+        self._begun = True
+        if anew:
+            self._vain = self._pause = 0.0
+
+    def wait(self, rounds: int) -> None:
+        """So many plain rounds went by."""
+        self._since += rounds
+
+    def drafted(self, gain: float) -> None:
+        """A draft gained so many plain steps."""
+        self._since, self._begun = 0, False
+        self.seen(gain)
+
+    def seen(self, gain: float) -> None:
+        """A draft would have gained so many plain steps. One that gains any is believed."""
+        weight = max(1.0, -DEAR * gain)
+        most = SPARSE * weight
+        self._vain = self._vain / 4 if gain > 0 else min(self._vain + weight, VAIN + most / APART)
+        self._pause = max(0.0, min(APART * (self._vain - VAIN), most))
 
 
 class Bank:
@@ -67,11 +114,17 @@ class Bank:
     def __init__(self, stake: float, rate: float) -> None:
         self.stake, self.rate = stake, rate
         self.slack, self.saved, self.debt = stake, 0.0, 0.0
+        self.gained = 0.0                                       # without the rate, less what was lost since
         self.loan = 0.0                                         # what this text may still be lent
 
     def affords(self, worst: float, setup: float) -> bool:
         """Whether a round may run that loses `worst` if all drafts are wrong, after a set-up."""
         return worst <= self.slack and worst + setup <= self.slack + self.saved
+
+    def far(self, worst: float) -> float:
+        """Plain rounds, at least, before it affords to lose `worst`."""
+        missing, grows = worst - self.slack, self.rate + (LENT if self.loan > 0 else 0.0)
+        return 0.0 if missing <= 0 else missing / grows if grows else UNLIMITED
 
     def renew(self) -> None:
         """A text begins: fill up from what was saved."""
@@ -81,6 +134,7 @@ class Bank:
     def settle(self, cost: float, tokens: float, setup: float = 0.0, on_the_house: bool = False) -> None:
         """A round cost so much, gave so many tokens per row."""
         self.debt += cost + setup - tokens
+        self.gained = min(SAVINGS, max(0.0, self.gained + tokens - cost))
         if not on_the_house:
             paid = min(setup, self.saved)
             self.saved -= paid
@@ -129,12 +183,14 @@ class Adaptive:
         self.bank = Bank(stake, rate)
         self._dice = Random(seed)
         self.acceptance = Acceptance(self._dice, self.sizes)
+        self.patience = Patience()
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._asked = 0
         self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
         self._turned = self._looked = self._held = False
+        self._free = False                              # whether somebody asks for looks
         self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
         begin = sum(size <= BEGIN for size in self.sizes) - 1
         self._to_begin_with = range(begin, begin + 1) if begin else range(0)
@@ -150,10 +206,13 @@ class Adaptive:
     def begin(self) -> None:
         self._wake()
         self.bank.renew()
+        self.patience.begin(anew=self.bank.gained > self.bank.stake)
         self._hold = 0
         if self._plain_rounds >= 3 * SETTLED:
-            self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
+            self._rest = 0
             self.acceptance.fade(KEPT)
+            if self._free or not self.patience.tried:
+                self._plain_rounds, self._asked = SETTLED - AWAKE, 0
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
@@ -181,6 +240,7 @@ class Adaptive:
         """Count the plain rounds that were not thought about."""
         if self._rested:
             self._plain_rounds += self._rested
+            self.patience.wait(self._rested)
             self.bank.settle(self._rested, self._rested)
             self._rested = 0
 
@@ -190,7 +250,7 @@ class Adaptive:
         return self._ahead.remaining > self._chosen and not self._unread() and self.bank.affords(risk, 0.0)
 
     def _choose(self) -> int:
-        if self._pace.plain_is_due or self._ahead.remaining <= 1:
+        if self.patience.left or self._pace.plain_is_due or self._ahead.remaining <= 1:
             return 0
         pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
         owed, high = setup if self.costs.knows_setups else 0.0, pace.high
@@ -217,26 +277,41 @@ class Adaptive:
         if self._nodes == 0:
             self._plain_rounds += 1
             self._asked += 1
+            self.patience.wait(1)
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
             drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
             self.bank.settle(cost + drafting, tokens)
             self._look = drafting if looked else self._look
-            self._rest = min(REST, self._plain_rounds // 8) if self._plain_rounds >= SETTLED else 0
+            self._rest = self._pause() if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self.acceptance.learn(self._nodes, done)
         if self._held:
             self._pace.skip()
-            self.bank.settle(self._pace.cost[self.sizes.index(self._nodes)], tokens)
+            cost = self._pace.cost[self.sizes.index(self._nodes)]
+            self.bank.settle(cost, tokens)
+            self.patience.drafted(tokens - cost)
             self._plain_rounds = self._asked = 0
             return
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
+        if tokens > cost and self.patience.tried:                               # what was counted before holds no longer
+            self.acceptance.fade(KEPT)
+        self.patience.drafted(tokens - cost)
         settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
         self._plain_rounds, self._asked = min(self._plain_rounds, 2 * REST) if settled else 0, 0
 
+    def _pause(self) -> int:
+        """Plain rounds that need no thought: where there is nothing to look at, nearly all before another draft may be made."""
+        short = min(REST, self._plain_rounds // 8)
+        if self._free:
+            return short
+        left = max(self.patience.left, min(self.bank.far(min(self._pace.high[1:], default=1.0) - 1), SPARSE))
+        return max(short, int(left) - REST)
+
     def curiosity(self) -> int:
+        self._free = True
         every = CURIOUS if self._asked < SETTLED else SELDOM
         due = self._asked % every == every // 2
         self._looked = due and self.bank.affords(self._look + self._pace.high[-1] - 1, 0.0)
@@ -245,6 +320,8 @@ class Adaptive:
     def glimpse(self, nodes: int, seen: Round) -> None:
         if seen.rows:
             self.acceptance.learn(nodes, seen)
+            if any(seen.stood):
+                self.patience.seen(sum(seen.stood) / seen.rows)
 
     def _in_steps(self, seconds: float) -> float:
         return seconds / self._pace.plain_step if self._pace.plain_step else 0.0

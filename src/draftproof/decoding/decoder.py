@@ -67,7 +67,6 @@ class Decoder:
         self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
         self.shared = False                             # whether rows shared what the last round drafted
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
-        self._patient = self.at_hand and not drafter.rereads        # one that rereads counts what it has not read yet
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         self._unsaid: list[Tensor] = []                 # logits of these, if it wants successors
         drafter.start(rows, capacity)
@@ -82,7 +81,7 @@ class Decoder:
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        later, top = self._patient and tree.tokens.shape[1] == 1, self.drafter.wants_top
+        later, top = self.at_hand and tree.tokens.shape[1] == 1, self.drafter.wants_top
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=0 if later else top, at_hand=self.at_hand)
         self._observe(commit, reading.logits if later else None)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
@@ -304,6 +303,12 @@ class Decoder:
     def rows(self) -> int:
         """Rows that take part in a round."""
         return len(self.running) if self.twins is None else len(self.twins)
+
+    @property
+    def unread(self) -> int:
+        """Committed tokens that the drafter must read before it can propose."""
+        self._tell()
+        return self.drafter.unread
 
     def _longest(self) -> int:
         """Committed tokens of the longest running row: all but the root."""

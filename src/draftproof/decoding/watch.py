@@ -55,6 +55,7 @@ class Watch:
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
+        self._rows, self._count, self._plain = list[Running](), 0, 0.0          # of the last round; its plain step
 
     def step(self) -> None:
         """One round."""
@@ -62,7 +63,15 @@ class Watch:
         if learner is None:
             self._round()
             return
-        written = [(row, row.stats.emitted) for row in self.decoder.running]
+        rows = self.decoder.running
+        if rows is self._rows and len(rows) == self._count and learner.resting:         # nobody is new, and nobody learns
+            self._round()
+            self._spent = None
+            for row in rows:
+                row.stats.plain_seconds += self._plain
+            return
+        self._rows, self._count = rows, len(rows)
+        written = [(row, row.stats.emitted) for row in rows]
         if any(row.stats.rounds == 0 for row, _ in written):
             learner.begin()
         if learner.resting:
@@ -70,9 +79,9 @@ class Watch:
             self._spent = None
         else:
             self._watched(learner, [row for row, _ in written])
-        step = learner.plain_step
+        self._plain = learner.plain_step
         for row, count in written:
-            row.stats.plain_seconds += step * (row.stats.emitted - count)
+            row.stats.plain_seconds += self._plain * (row.stats.emitted - count)
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
         stats, before = self.decoder.stats, self._spent or self._spend()
@@ -101,7 +110,7 @@ class Watch:
     def _ahead(self, rows: list[Running]) -> Ahead:
         remaining = sum(row.limit - len(row.tokens) for row in rows) / len(rows)
         context = max(len(row.prompt) + len(row.tokens) for row in rows)
-        return Ahead(len(rows), context, remaining, self.decoder.drafter.unread)
+        return Ahead(len(rows), context, remaining, self.decoder.unread)
 
     def _look(self, learner: Learner, rows: list[Running]) -> None:
         """Let a free drafter propose for comparison, if the budget is curious; compare it when the text is there."""
