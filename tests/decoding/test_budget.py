@@ -19,7 +19,7 @@ from tiny import VOCAB, prompts, target
 from draftproof.core.messages import Frontier, Reading
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.adaptive import RATE, SPARSE, STAKE, VAIN, Adaptive, Bank, Patience, presets
+from draftproof.decoding.adaptive import RATE, SPARSE, STAKE, VAIN, Adaptive, Bank, Pauses, presets
 from draftproof.decoding.budget import Ahead, Confidence, Fixed, Learner, Round
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine, usual_budget
@@ -149,10 +149,10 @@ def test_no_sequence_of_drafts_costs_more_than_the_stake(luck: str, draft: float
 
 
 def test_the_bank_is_what_keeps_the_word() -> None:
-    """With a bank that never refuses, always hopeful and never impatient, the same sequences break the promise."""
+    """With a bank that never refuses, always hopeful and never at rest, the same sequences break the promise."""
     reckless = known(0.9)
     reckless.bank.affords = lambda worst, setup: True  # type: ignore[method-assign]
-    reckless.patience.seen = lambda gain: None  # type: ignore[method-assign]
+    reckless.pauses.seen = lambda gain: None  # type: ignore[method-assign]
     reckless.acceptance.draw = lambda limit: [1.0 + size for size in reckless.sizes]  # type: ignore[method-assign]
     assert world(0.0, 0.9).run(reckless, 200).worst > 10 * STAKE
 
@@ -339,33 +339,33 @@ def test_drafts_that_turn_good_after_a_long_time_are_believed_soon() -> None:
         assert statistics.mean(behind) < 450                    # 140 if all drafts were long from the first on
 
 
-def test_patience_ends_with_the_first_draft_that_pays() -> None:
-    patience = Patience()
+def test_pauses_end_with_the_first_draft_that_pays() -> None:
+    pauses = Pauses()
     for _ in range(int(VAIN)):
-        patience.drafted(-0.1)
-    assert patience.left == 0 and not patience.tried
+        pauses.drafted(-0.1)
+    assert pauses.left == 0 and not pauses.needed
     for _ in range(3):
-        patience.drafted(-0.1)
-    assert patience.left == 6 and patience.tried
-    patience.wait(4)
-    assert patience.left == 2
-    patience.begin(anew=False)
-    assert patience.left == 0 and patience.tried, "half of it is enough where a text began"
+        pauses.drafted(-0.1)
+    assert pauses.left == 6 and pauses.needed
+    pauses.wait(4)
+    assert pauses.left == 2
+    pauses.begin(anew=False)
+    assert pauses.left == 0 and pauses.needed, "half of it is enough where a text began"
     for _ in range(5000):
-        patience.drafted(-0.1)
-    assert patience.left == SPARSE
-    patience.begin(anew=True)
-    assert patience.left == 0 and not patience.tried
+        pauses.drafted(-0.1)
+    assert pauses.left == SPARSE
+    pauses.begin(anew=True)
+    assert pauses.left == 0 and not pauses.needed
     for _ in range(5000):
-        patience.drafted(-0.1)
-    patience.drafted(0.5)
-    assert 0 < patience.left <= 8
-    patience.drafted(0.5)
-    assert patience.left == 0
+        pauses.drafted(-0.1)
+    pauses.drafted(0.5)
+    assert 0 < pauses.left <= 8
+    pauses.drafted(0.5)
+    assert pauses.left == 0
 
 
 def test_a_draft_that_loses_much_counts_for_several() -> None:
-    cheap, dear = Patience(), Patience()
+    cheap, dear = Pauses(), Pauses()
     for _ in range(20):
         cheap.drafted(-0.1)
         dear.drafted(-2.0)
@@ -375,16 +375,33 @@ def test_a_draft_that_loses_much_counts_for_several() -> None:
     assert dear.left == 4 * SPARSE
 
 
+def test_short_texts_do_not_end_a_rest_before_a_draft_may_be_made() -> None:
+    """Behind drafts in vain a new text is no reason to think, except where there is something to look at."""
+    thoughts = []
+    for looks in (False, True):
+        budget, one, told = known(0.2), world(0.0, 0.2), list[Round]()
+        one.run(budget, 3000)
+        learn = budget.learn
+        budget.learn = lambda done, learn=learn, told=told: (told.append(done), learn(done))[1]  # type: ignore[misc,method-assign]
+        if looks:
+            budget.curiosity()
+        for _ in range(100):
+            budget.begin()
+            one.run(budget, 8)
+        thoughts.append(len(told))
+    assert thoughts[0] < 85 and thoughts[1] > 100
+
+
 def test_a_look_that_would_have_paid_ends_the_wait_as_well() -> None:
     budget = known(0.2)
     world(0.0, 0.2).run(budget, 3000)
-    budget.patience._since = 0
-    waits = budget.patience.left
+    budget.pauses._since = 0
+    waits = budget.pauses.left
     budget.glimpse(8, Round(1, [1, 1], [1, 0], chain=True, emitted=0, seconds=0.0))
-    assert budget.patience.left < waits / 2
-    budget.patience._vain = budget.patience._pause = 60.0
+    assert budget.pauses.left < waits / 2
+    budget.pauses._vain = budget.pauses._pause = 60.0
     budget.glimpse(8, Round(1, [1, 0], [0, 0], chain=True, emitted=0, seconds=0.0))
-    assert budget.patience._pause == 60, "one that would not says nothing new"
+    assert budget.pauses._pause == 60, "one that would not says nothing new"
 
 
 def test_nothing_is_thought_about_while_nothing_can_be_afforded() -> None:

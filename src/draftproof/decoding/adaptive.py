@@ -58,8 +58,8 @@ def presets(most: int) -> tuple[int, ...]:
     return (*(size for size in found if size < most), most)
 
 
-class Patience:
-    """Leaves alone, ever longer, a drafter that is tried in vain again and again.
+class Pauses:
+    """Between drafts of a drafter that is tried in vain again and again, ever longer ones.
 
     The bank says how much may be lost for good; a drafter that never was right in hundreds of rounds is not worth that much.
     """
@@ -70,8 +70,8 @@ class Patience:
         self._begun = False                             # a text has, meanwhile
 
     @property
-    def tried(self) -> bool:
-        """Whether so many drafts were in vain that there are pauses between them."""
+    def needed(self) -> bool:
+        """Whether so many drafts were in vain that the drafter is left alone between them."""
         return self._pause > 0
 
     @property
@@ -183,7 +183,7 @@ class Adaptive:
         self.bank = Bank(stake, rate)
         self._dice = Random(seed)
         self.acceptance = Acceptance(self._dice, self.sizes)
-        self.patience = Patience()
+        self.pauses = Pauses()
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._asked = 0
@@ -206,13 +206,14 @@ class Adaptive:
     def begin(self) -> None:
         self._wake()
         self.bank.renew()
-        self.patience.begin(anew=self.bank.gained > self.bank.stake)
+        self.pauses.begin(anew=self.bank.gained > self.bank.stake)
         self._hold = 0
         if self._plain_rounds >= 3 * SETTLED:
-            self._rest = 0
             self.acceptance.fade(KEPT)
-            if self._free or not self.patience.tried:
-                self._plain_rounds, self._asked = SETTLED - AWAKE, 0
+            if self._free or not self.pauses.needed:
+                self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
+            else:
+                self._rest = min(self._rest, self.pauses.left)
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
@@ -240,7 +241,7 @@ class Adaptive:
         """Count the plain rounds that were not thought about."""
         if self._rested:
             self._plain_rounds += self._rested
-            self.patience.wait(self._rested)
+            self.pauses.wait(self._rested)
             self.bank.settle(self._rested, self._rested)
             self._rested = 0
 
@@ -250,7 +251,7 @@ class Adaptive:
         return self._ahead.remaining > self._chosen and not self._unread() and self.bank.affords(risk, 0.0)
 
     def _choose(self) -> int:
-        if self.patience.left or self._pace.plain_is_due or self._ahead.remaining <= 1:
+        if self.pauses.left or self._pace.plain_is_due or self._ahead.remaining <= 1:
             return 0
         pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
         owed, high = setup if self.costs.knows_setups else 0.0, pace.high
@@ -277,7 +278,7 @@ class Adaptive:
         if self._nodes == 0:
             self._plain_rounds += 1
             self._asked += 1
-            self.patience.wait(1)
+            self.pauses.wait(1)
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
             drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
             self.bank.settle(cost + drafting, tokens)
@@ -290,15 +291,15 @@ class Adaptive:
             self._pace.skip()
             cost = self._pace.cost[self.sizes.index(self._nodes)]
             self.bank.settle(cost, tokens)
-            self.patience.drafted(tokens - cost)
+            self.pauses.drafted(tokens - cost)
             self._plain_rounds = self._asked = 0
             return
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
-        if tokens > cost and self.patience.tried:                               # what was counted before holds no longer
+        if tokens > cost and self.pauses.needed:                               # what was counted before holds no longer
             self.acceptance.fade(KEPT)
-        self.patience.drafted(tokens - cost)
+        self.pauses.drafted(tokens - cost)
         settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
         self._plain_rounds, self._asked = min(self._plain_rounds, 2 * REST) if settled else 0, 0
 
@@ -307,7 +308,7 @@ class Adaptive:
         short = min(REST, self._plain_rounds // 8)
         if self._free:
             return short
-        left = max(self.patience.left, min(self.bank.far(min(self._pace.high[1:], default=1.0) - 1), SPARSE))
+        left = max(self.pauses.left, min(self.bank.far(min(self._pace.high[1:], default=1.0) - 1), SPARSE))
         return max(short, int(left) - REST)
 
     def curiosity(self) -> int:
@@ -321,7 +322,7 @@ class Adaptive:
         if seen.rows:
             self.acceptance.learn(nodes, seen)
             if any(seen.stood):
-                self.patience.seen(sum(seen.stood) / seen.rows)
+                self.pauses.seen(sum(seen.stood) / seen.rows)
 
     def _in_steps(self, seconds: float) -> float:
         return seconds / self._pace.plain_step if self._pace.plain_step else 0.0
