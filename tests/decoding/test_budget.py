@@ -372,7 +372,7 @@ def test_a_draft_that_loses_much_counts_for_several() -> None:
     assert (cheap.left, dear.left) == (8, 128)
     for _ in range(5000):
         dear.drafted(-2.0)
-    assert dear.left == 4 * SPARSE
+    assert dear.left == 16 * SPARSE
 
 
 def test_short_texts_do_not_end_a_rest_before_a_draft_may_be_made() -> None:

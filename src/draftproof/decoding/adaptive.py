@@ -45,8 +45,8 @@ KEPT, AWAKE = 0.25, 2
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
 VAIN, APART, SPARSE, DEAR = 16.0, 2.0, 128.0, 2.0
-"""Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`;
-one that loses more than 1 / `DEAR` plain steps counts for several."""
+"""Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`.
+One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their square."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Pauses:
     def seen(self, gain: float) -> None:
         """A draft would have gained so many plain steps. One that gains any is believed."""
         weight = max(1.0, -DEAR * gain)
-        most = SPARSE * weight
+        most = SPARSE * weight * weight
         self._vain = self._vain / 4 if gain > 0 else min(self._vain + weight, VAIN + most / APART)
         self._pause = max(0.0, min(APART * (self._vain - VAIN), most))
 

@@ -81,7 +81,8 @@ class Decoder:
         reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        later, top = self.at_hand and tree.tokens.shape[1] == 1, self.drafter.wants_top
+        answers = frontier.budget > 0 and self.drafter.rereads          # what it read of its proposal, if only the root
+        later, top = self.at_hand and tree.tokens.shape[1] == 1 and not answers, self.drafter.wants_top
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=0 if later else top, at_hand=self.at_hand)
         self._observe(commit, reading.logits if later else None)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
