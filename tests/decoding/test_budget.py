@@ -152,7 +152,7 @@ def test_the_bank_is_what_keeps_the_word() -> None:
     """With a bank that never refuses, always hopeful and never at rest, the same sequences break the promise."""
     reckless = known(0.9)
     reckless.bank.affords = lambda worst, setup: True  # type: ignore[method-assign]
-    reckless.pauses.seen = lambda gain: None  # type: ignore[method-assign]
+    reckless.pauses.drafted = lambda gain: None  # type: ignore[method-assign]
     reckless.acceptance.draw = lambda limit: [1.0 + size for size in reckless.sizes]  # type: ignore[method-assign]
     assert world(0.0, 0.9).run(reckless, 200).worst > 10 * STAKE
 
@@ -392,16 +392,16 @@ def test_short_texts_do_not_end_a_rest_before_a_draft_may_be_made() -> None:
     assert thoughts[0] < 85 and thoughts[1] > 100
 
 
-def test_a_look_that_would_have_paid_ends_the_wait_as_well() -> None:
-    budget = known(0.2)
-    world(0.0, 0.2).run(budget, 3000)
-    budget.pauses._since = 0
-    waits = budget.pauses.left
-    budget.glimpse(8, Round(1, [1, 1], [1, 0], chain=True, emitted=0, seconds=0.0))
-    assert budget.pauses.left < waits / 2
-    budget.pauses._vain = budget.pauses._pause = 60.0
-    budget.glimpse(8, Round(1, [1, 0], [0, 0], chain=True, emitted=0, seconds=0.0))
-    assert budget.pauses._pause == 60, "one that would not says nothing new"
+@pytest.mark.parametrize("looks", [False, True])
+def test_where_there_is_something_to_look_at_no_draft_is_put_off(looks: bool) -> None:
+    """Looks tell when drafts become good; and drafts that are right now and then are not given up."""
+    budget = known(0.05)
+    world(0.9, 0.05).run(budget, 100)
+    if looks:
+        budget.curiosity()
+    budget.pauses._pause, budget._hold = 1000.0, 0
+    budget.expect(Ahead(1, 100, 99))
+    assert (budget.nodes(RoundStats(), 1) > 0) == looks
 
 
 def test_nothing_is_thought_about_while_nothing_can_be_afforded() -> None:

@@ -90,12 +90,8 @@ class Pauses:
         self._since += rounds
 
     def drafted(self, gain: float) -> None:
-        """A draft gained so many plain steps."""
+        """A draft gained so many plain steps. One that gains any is believed."""
         self._since, self._begun = 0, False
-        self.seen(gain)
-
-    def seen(self, gain: float) -> None:
-        """A draft would have gained so many plain steps. One that gains any is believed."""
         weight = max(1.0, -DEAR * gain)
         most = SPARSE * weight * weight
         self._vain = self._vain / 4 if gain > 0 else min(self._vain + weight, VAIN + most / APART)
@@ -251,13 +247,13 @@ class Adaptive:
         return self._ahead.remaining > self._chosen and not self._unread() and self.bank.affords(risk, 0.0)
 
     def _choose(self) -> int:
-        if self.pauses.left or self._pace.plain_is_due or self._ahead.remaining <= 1:
+        if self._pace.plain_is_due or self._ahead.remaining <= 1:
             return 0
         pace, remaining, setup = self._pace, self._ahead.remaining, self._setup()
         owed, high = setup if self.costs.knows_setups else 0.0, pace.high
         known = range(1, len(self.sizes)) if pace.started else self._to_begin_with
         affordable = [index for index in known if self.bank.affords(high[index] - 1, owed)]
-        if not affordable:
+        if not affordable or (self.pauses.left and not self._free):             # where looks tell, drafts need not
             return 0
         tokens, costs = self.acceptance.draw(remaining), pace.draw(self._dice)
         best, least = 0, 1 / (1 + MARGIN)
@@ -297,7 +293,7 @@ class Adaptive:
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
-        if tokens > cost and self.pauses.needed:                               # what was counted before holds no longer
+        if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
             self.acceptance.fade(KEPT)
         self.pauses.drafted(tokens - cost)
         settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
@@ -321,8 +317,6 @@ class Adaptive:
     def glimpse(self, nodes: int, seen: Round) -> None:
         if seen.rows:
             self.acceptance.learn(nodes, seen)
-            if any(seen.stood):
-                self.pauses.seen(sum(seen.stood) / seen.rows)
 
     def _in_steps(self, seconds: float) -> float:
         return seconds / self._pace.plain_step if self._pace.plain_step else 0.0
