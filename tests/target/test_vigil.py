@@ -19,9 +19,12 @@ vigil.BEAT, vigil.LIFELESS, vigil.COURTESY = 0.1, float(sys.argv[2]), 0.1
 store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
 if sys.argv[3] == "goodbye":
     store.add("draftproof/left/1", 1)
-vigil.Vigil(0, 2).begin()
+watch = vigil.Vigil(0, 2)
+watch.begin()
 print("watching", flush=True)
 time.sleep(float(sys.argv[4]))
+watch.end()
+assert not watch._thread.is_alive()
 """
 """Rank 0 of two, of which the other never came."""
 
@@ -55,3 +58,13 @@ def test_a_rank_that_said_goodbye_is_not_missed(monkeypatch: pytest.MonkeyPatch)
     process = watching(monkeypatch, 0.3, "goodbye", 1.5)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0 and said == "" and time.monotonic() - begun > 1.5
+
+
+def test_behind_its_end_an_order_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends at once, as any other would."""
+    monkeypatch.setattr(sys.modules[__name__], "ALONE", ALONE + "print('over', flush=True)\ntime.sleep(60)\n")
+    process = watching(monkeypatch, 60, "goodbye", 0)
+    assert process.stdout is not None and process.stdout.readline() == "over\n"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM and said == ""

@@ -22,6 +22,8 @@ BEAT = 1.0
 """Seconds between looks."""
 LIFELESS = 15.0
 """A rank that has not counted for so many seconds is gone: it counts in a thread, whatever else it does."""
+OVER = 0
+"""What the watching thread is told when there is nothing to watch any more: no signal has this number."""
 COURTESY = 1.0
 """Seconds the main thread has to say it better, when it was told to end."""
 
@@ -43,21 +45,33 @@ class Vigil:
         self._theirs.setblocking(False)
         with suppress(ValueError):                                      # not the main thread
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, lambda *_: None)
+                signal.signal(signal.SIGTERM, self._told)
                 signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def end(self) -> None:
-        """Nobody need miss this rank any more."""
+        """Nobody need miss this rank any more, nor does it watch: a thread that does when Python ends may abort it."""
         with suppress(Exception):
             self._store.add(f"draftproof/left/{self.rank}", 1)
+        with suppress(ValueError):
+            if signal.getsignal(signal.SIGTERM) == self._told:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._theirs.send(bytes([OVER]))
+        self._thread.join(COURTESY)
+
+    def _told(self, *_: object) -> None:
+        """An order to end is heard by the thread."""
 
     def _watch(self) -> None:
         counts = [0] * self.size
         seen = [time.monotonic()] * self.size
         while True:
             ready, _, _ = select.select([self._ours], [], [], BEAT)
-            if ready and signal.SIGTERM in self._ours.recv(64):
+            told = self._ours.recv(64) if ready else b""
+            if OVER in told:
+                return
+            if signal.SIGTERM in told:
                 time.sleep(COURTESY)
                 _leave(f"rank {self.rank} was told to end, as torchrun does when another rank has failed")
             try:
