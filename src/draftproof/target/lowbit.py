@@ -111,7 +111,7 @@ class Int4Linear(Whole):
 
 @cache
 def works(layer: Callable[[Tensor], nn.Module]) -> bool:
-    """Whether the kernels exist, are right where the sums are largest, and are not the slow reference."""
+    """Whether the kernels exist, are right where the sums are largest, and are not the slow reference in bfloat16."""
     dice = torch.Generator().manual_seed(0)
     for weight, inputs in (
         (torch.ones(64, 256), torch.ones(8, 256)),              # without wide sums in hardware these overflow
@@ -125,6 +125,7 @@ def works(layer: Callable[[Tensor], nn.Module]) -> bool:
         truth = F.linear(inputs, weight)
         if not (outputs - truth).norm() <= 0.15 * truth.norm():
             return False
+    made, weight, inputs = layer(weight.bfloat16()), weight.bfloat16(), inputs.bfloat16()
     tries = ((_seconds(lambda: made(inputs)), _seconds(lambda: F.linear(inputs, weight))) for _ in range(TRIES))
     return any(seconds < 50 * plainly for seconds, plainly in tries)
 
