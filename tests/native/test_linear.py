@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.native.kernels import Linear, interleaved, kernels, rounded
+from draftproof.native import kernels as module
+from draftproof.native.kernels import Kernels, Linear, interleaved, kernels, rounded
 
-found = kernels()
-pytestmark = pytest.mark.skipif(found is None or not found.bf16, reason="no such product here")
-
-SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100)]
+SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100), (100, 4224)]
+NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 
-def multiplied(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    """The kernels as this machine has them, and where it has tiles also as one without would."""
+    usual, tiles = kernels(), request.param == "tiles"
+    if usual is None or not usual.bf16 or (tiles and not usual.tiles):
+        pytest.skip("no such product here")
+    with pytest.MonkeyPatch.context() as patch:
+        if usual.tiles and not tiles:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("vectors")))
+            patch.setattr(module, "FLAGS", (*module.FLAGS, *NO_TILES))
+            patch.setattr(module, "has_amx", lambda: False)
+            usual = module.kernels.__wrapped__()
+            assert usual is not None and usual.bf16 and not usual.tiles
+        yield usual
+
+
+def multiplied(found: Kernels, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
     outputs, size = weight.shape
     held = interleaved(weight.bfloat16(), 2)
     added = None if bias is None else rounded(bias.bfloat16())
-    assert found is not None
     return found.multiply(Linear.of(held, None, added, size, outputs), inputs)
 
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_sums_of_whole_numbers_are_exact(outputs: int, size: int, biased: bool) -> None:
+def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int, biased: bool) -> None:
     """Small whole numbers, whose sums single precision holds exactly in any order: only the last rounding is left."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randint(-4, 5, (outputs, size), generator=dice).float()
     bias = torch.randint(-9, 10, (outputs,), generator=dice).float() if biased else None
-    for rows in (0, 1, 2, 11, 12, 13, 25, 60, 97, 121):
+    for rows in (0, 1, 2, 11, 12, 13, 16, 17, 25, 60, 97, 121, 145):
         inputs = torch.randint(-4, 5, (rows, size), generator=dice).float()
         wanted = torch.nn.functional.linear(inputs, weight, bias).bfloat16()
-        assert torch.equal(multiplied(weight, bias, inputs.bfloat16()), wanted), rows
+        assert torch.equal(multiplied(found, weight, bias, inputs.bfloat16()), wanted), rows
 
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
-def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(outputs: int, size: int) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(found: Kernels, outputs: int, size: int) -> None:
     dice = torch.Generator().manual_seed(1)
     weight, inputs = torch.randn(outputs, size, generator=dice), torch.randn(130, size, generator=dice).bfloat16()
-    whole = multiplied(weight, None, inputs)
+    whole = multiplied(found, weight, None, inputs)
     torch.testing.assert_close(whole.float(), inputs.float() @ weight.bfloat16().float().t(), rtol=0.01, atol=0.05)
     for start, many in ((0, 1), (5, 2), (3, 9), (17, 12), (40, 13), (1, 64), (20, 110)):
-        assert torch.equal(multiplied(weight, None, inputs[start : start + many]), whole[start : start + many]), many
+        assert torch.equal(multiplied(found, weight, None, inputs[start : start + many]), whole[start : start + many]), many
 
 
-def test_threads_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = torch.Generator().manual_seed(2)
     weight, inputs = torch.randn(310, 700, generator=dice), torch.randn(30, 700, generator=dice).bfloat16()
-    wanted = multiplied(weight, None, inputs)
+    wanted = multiplied(found, weight, None, inputs)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert torch.equal(multiplied(weight, None, inputs), wanted), threads
+        assert torch.equal(multiplied(found, weight, None, inputs), wanted), threads

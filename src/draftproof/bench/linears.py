@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from draftproof.bench.figures import Interval, interval
 from draftproof.bench.measure import Clock
-from draftproof.native.kernels import has_amx, kernels
+from draftproof.native.kernels import kernels
 from draftproof.target.lowbit import Int8Linear
 from draftproof.target.pack import PackedLinear
 
@@ -43,7 +43,7 @@ ROWS = (1, 2, 5, 9, 12, 16, 40, 128)
 SPAN = 200 << 20
 """Bytes of the copies that take turns in each way."""
 OURS, ONEDNN, TORCH = "ours", "oneDNN", "torch"
-NONE = "linears: our kernels do not run here; they want Linux, a C compiler, and a processor with AVX512-BF16 or VNNI, not AMX"
+NONE = "linears: our kernels do not run here; they want Linux, a C compiler, and a processor with AVX512-BF16, VNNI or AMX"
 OFF = 0.03
 """How far products may be off, as a part of their size: 8 bits are."""
 
@@ -67,7 +67,7 @@ class Line:
 def kinds() -> list[str]:
     """The weights that our kernels multiply here."""
     found = kernels()
-    if found is None or has_amx():
+    if found is None:
         return []
     return [name for name, there in (("bfloat16", found.bf16), ("int8", found.int8)) if there]
 

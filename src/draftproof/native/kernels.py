@@ -33,8 +33,10 @@ SWITCH = "DRAFTPROOF_KERNELS"
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""
-STRIP, EVEN = 32, 16
-"""Outputs of a linear layer made at a time, and what numbers of its inputs are rounded up to."""
+STRIP, WORDS = 32, 16
+"""Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded up to."""
+EVEN = 16
+"""What the number of its inputs must be a multiple of where activations are read as they lie."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most."""
 
@@ -62,7 +64,7 @@ class Linear(ctypes.Structure):
     def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
         """weights as `interleaved` made them; scale and bias of as many outputs as these have. The caller keeps them alive."""
         places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
-        return cls(*places, size, size + -size % EVEN, outputs)
+        return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
 
 
 class Layer(ctypes.Structure):
@@ -94,7 +96,7 @@ class Pairs(ctypes.Structure):
 class Kernels:
     """The functions of the library, which take pointers as numbers.
 
-    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16.
+    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16. tiles: by tiles (AMX).
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -147,7 +149,9 @@ class Kernels:
         self.chain.restype = self._search.restype = number
         self.lookup = Lookup(library)
         library.draftproof_linears.restype = number
-        self.int8, self.bf16 = (bool(library.draftproof_linears() >> bit & 1) for bit in range(2))
+        self.int8, self.bf16, self.tiles = (bool(library.draftproof_linears() >> bit & 1) for bit in range(3))
+        if has_amx() and not self.tiles:                        # the compiler knows no tiles, and oneDNN is quicker with them
+            self.int8 = self.bf16 = False
 
     def multiply(self, layer: Linear, inputs: Tensor) -> Tensor:
         """[..., outputs] of inputs [..., size], in bfloat16."""
@@ -319,7 +323,7 @@ class Stores:
 def interleaved(weight: Tensor, fold: int) -> Tensor:
     """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
     outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % EVEN, 0, -outputs % STRIP))
+    padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP))
     lying = padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2)
     return enlarge(torch.empty(lying.shape, dtype=weight.dtype)).copy_(lying)
 
@@ -336,7 +340,7 @@ def rounded(numbers: Tensor) -> Tensor:
 
 @cache
 def has_amx() -> bool:
-    """Whether the processor multiplies matrices itself: oneDNN is then quicker with prompts than kernels of vectors."""
+    """Whether the processor multiplies tiles of matrices."""
     known = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return known is not None and bool(known())
 

@@ -1,13 +1,25 @@
-/* Linear layers, in bfloat16 and in 8 bits. */
+/* Linear layers, in bfloat16 and in 8 bits: by tiles where the processor has them (AMX), else by vectors. */
+#define _GNU_SOURCE
 #include "lanes.h"
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES 1
+#else
+#define TILES 0
+#endif
 
-/* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row, so that they stay in the first cache; STRIPS
- * of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for. */
+/* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row: of a tile, or so many that they stay in the
+ * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for. */
+#if TILES
+enum { FOUR = 4, MOST = 16, CHUNKS = 8, BLOCK = 16, STRIPS = 2, AHEAD = 64 };
+#else
 enum { FOUR = 4, MOST = 12, CHUNKS = 8, BLOCK = 256, STRIPS = 4, AHEAD = 192 };
+#endif
 
 /* Activations are read in words of 32 bits, two numbers or four codes. Those of `beside` rows lie block by block, a block of
  * one row after that of another: where word `i` of a row lies, seen from its first. */
@@ -75,6 +87,82 @@ void draftproof_scaled(const float *products, const float *most, const bf16 *bia
         }
 }
 
+typedef union { bits whole; lanes real; } Sum;
+
+#if TILES
+/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles. The kernel has to be asked for these. */
+int64_t draftproof_linears(void) {
+    enum { ASK = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, ASK, TILE_DATA) ? 0 : 7;
+}
+
+/* What the tiles of a thread look like: sums 0 to 3, rows 4 and 5, weights 6 and 7. */
+typedef struct {
+    uint8_t palette, start, nothing[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+/* Tiles for chunks of so many rows; one of them may have none. */
+static void tiled(int64_t upper, int64_t lower) {
+    uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
+    Tiles form = {.palette = 1, .rows = {first, first, second, second, first, second, 16, 16}};
+    for (int tile = 0; tile < 8; tile++) form.bytes[tile] = 64;
+    __asm__ volatile("" ::: "memory");                      /* all of it is read, whatever the compiler has been told */
+    _tile_loadconfig(&form);
+}
+
+enum { STEP = BLOCK * 2 * (int)sizeof(bits), STEPS = 64, EARLY = AHEAD / BLOCK };      /* bytes of a strip in a step; steps */
+
+/* Ask memory for the weights EARLY steps behind those of step `i`. */
+static inline void ahead(int64_t i, int64_t steps, const char *here, const char *next) {
+    const char *from = i + EARLY < steps ? here + EARLY * STEP : next + (i + EARLY - steps) * STEP;
+    _Pragma("GCC unroll 32") for (int line = 0; line < STEP; line += 64) __builtin_prefetch(from + line);
+}
+
+/* So many steps of one chunk times two strips, or of two chunks times one strip, on from the sums that are there: [2 LANES] of
+ * each row, each along its row. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
+#define TILED(NAME, TIMES)                                                                                             \
+    static void NAME##_strips(const int32_t *words, int64_t beside, const char *one, const char *two, const char *next, \
+                              const char *after, int64_t steps, Sum (*sums)[2], Sum (*other)[2]) {                     \
+        _tile_loadd(0, sums, 128); _tile_loadd(1, &sums[0][1], 128);                                                   \
+        _tile_loadd(2, other, 128); _tile_loadd(3, &other[0][1], 128);                                                 \
+        for (int64_t i = 0; i < steps; i++, words += beside * BLOCK, one += STEP, two += STEP) {                        \
+            _tile_loadd(4, words, 64);                                                                                 \
+            _tile_loadd(6, one, 128);                                                                                  \
+            TIMES(0, 4, 6);                                                                                            \
+            _tile_loadd(7, one + 64, 128);                                                                             \
+            TIMES(1, 4, 7);                                                                                            \
+            _tile_loadd(6, two, 128);                                                                                  \
+            TIMES(2, 4, 6);                                                                                            \
+            _tile_loadd(7, two + 64, 128);                                                                             \
+            TIMES(3, 4, 7);                                                                                            \
+            ahead(i, steps, one, next), ahead(i, steps, two, after);                                                   \
+        }                                                                                                              \
+        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128);                                                 \
+        _tile_stored(2, other, 128); _tile_stored(3, &other[0][1], 128);                                               \
+    }                                                                                                                  \
+    static void NAME##_chunks(const int32_t *upper, int64_t above, const int32_t *lower, int64_t below,                \
+                              const char *weights, const char *next, int64_t steps, Sum (*sums)[2]) {                  \
+        _tile_loadd(0, sums, 128); _tile_loadd(1, &sums[0][1], 128);                                                   \
+        _tile_loadd(2, sums + above, 128); _tile_loadd(3, &sums[above][1], 128);                                       \
+        for (int64_t i = 0; i < steps; i++, upper += above * BLOCK, lower += below * BLOCK, weights += STEP) {         \
+            _tile_loadd(6, weights, 128);                                                                              \
+            _tile_loadd(4, upper, 64);                                                                                 \
+            TIMES(0, 4, 6);                                                                                            \
+            _tile_loadd(5, lower, 64);                                                                                 \
+            TIMES(2, 5, 6);                                                                                            \
+            _tile_loadd(7, weights + 64, 128);                                                                         \
+            TIMES(1, 4, 7);                                                                                            \
+            TIMES(3, 5, 7);                                                                                            \
+            ahead(i, steps, weights, next);                                                                            \
+        }                                                                                                              \
+        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128);                                                 \
+        _tile_stored(2, sums + above, 128); _tile_stored(3, &sums[above][1], 128);                                     \
+    }
+TILED(fours, _tile_dpbsud)
+TILED(pairs, _tile_dpbf16ps)
+#else
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define HAS_INT8 1
 /* sum[l] += the product of weights 4 l to 4 l + 3, unsigned, with the same four activations, signed. */
@@ -143,8 +231,7 @@ static const Multiply multiply[2][MOST] = {
 
 /* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16. */
 int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
-
-typedef union { bits whole; lanes real; } Sum;
+#endif
 
 /* A product in the making. Chunks are rows that lie beside each other. */
 typedef struct {
@@ -173,9 +260,53 @@ static inline lanes output(const Product *of, Sum sum, int64_t row, int64_t star
     return layer->bias ? y + wide(layer->bias + start) : y;
 }
 
+/* Sums of strips `first` to `last` and rows `row` to `end` become outputs. */
+static void finish(const Product *of, int64_t first, int64_t last, int64_t row, int64_t end, Sum (*sums)[CHUNKS * MOST][2]) {
+    int64_t outputs = of->layer->outputs;
+    for (int64_t s = first; s < last; s++)
+        for (int64_t r = row; r < end; r++) {
+            int64_t start = s * 2 * LANES, some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
+            bf16 done[2 * LANES];
+            for (int h = 0; h < 2; h++)
+                narrowed(done + h * LANES, output(of, sums[s - first][r - row][h], r, start + h * LANES));
+            memcpy(of->out + r * outputs + start, done, (size_t)some * sizeof(bf16));
+        }
+}
+
+#if TILES
+/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. form: of the tiles. */
+static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom, int64_t *form) {
+    int64_t row = begin(of, top), end = begin(of, bottom), small = of->layer->scale != NULL, steps = of->count / BLOCK;
+    Sum sums[STRIPS][CHUNKS * MOST][2];
+    for (int64_t s = 0; s < STRIPS; s++) memset(sums[s], 0, (size_t)(end - row) * sizeof *sums[0]);
+    for (int64_t b = 0; b < steps; b += STEPS) {
+        int64_t some = steps - b < STEPS ? steps - b : STEPS;
+        for (int64_t c = top; c < bottom; c += 2) {
+            int64_t from = begin(of, c), middle = begin(of, c + 1), to = c + 1 < bottom ? begin(of, c + 2) : middle;
+            int64_t above = middle - from, below = to - middle, wanted = above * (MOST + 1) + below;
+            const int32_t *words = of->words + from * of->stretch + b * BLOCK * above;
+            const int32_t *lower = of->words + middle * of->stretch + b * BLOCK * below;
+            if (*form != wanted) tiled(above, below);
+            *form = wanted;
+            const char *one = weights(of, first, b * BLOCK), *two = weights(of, last - 1, b * BLOCK);
+            const char *next = weights(of, first, (b + some) * BLOCK), *after = weights(of, last - 1, (b + some) * BLOCK);
+            if (b + some == steps) next = weights(of, last, 0), after = weights(of, last + 1, 0);
+            if (below) {
+                (small ? fours_chunks : pairs_chunks)(words, above, lower, below, one, two, some, sums[0] + (from - row));
+                if (last > first + 1)
+                    (small ? fours_chunks : pairs_chunks)(words, above, lower, below, two, next, some, sums[1] + (from - row));
+            } else {
+                (small ? fours_strips : pairs_strips)(words, above, one, two, next, after, some, sums[0] + (from - row), sums[1] + (from - row));
+            }
+        }
+    }
+    finish(of, first, last, row, end, sums);
+}
+#else
 /* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
-static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
-    int64_t row = begin(of, top), end = begin(of, bottom), outputs = of->layer->outputs;
+static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom, int64_t *form) {
+    (void)form;
+    int64_t row = begin(of, top), end = begin(of, bottom);
     Sum sums[STRIPS][CHUNKS * MOST][2];
     for (int64_t s = first; s < last; s++) memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t b = 0; b < of->count; b += BLOCK) {
@@ -189,15 +320,9 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
             }
         }
     }
-    for (int64_t s = first; s < last; s++)
-        for (int64_t r = row; r < end; r++) {
-            int64_t start = s * 2 * LANES, some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
-            bf16 done[2 * LANES];
-            for (int h = 0; h < 2; h++)
-                narrowed(done + h * LANES, output(of, sums[s - first][r - row][h], r, start + h * LANES));
-            memcpy(of->out + r * outputs + start, done, (size_t)some * sizeof(bf16));
-        }
+    finish(of, first, last, row, end, sums);
 }
+#endif
 
 /* inputs [rows, size] to out [rows, outputs]. */
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
@@ -220,10 +345,14 @@ void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64
                 else laid(x, layer->size, layer->padded, own, beside);
             }
         }
+        int64_t form = 0;
 #pragma omp for
         for (int64_t g = 0; g < groups; g++)
             for (int64_t c = 0; c < chunks; c += CHUNKS)
-                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks);
+                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks, &form);
+#if TILES
+        _tile_release();
+#endif
     }
 }
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.native.kernels import EVEN, Kernels, Linear, has_amx, interleaved, kernels, rounded
+from draftproof.native.kernels import EVEN, Kernels, Linear, interleaved, kernels, rounded
 from draftproof.target.pack import Whole
 
 GROUP = 32
@@ -26,9 +26,8 @@ class Int8Linear(Whole):
     """Weights in 8 bits with a scale per output, activations in 8 bits with a scale per token, made as they come.
 
     The sums are of integers, so a token's outputs are the same bits whatever is read beside it. In bfloat16 the kernel is
-    ours, as quick as the weights can be read; where the processor has AMX the product is oneDNN's, which is quicker for
-    prompts, and all of it elsewhere. There activations lie around 128 in unsigned bytes: signed ones have no fast product
-    without AMX. own: by our kernel, where there is one; without it, always oneDNN's.
+    ours, as quick as the weights can be read, and oneDNN's elsewhere. There activations lie around 128 in unsigned bytes:
+    signed ones have no fast product without AMX. own: by our kernel, where there is one; without it, always oneDNN's.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, own: bool = True) -> None:
@@ -40,7 +39,7 @@ class Int8Linear(Whole):
         self.in_features, self.bias = weight.shape[1], None if bias is None else bias.to(weight.dtype)
         self.scale, self.offset = scale / 127, torch.zeros(len(weight), dtype=torch.int32)
         self.kernels = kernels() if weight.dtype == torch.bfloat16 else None
-        if own and self.kernels is not None and self.kernels.int8 and not has_amx():
+        if own and self.kernels is not None and self.kernels.int8:
             self.scale, self._added = rounded(self.scale), None if self.bias is None else rounded(self.bias)
             self.weight = interleaved(codes, 4).view(torch.uint8).bitwise_xor_(128)
             self.native = Linear.of(self.weight, self.scale, self._added, self.in_features, self.out_features)

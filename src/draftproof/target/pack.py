@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import SWITCH, Linear, has_amx, interleaved, kernels, plain, rounded
+from draftproof.native.kernels import SWITCH, Linear, interleaved, kernels, plain, rounded
 from draftproof.native.pages import release
 
 M = TypeVar("M", bound=nn.Module)
@@ -20,7 +20,7 @@ ROWS = 8
 LARGE = 1 << 26
 """Bytes of linear layers that no cache holds. Reading them from memory is then all that counts, and our kernels take 65 to
 95 % of the time (`python -m draftproof.bench.linears`). Smaller models keep the bits of their own layers, unless the
-environment says `ALL`."""
+environment says `ALL` or the processor multiplies by tiles: oneDNN then sums a row in another order where there are many."""
 ALL = "all"
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -59,7 +59,7 @@ class PackedLinear(Whole):
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.in_features = weight.shape[1]
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
-        self.kernels = kernels() if free and not has_amx() else None
+        self.kernels = kernels() if free else None
         if self.kernels is not None and self.kernels.bf16:
             self._added = None if self.bias is None else rounded(self.bias)
             self.weight = interleaved(weight, 2)
@@ -94,13 +94,13 @@ class PackedPart(nn.Module):
 def pack_linears(model: nn.Module, *, free: bool | None = None) -> int:
     """Pack every plain bfloat16 linear layer of `model` in place; return how many.
 
-    free: in whatever order of rounding is quickest, as for drafters, whose bits nobody reads; None decides by size (`LARGE`).
+    free: in whatever order of rounding is quickest, as for drafters, whose bits nobody reads; None decides (`LARGE`).
     Layers that share their inputs become one. The originals are given up, page by page: for models loaded here, never
     for one that a user holds. Weights shared with another module (tied embeddings) stay: a packed copy would hold them
     twice.
     """
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    free = _large(model) if free is None else free
+    free = _ours(model) if free is None else free
     packed = 0
     for module in list(model.modules()):
         groups = _groups(module, owners)
@@ -112,8 +112,11 @@ def pack_linears(model: nn.Module, *, free: bool | None = None) -> int:
     return packed
 
 
-def _large(model: nn.Module) -> bool:
+def _ours(model: nn.Module) -> bool:
     """Whether our kernels are to read a target's layers."""
+    found = kernels()
+    if found is not None and found.tiles:
+        return True
     size = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
     return size >= LARGE or os.environ.get(SWITCH) == ALL
 
