@@ -176,8 +176,8 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
 }
 
 /* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
- * the inputs rounded up, is a multiple of 16. With a scale per output they have 8 bits and 128 added to them, and fold is 4;
- * without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. */
+ * the inputs rounded up, is a multiple of 16 * fold. With a scale per output they have 8 bits and 128 added to them, and fold
+ * is 4; without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. */
 typedef struct {
     const void *weights;
     const float *scale;

@@ -103,12 +103,15 @@ typedef struct {
     uint8_t rows[16];
 } Tiles;
 
-/* Tiles for chunks of so many rows; one of them may have none. */
+/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads it. */
+#define WRITTEN __asm__ volatile("" ::: "memory")
+
+/* Tiles for chunks of so many rows; the lower may have none. */
 static void tiled(int64_t upper, int64_t lower) {
     uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
     Tiles form = {.palette = 1, .rows = {first, first, second, second, first, second, 16, 16}};
     for (int tile = 0; tile < 8; tile++) form.bytes[tile] = 64;
-    __asm__ volatile("" ::: "memory");                      /* all of it is read, whatever the compiler has been told */
+    WRITTEN;
     _tile_loadconfig(&form);
 }
 
@@ -288,6 +291,7 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
             const int32_t *lower = of->words + middle * of->stretch + b * BLOCK * below;
             if (*form != wanted) tiled(above, below);
             *form = wanted;
+            WRITTEN;
             const char *one = weights(of, first, b * BLOCK), *two = weights(of, last - 1, b * BLOCK);
             const char *next = weights(of, first, (b + some) * BLOCK), *after = weights(of, last - 1, (b + some) * BLOCK);
             if (b + some == steps) next = weights(of, last, 0), after = weights(of, last + 1, 0);
