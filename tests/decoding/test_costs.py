@@ -10,7 +10,7 @@ import pytest
 from tiny import target
 
 from draftproof.decoding.costs import CostCurve, measure_costs
-from draftproof.decoding.pace import GUESS, STALE, CostTable, Pace
+from draftproof.decoding.pace import GUESS, STALE, TOO_LONG, CostTable, Pace
 
 SIZES = (0, 1, 2, 4, 8)
 TRUE = {0: 1.0, 1: 1.2, 2: 1.3, 4: 1.5, 8: 2.1}
@@ -79,12 +79,12 @@ def test_a_hiccup_is_no_news() -> None:
 
 
 def test_cold_first_rounds_are_forgotten() -> None:
-    """The first round of every kind takes three times as long; it is charged for, and hardly believed."""
+    """The first round of every kind takes three times as long; what is believed of it is charged for, and hardly kept."""
     pace = Pace(SIZES)
     told(pace, [0], step=0.03)
     told(pace, [0] * 3)
     charged = pace.observe(3, 0.045)
-    assert charged == pytest.approx(4.5, rel=0.1) and pace.cost[3] < 0.9 * charged
+    assert charged == pytest.approx(TOO_LONG * (1 + 4 * GUESS), rel=0.01) and pace.cost[3] < 0.9 * charged
     told(pace, [4] * 4)
     assert pace.cost[3] == pytest.approx(1.5, rel=0.1)
 
@@ -157,8 +157,29 @@ def test_set_ups_are_known_by_their_size() -> None:
     assert table.knows_setups and table.setup(400) == 4.0 and table.setup(0) == 0
     assert table.setup(2000) == 16.0, "four times the tokens"
     assert table.setup(20) == 4.0, "no more than a larger one"
-    table.observe_setup(500, 14.0)
-    assert table.setup(500) == pytest.approx(7.0)
+    table.observe_setup(500, 9.0)
+    assert table.setup(500) == pytest.approx(5.5)
+    table.observe_setup(500, 4.0)
+    assert table.setup(500) == pytest.approx(4.45), "less is believed sooner"
+
+
+def test_a_set_up_that_takes_far_too_long_is_believed_the_second_time_in_a_row() -> None:
+    table = CostTable(SIZES)
+    assert table.observe_setup(20, 100.0) == table.setup(20) == 1 + TOO_LONG
+    assert table.observe_setup(20, 0.5) == 0.5 and table.setup(20) < 2
+    believed = [table.observe_setup(20, 100.0) for _ in range(2)]
+    assert believed[0] < 6 and believed[1] == 100.0
+
+
+def test_a_round_that_takes_far_too_long_is_believed_the_second_time_in_a_row() -> None:
+    pace = told(Pace(SIZES), [0, 0])
+    assert pace.observe(3, 1.0) == pytest.approx(TOO_LONG * (1 + 4 * GUESS)) and pace.cost[3] < 4
+    told(pace, [4] * 4)
+    assert pace.cost[3] == pytest.approx(1.5, rel=0.15)
+    slow = told(Pace(SIZES), [0, 0])
+    for _ in range(2):
+        slow.observe(3, 1.0)
+    assert slow.cost[3] > 10, "more than any stake"
 
 
 def test_a_curve_is_a_line_between_its_points() -> None:

@@ -12,7 +12,7 @@ from random import Random
 
 from draftproof.decoding.budget import Ahead, Round
 from draftproof.decoding.estimate import FORGET_PLAIN, Acceptance
-from draftproof.decoding.pace import CostTable
+from draftproof.decoding.pace import TOO_LONG, CostTable, Doubt
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
@@ -187,7 +187,8 @@ class Adaptive:
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
         self._turned = self._looked = self._held = False
         self._free = False                              # whether somebody asks for looks
-        self._look = 0.0                                # what the last proposal that was only compared took, in plain steps
+        self._took = [0.0, 0.0]                         # by the last plain round beside its step, without and with a look
+        self._doubts = (Doubt(), Doubt())
         begin = sum(size <= BEGIN for size in self.sizes) - 1
         self._to_begin_with = range(begin, begin + 1) if begin else range(0)
 
@@ -276,9 +277,9 @@ class Adaptive:
             self._asked += 1
             self.pauses.wait(1)
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
-            drafting = self._in_steps(done.drafting)                            # a drafter may have to keep its memory
-            self.bank.settle(cost + drafting, tokens)
-            self._look = drafting if looked else self._look
+            doubt, most = self._doubts[looked], 1 + TOO_LONG * self._took[looked]
+            self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)    # a drafter may have to keep its memory
+            self.bank.settle(cost + self._took[looked], tokens)
             self._rest = self._pause() if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
@@ -311,7 +312,7 @@ class Adaptive:
         self._free = True
         every = CURIOUS if self._asked < SETTLED else SELDOM
         due = self._asked % every == every // 2
-        self._looked = due and self.bank.affords(self._look + self._pace.high[-1] - 1, 0.0)
+        self._looked = due and self.bank.affords(self._took[True] + self._pace.high[-1] - 1, 0.0)
         return self.most if self._looked else 0
 
     def glimpse(self, nodes: int, seen: Round) -> None:
@@ -337,6 +338,4 @@ class Adaptive:
         if self.costs.frozen:
             return cost, self.costs.setup(unread)
         pace.skip()
-        setup = max(0.0, self._in_steps(seconds) - cost)
-        self.costs.observe_setup(unread, setup)
-        return cost, setup
+        return cost, self.costs.observe_setup(unread, max(0.0, self._in_steps(seconds) - cost))

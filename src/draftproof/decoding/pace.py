@@ -21,10 +21,27 @@ GUESS = 0.15
 """Plain steps per drafted token before anything was measured."""
 OUTLIER = 3.0
 """Standard deviations at which a surprise is cut off."""
+TOO_LONG, READ = 2.5, 0.05
+"""Times what was supposed that are too long to be believed at once; plain steps that a token of a set-up is thought to take."""
 STALE, COLD = 96, 0.2
 """Rounds after which the plain step is measured again, and by how much the first ones may have been overrated."""
 NEAR = 256
 """Texts up to this length cost the same."""
+
+
+class Doubt:
+    """What takes far too long is the machine's doing, once; the second time in a row it is believed.
+
+    Whoever believes the first time that drafts are that dear never finds out that they are not.
+    """
+
+    def __init__(self) -> None:
+        self._late = False
+
+    def believed(self, took: float, most: float) -> float:
+        """`took`, or `most` if it was more."""
+        self._late = took > most and not self._late
+        return most if self._late else took
 
 
 class Pace:
@@ -51,6 +68,7 @@ class Pace:
         self.speed_then = 0.0                                   # when that was done last
         self.frozen = False
         self._wanted = 2                                        # the first plain step may be cold
+        self._doubt = Doubt()
         self._strikes, self._struck = 0, 0                      # surprises in a row, and the last one's size
         self._told: tuple[list[float], list[float]] | None = None
         if like is not None:
@@ -111,6 +129,8 @@ class Pace:
         index = len(self.sizes) if turned and self.seen[0] else index
         if self.frozen:
             return self._cost_of(index)
+        if self.seen[0] and 0 < index < len(self.sizes):
+            seconds = self._doubt.believed(seconds, TOO_LONG * self.cost[index] * self.plain_step)
         said, first = math.log(max(seconds, 1e-9)), not self.seen[index]
         measured = math.exp(said - self.speed) if self.seen[0] else 1.0
         self.skip()
@@ -230,6 +250,7 @@ class CostTable:
         self.frozen = False
         self._paces: dict[tuple[int, int], Pace] = {}
         self._setups: dict[int, float] = {}                     # power of two above the tokens → plain steps
+        self._doubt = Doubt()
 
     @classmethod
     def of(cls, costs: Mapping[int, float], plain_step: float = 1.0, setups: Mapping[int, float] | None = None) -> CostTable:
@@ -280,11 +301,15 @@ class CostTable:
         near = min(self._setups, key=lambda other: (abs(other - bucket), -other))
         return self._setups[near] * max(1.0, 2.0 ** (bucket - near))
 
-    def observe_setup(self, tokens: int, cost: float) -> None:
-        """Reading `tokens` took so many plain steps."""
+    def observe_setup(self, tokens: int, cost: float) -> float:
+        """Reading `tokens` took so many plain steps; returns what is believed of that. Less is believed sooner than more."""
+        if self.frozen:
+            return cost
         bucket = _bucket(tokens)
-        if not self.frozen:
-            self._setups[bucket] = cost + 0.7 * (self._setups.get(bucket, cost) - cost)
+        known = self._setups.get(bucket)
+        cost = self._doubt.believed(cost, 1 + TOO_LONG * (READ * tokens if known is None else known))
+        self._setups[bucket] = cost if known is None else cost + (0.3 if cost < known else 0.7) * (known - cost)
+        return cost
 
 
 def _bucket(count: int) -> int:
