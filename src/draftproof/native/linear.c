@@ -30,6 +30,10 @@ static void laid(const bf16 *x, int64_t size, int64_t padded, int32_t *words, in
     for (int64_t i = 0; i < padded; i += 2 * BLOCK) {
         int64_t room = padded - i < 2 * BLOCK ? padded - i : 2 * BLOCK, some = size - i < room ? size - i : room;
         bf16 *to = (bf16 *)(words + place(i / 2, beside));
+        if (some == 2 * BLOCK) {
+            memcpy(to, x + i, 2 * BLOCK * sizeof *to);          /* of a size that the compiler knows */
+            continue;
+        }
         memcpy(to, x + i, (size_t)some * sizeof *to);
         memset(to + some, 0, (size_t)(room - some) * sizeof *to);
     }
