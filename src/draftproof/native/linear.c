@@ -94,7 +94,8 @@ void draftproof_scaled(const float *products, const float *most, const bf16 *bia
 typedef union { bits whole; lanes real; } Sum;
 
 #if TILES
-/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles. The kernel has to be asked for these. */
+/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles, which the
+ * kernel of the system has to be asked for. */
 int64_t draftproof_linears(void) {
     enum { ASK = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, ASK, TILE_DATA) ? 0 : 7;
@@ -285,6 +286,7 @@ static void finish(const Product *of, int64_t first, int64_t last, int64_t row, 
 static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom, int64_t *form) {
     int64_t row = begin(of, top), end = begin(of, bottom), small = of->layer->scale != NULL, steps = of->count / BLOCK;
     Sum sums[STRIPS][CHUNKS * MOST][2];
+    if (first == last) return;                                                              /* more threads than strips */
     for (int64_t s = 0; s < STRIPS; s++) memset(sums[s], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t b = 0; b < steps; b += STEPS) {
         int64_t some = steps - b < STEPS ? steps - b : STEPS;
@@ -304,7 +306,8 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
                 if (last > first + 1)
                     (small ? fours_chunks : pairs_chunks)(words, above, lower, below, two, next, some, sums[1] + (from - row));
             } else {
-                (small ? fours_strips : pairs_strips)(words, above, one, two, next, after, some, sums[0] + (from - row), sums[1] + (from - row));
+                Sum (*held)[2] = sums[0] + (from - row), (*other)[2] = sums[1] + (from - row);
+                (small ? fours_strips : pairs_strips)(words, above, one, two, next, after, some, held, other);
             }
         }
     }
