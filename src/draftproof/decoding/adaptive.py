@@ -278,8 +278,9 @@ class Adaptive:
             self.pauses.wait(1)
             cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
             doubt, most = self._doubts[looked], 1 + TOO_LONG * self._took[looked]
-            self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)    # a drafter may have to keep its memory
-            self.bank.settle(cost + self._took[looked], tokens)
+            took = self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)
+            beside = took if looked else min(took, self.bank.rate)              # what is spent in any case no draft has to pay
+            self.bank.settle(cost + beside, tokens)
             self._rest = self._pause() if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
