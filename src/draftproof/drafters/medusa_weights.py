@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
-from draftproof.native.kernels import EVEN, Kernels, Linear, kernels
+from draftproof.native.kernels import LANES, Kernels, Linear, kernels
 from draftproof.target.pack import PackedLinear
 
 
@@ -96,7 +96,7 @@ def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, vocabular
 
 def _packed(heads: Sequence[Head], vocabulary: Vocabulary) -> list[_Own] | None:
     """The layers of all heads as our kernels read them, where they do."""
-    if vocabulary.native is None or vocabulary.hidden_size % EVEN:
+    if vocabulary.native is None or vocabulary.hidden_size % LANES:
         return None
 
     def packed(layer: nn.Module) -> PackedLinear:

@@ -27,7 +27,7 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput
-from draftproof.native.kernels import EVEN, Linear, Recurrence, kernels
+from draftproof.native.kernels import LANES, Linear, Recurrence, kernels
 from draftproof.target.pack import PackedLinear, pack_linears
 
 STEPS = 5
@@ -433,7 +433,7 @@ class _Native(NamedTuple):
     def of(cls, head: ReDrafterHead, vocabulary: Vocabulary) -> _Native | None:
         """Of a head in bfloat16 on a CPU that has kernels, over exactly the target's vocabulary."""
         config, tables = head.config, vocabulary.native
-        if tables is None or config.hidden_size % EVEN or config.exit_dim % EVEN:
+        if tables is None or config.hidden_size % LANES or config.exit_dim % LANES:
             return None
         blocks = [_linear(block.linear) for block in cast(Sequence[ResBlock], head.lm_head[:-1])]
         recurs = [_linear(one) for one in (head.rnn_w, head.rnn_u)] if config.rnn else [Linear(), Linear()]

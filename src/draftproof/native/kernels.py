@@ -35,10 +35,8 @@ WIDEST = 256
 """Largest head the kernels have room for."""
 STRIP, WORDS = 32, 16
 """Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded up to."""
-EVEN = 16
-"""What the number of its inputs must be a multiple of where activations are read as they lie."""
 LANES = 16
-"""Numbers the kernels reckon with at a time, at most."""
+"""Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there is a multiple of it."""
 
 
 class Read(ctypes.Structure):

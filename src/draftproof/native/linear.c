@@ -111,13 +111,24 @@ typedef struct {
 /* What tiles are loaded from is in memory by now: compilers have not been told that loading reads it. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
 
+static _Thread_local int64_t form;                                                         /* of a thread's tiles; 0 if it has none */
+
 /* Tiles for chunks of so many rows; the lower may have none. */
 static void tiled(int64_t upper, int64_t lower) {
+    int64_t wanted = upper * (MOST + 1) + lower;
+    if (form == wanted) return;
+    form = wanted;
     uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
-    Tiles form = {.palette = 1, .rows = {first, first, second, second, first, second, 16, 16}};
-    for (int tile = 0; tile < 8; tile++) form.bytes[tile] = 64;
+    Tiles tiles = {.palette = 1, .rows = {first, first, second, second, first, second, 16, 16}};
+    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64;
     WRITTEN;
-    _tile_loadconfig(&form);
+    _tile_loadconfig(&tiles);
+}
+
+/* The thread needs its tiles no more. */
+static void released(void) {
+    _tile_release();
+    form = 0;
 }
 
 enum { STEP = BLOCK * 2 * (int)sizeof(bits), STEPS = 64, EARLY = AHEAD / BLOCK };      /* bytes of a strip in a step; steps */
@@ -237,6 +248,8 @@ static const Multiply multiply[2][MOST] = {
     {fours_1, fours_2, fours_3, fours_4, fours_5, fours_6, fours_7, fours_8, fours_9, fours_10, fours_11, fours_12},
 };
 
+static void released(void) {}                                                               /* vectors leave nothing behind */
+
 /* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16. */
 int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
 #endif
@@ -282,8 +295,8 @@ static void finish(const Product *of, int64_t first, int64_t last, int64_t row, 
 }
 
 #if TILES
-/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. form: of the tiles. */
-static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom, int64_t *form) {
+/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
+static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
     int64_t row = begin(of, top), end = begin(of, bottom), small = of->layer->scale != NULL, steps = of->count / BLOCK;
     Sum sums[STRIPS][CHUNKS * MOST][2];
     if (first == last) return;                                                              /* more threads than strips */
@@ -292,11 +305,10 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
         int64_t some = steps - b < STEPS ? steps - b : STEPS;
         for (int64_t c = top; c < bottom; c += 2) {
             int64_t from = begin(of, c), middle = begin(of, c + 1), to = c + 1 < bottom ? begin(of, c + 2) : middle;
-            int64_t above = middle - from, below = to - middle, wanted = above * (MOST + 1) + below;
+            int64_t above = middle - from, below = to - middle;
             const int32_t *words = of->words + from * of->stretch + b * BLOCK * above;
             const int32_t *lower = of->words + middle * of->stretch + b * BLOCK * below;
-            if (*form != wanted) tiled(above, below);
-            *form = wanted;
+            tiled(above, below);
             WRITTEN;
             const char *one = weights(of, first, b * BLOCK), *two = weights(of, last - 1, b * BLOCK);
             const char *next = weights(of, first, (b + some) * BLOCK), *after = weights(of, last - 1, (b + some) * BLOCK);
@@ -315,8 +327,7 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
 }
 #else
 /* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
-static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom, int64_t *form) {
-    (void)form;
+static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
     int64_t row = begin(of, top), end = begin(of, bottom);
     Sum sums[STRIPS][CHUNKS * MOST][2];
     for (int64_t s = first; s < last; s++) memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
@@ -356,14 +367,11 @@ void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64
                 else laid(x, layer->size, layer->padded, own, beside);
             }
         }
-        int64_t form = 0;
 #pragma omp for
         for (int64_t g = 0; g < groups; g++)
             for (int64_t c = 0; c < chunks; c += CHUNKS)
-                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks, &form);
-#if TILES
-        _tile_release();
-#endif
+                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks);
+        released();
     }
 }
 

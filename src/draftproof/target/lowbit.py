@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.native.kernels import EVEN, Kernels, Linear, interleaved, kernels, rounded
+from draftproof.native.kernels import LANES, Kernels, Linear, interleaved, kernels, rounded
 from draftproof.target.pack import Whole
 
 GROUP = 32
@@ -50,7 +50,7 @@ class Int8Linear(Whole):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.kernels is not None and self.native is not None:
             return self.kernels.multiply(self.native, inputs)
-        if self.kernels is None or self.in_features % EVEN or self.out_features % EVEN:
+        if self.kernels is None or self.in_features % LANES or self.out_features % LANES:
             return self._by_torch(inputs)
         return self._by_both(self.kernels, inputs.contiguous())
 
