@@ -843,12 +843,15 @@ class Watched(Watch):
     free = True
 
 
-def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
-    """After plain rounds as well, of which other drafters learn later."""
-    budget = Wild(3, 1)
+def test_a_budget_is_told_what_a_draft_model_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After plain rounds as well, of which it learns later: to ask for a number is no reason to tell it of them."""
+    budget, told = Wild(3, 1), list[int]()
     budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
-    prompt = prompts(1, seed=2)[0]
-    Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate([prompt], max_new_tokens=9)
+    prompt, drafter = prompts(1, seed=2)[0], DRAFTERS["draft chain"](target())
+    observe = drafter.observe
+    monkeypatch.setattr(drafter, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+    Engine(target(), drafter, budget=budget).generate([prompt], max_new_tokens=9)
+    assert told == [len(prompt), 8]
     unread = [ahead.unread for ahead in budget.aheads]
     assert unread == list(range(unread[0], unread[0] + 8)) and unread[0] >= len(prompt) - 1
 

@@ -23,7 +23,7 @@ from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
-PATIENCE = 32
+PATIENCE = 128
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
@@ -308,8 +308,7 @@ class Decoder:
     @property
     def unread(self) -> int:
         """Committed tokens that the drafter must read before it can propose."""
-        self._tell()
-        return self.drafter.unread
+        return self.drafter.unread(len(self._untold))
 
     def _longest(self) -> int:
         """Committed tokens of the longest running row: all but the root."""

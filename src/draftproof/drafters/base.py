@@ -38,9 +38,9 @@ class Drafter(ABC):
     free: bool = False
     """Proposing costs next to nothing and leaves no trace: it may be asked while nothing it proposes is read."""
 
-    @property
-    def unread(self) -> int:
-        """Committed tokens, over all rows, that it must read before it can propose. Default: none."""
+    def unread(self, untold: int = 0) -> int:
+        """Committed tokens, over all rows, that it must read before it can propose; of each row it has yet to be told of
+        `untold`. Default: none."""
         return 0
 
     def start(self, rows: int, capacity: int) -> None:

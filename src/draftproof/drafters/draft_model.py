@@ -74,9 +74,8 @@ class DraftModel(Drafter):
         self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
         self.scratch: int | Tensor | None = None     # nodes of the last proposal, of each row, in the cache's scratch
 
-    @property
-    def unread(self) -> int:
-        return sum(behind - 1 for behind in self.behind if behind > 1)
+    def unread(self, untold: int = 0) -> int:
+        return sum(max(0, behind + untold - 1) for behind in self.behind)
 
     def start(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity)
