@@ -19,7 +19,7 @@ from tiny import VOCAB, prompts, target
 from draftproof.core.messages import Frontier, Reading
 from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.adaptive import RATE, SPARSE, STAKE, VAIN, Adaptive, Bank, Pauses, presets
+from draftproof.decoding.adaptive import CURIOUS, RATE, SPARSE, STAKE, VAIN, Adaptive, Bank, Pauses, presets
 from draftproof.decoding.budget import Ahead, Confidence, Fixed, Learner, Round
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine, usual_budget
@@ -279,7 +279,7 @@ def test_a_look_that_took_long_is_not_repeated_soon() -> None:
     for took, again in ((0.001, [8, 8]), (0.05, [8, 0])):      # a plain step takes a hundredth of a second here
         budget = Adaptive(8, costs=CostTable.of(linear(0.2), plain_step=0.01))
         for wanted in (8, *again):
-            budget._asked = 4
+            budget._asked = CURIOUS // 2
             assert budget.curiosity() == wanted, took
             budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01 + took, drafting=took))
             budget._asked = 0
@@ -525,7 +525,7 @@ def test_what_a_drafter_and_thinking_take_in_any_case_ends_no_draft(took: float)
     for _ in range(200):
         budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01 + took, drafting=took))
     assert budget.bank.slack == pytest.approx(STAKE)
-    budget._asked = 4
+    budget._asked = CURIOUS // 2
     assert budget.curiosity() == 8
 
 

@@ -36,9 +36,11 @@ UNLIMITED = 1e9
 SETTLED, REST = 8, 15
 """After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
 takes time as well."""
+TIRED, GUIDED = 8, 4
+"""What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
 HELD = 3
 """Rounds that a choice is kept for where drafting was chosen `SETTLED` times in a row, as long as the bank affords them."""
-CURIOUS, SELDOM = 8, 3
+CURIOUS, SELDOM = 4, 2
 """Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
 bank has no more than a draft could lose."""
 KEPT, AWAKE = 0.25, 2
@@ -303,9 +305,9 @@ class Adaptive:
 
     def _pause(self) -> int:
         """Plain rounds that need no thought: where there is nothing to look at, nearly all before another draft may be made."""
-        short = min(REST, self._plain_rounds // 8)
         if self._free:
-            return short
+            return min(REST, self._plain_rounds // GUIDED)
+        short = min(REST, self._plain_rounds // TIRED)
         left = max(self.pauses.left, min(self.bank.far(min(self._pace.high[1:], default=1.0) - 1), SPARSE))
         return max(short, int(left) - REST)
 
