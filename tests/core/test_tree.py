@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,5 +196,17 @@ def test_looking_accepts_what_matching_accepts() -> None:
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
         assert torch.equal(found.nodes, wanted.nodes)
         if (ours := kernels()) is not None:
-            at_once = accept_at_once(tree, picks, ours)
+            fresh = replace(tree)                                       # whose sizes nobody has looked at
+            at_once = accept_at_once(fresh, picks, ours)
             assert at_once.on_host == found.on_host and torch.equal(at_once.nodes, wanted.nodes)
+            assert {"sizes", "reach"} <= vars(fresh).keys() and (fresh.sizes, fresh.reach) == (tree.sizes, tree.reach)
+
+
+def test_one_call_tells_the_sizes_of_ragged_chains() -> None:
+    if (ours := kernels()) is None:
+        pytest.skip("no compiler")
+    dice = torch.Generator().manual_seed(0)
+    tokens, ends = torch.randint(0, 3, (16, 6), generator=dice), torch.randint(1, 7, (16, 1), generator=dice)
+    tree = TokenTree.chain(torch.where(torch.arange(6) < ends, tokens, ABSENT))
+    found = accept_at_once(tree, torch.randint(0, 3, (16, 6), generator=dice), ours)
+    assert tree.sizes == tree.reach == (ends[:, 0] - 1).tolist() and max(found.count.tolist()) > 2

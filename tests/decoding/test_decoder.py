@@ -145,7 +145,7 @@ def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_
     one.admit([running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
     assert [tokens.tolist() for tokens, _ in own.reads] == [[prompt]]
     while one.running:
-        before = one._cache().lengths.clone()
+        before = one._view.lengths.clone()
         own.reads.clear()
         one.step()
         ((_, starts),) = own.reads

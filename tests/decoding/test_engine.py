@@ -254,6 +254,21 @@ def test_rounds_show_every_row_until_it_has_ended() -> None:
     assert dict(seen[-1]) == {row: whole[row] for row in dict(seen[-1])}
 
 
+def test_whoever_stops_listening_is_told_the_seconds() -> None:
+    """Of rows that ended and of those that would have gone on."""
+    rounds = Engine(target(), DRAFTERS["draft chain"](target()), budget=2).rounds(
+        prompts(2, seed=3), sampling=[Sampling(max_new_tokens=2), Sampling(max_new_tokens=40)]
+    )
+    rows = next(rounds)
+    for _ in range(3):
+        next(rounds)
+    short, long = (row.stats for row in rows)
+    assert rows[0].finish_reason == "length" and rows[1].finish_reason is None
+    ended = dict(short.seconds)
+    rounds.close()  # type: ignore[attr-defined]
+    assert short.seconds == ended and sum(long.seconds.values()) > sum(ended.values()) > 0
+
+
 # Counts -----------------------------------------------------------------------------------------------------------------
 
 

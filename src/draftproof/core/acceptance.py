@@ -21,7 +21,7 @@ from draftproof.core import noise
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths, winner
-from draftproof.core.tree import TokenTree
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native.kernels import Kernels
 
 
@@ -75,8 +75,14 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
 
 
 def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
-    """As `accept_by_looking`, in one call of our kernels."""
-    return Accepted(*found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1))
+    """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well."""
+    path, told = found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1, ABSENT)
+    counts, roots, sizes, reach = told.tolist()
+    accepted = Accepted(path, told[0], told[1])
+    paths = zip(path.tolist(), counts, roots, strict=True)
+    accepted.__dict__["on_host"] = [(nodes[:count], root) for nodes, count, root in paths]
+    tree.__dict__["sizes"], tree.__dict__["reach"] = sizes, reach
+    return accepted
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:

@@ -19,7 +19,6 @@ from draftproof.decoding.shapes import OPEN, Shapes
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput, BrokenModel, DrafterMismatch, DraftproofError
-from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
@@ -67,6 +66,7 @@ class Decoder:
         self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
         self.shared = False                             # whether rows shared what the last round drafted
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
+        self._view, self._lines = self.cache, self.text  # of the rows that take part
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         self._unsaid: list[Tensor] = []                 # logits of these, if it wants successors
         drafter.start(rows, capacity)
@@ -78,9 +78,9 @@ class Decoder:
             self._fill()
         frontier = self._frontier(self.budget.nodes(self.stats, len(self.running)))
         tree = self.ranks.tree(self._draft(frontier))
-        reading = self.target.read(tree, self._cache(), taps=self.drafter.taps)
+        reading = self.target.read(tree, self._view, taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
-        self._cache().keep(None if tree.is_chain else accepted.nodes, accepted.count)
+        self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
         answers = frontier.budget > 0 and self.drafter.rereads          # what it read of its proposal, if only the root
         later, top = self.at_hand and tree.tokens.shape[1] == 1 and not answers, self.drafter.wants_top
         commit = Commit.of(range(self.rows), tree, reading, accepted, top=0 if later else top, at_hand=self.at_hand)
@@ -126,7 +126,7 @@ class Decoder:
         """The target's choice behind the prompt becomes the root of the rows from `first` on."""
         new = self.running[first:]
         sampler = self.sampler.select(range(first, len(self.running)))
-        last = self._cache().lengths[first:] - 1
+        last = self._view.lengths[first:] - 1
         prefix = Prefix(self.text[first : first + len(new)], last)
         tree = TokenTree.root(prefix.root)
         logits = logits.expand(len(new), -1, -1)
@@ -156,7 +156,7 @@ class Decoder:
         ahead = most if deepest is None else min(most, deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
-        prefix = Prefix(self.text[: self.rows], self._cache().lengths.clone(), ahead, longest)
+        prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest)
         floor = self._floor if looks else 0.0
         return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor, most)
 
@@ -288,7 +288,7 @@ class Decoder:
         self.cache.select(order)
         self.drafter.select(order)
         self.twins = twins
-        self._resample()
+        self._line_up()
 
     def _fill(self) -> None:
         """All rows of the closed shape: those that nobody needs become copies of the last that runs."""
@@ -314,7 +314,9 @@ class Decoder:
         """Committed tokens of the longest running row: all but the root."""
         return max((len(row.prompt) + len(row.tokens) - 1 for row in self.running), default=0)
 
-    def _resample(self) -> None:
+    def _line_up(self) -> None:
+        """What the rows that take part share: views of cache and text, and what they wish."""
+        self._view, self._lines = self.cache.rows(0, self.rows), self.text[: self.rows]
         unheard = [row.wishes for row in self.running[-1:]] * (self.rows - len(self.running))
         wishes = [*(row.wishes for row in self.running), *unheard]
         self.sampler = Sampler(wishes, self.target.device, self.at_hand)
@@ -322,9 +324,6 @@ class Decoder:
             exact = torch.promote_types(self.target.dtype, torch.float32)
             self.sampler.prepare(exact, self.target.vocab_size)
         self._wants_logprobs = any(row.wishes.sampling.logprobs for row in self.running)
-
-    def _cache(self) -> RowCache:
-        return self.cache.rows(0, self.rows)
 
     def _fail(self, place: int, logits: Tensor) -> None:
         """End a row for which the target chose nothing; what it left in the caches may be NaN, which passes masks."""

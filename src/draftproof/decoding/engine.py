@@ -203,18 +203,20 @@ class Engine:
         decoder = self._decoder(target, drafter, budget, rows, capacity)
         watch = Watch(decoder, agreed, clock)
         begun: list[tuple[Running, dict[str, float]]] = []
-        while waiting or decoder.running:
-            if waiting and len(decoder.running) + len(waiting[0]) <= rows:
-                begun += [(row, dict(clock.seconds)) for row in waiting[0]]
-                with clock.part("prefill", whole=True), self.target.group.intact():
-                    decoder.admit(waiting.popleft())
-            else:
-                with self.target.group.intact():
-                    watch.step()
-            for row, since in begun:
-                row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds}
-            begun = [(row, since) for row, since in begun if row.finish_reason is None]
-            yield
+        try:
+            while waiting or decoder.running:
+                if waiting and len(decoder.running) + len(waiting[0]) <= rows:
+                    begun += [(row, dict(clock.seconds)) for row in waiting[0]]
+                    with clock.part("prefill", whole=True), self.target.group.intact():
+                        decoder.admit(waiting.popleft())
+                else:
+                    with self.target.group.intact():
+                        watch.step()
+                if len(decoder.running) < len(begun):
+                    begun = _clocked(begun, clock)
+                yield
+        finally:
+            _clocked(begun, clock)                        # whoever stops listening is told as well
 
     def warm_up(self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None) -> None:
         """Run once every shape that batches of so many rows, and texts of up to so many tokens, will take.
@@ -347,6 +349,13 @@ class Engine:
 def usual_budget(drafter: Drafter) -> Budget:
     """The budget when nobody says: one that measures, and nothing at all for a drafter that drafts nothing."""
     return Adaptive(drafter.default_budget) if drafter.default_budget else Fixed(0)
+
+
+def _clocked(begun: list[tuple[Running, dict[str, float]]], clock: Clock) -> list[tuple[Running, dict[str, float]]]:
+    """Tell rows what the seconds were since they began; return those that still run."""
+    for row, since in begun:
+        row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds}
+    return [(row, since) for row, since in begun if row.finish_reason is None]
 
 
 def _checked_rule(acceptance: str, lossy: Typical | None) -> str:

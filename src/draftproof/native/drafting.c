@@ -88,19 +88,23 @@ void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *plac
 }
 
 /* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. Of the path to the
- * first of the deepest: its nodes, root first, [rows, deep], places beyond it hold their own index; how many they are, and what
- * was picked behind it, ends [2, rows]. */
+ * first of the deepest: its nodes, root first, [rows, deep], places beyond it hold their own index. told [4, rows]: how many they
+ * are, what was picked behind them, how many nodes behind the root are not absent, and how deep these go. */
 void draftproof_settle(const int64_t *tokens, const int64_t *parents, const int64_t *picks, int64_t rows, int64_t nodes, int64_t deep,
-                       int64_t *path, int64_t *ends) {
-    int64_t depths[nodes];
+                       int64_t absent, int64_t *path, int64_t *told) {
+    int64_t depths[nodes], levels[nodes];
     for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes, path += deep) {
-        int64_t last = depths[0] = 0;
+        int64_t last = depths[0] = levels[0] = 0, there = 0, reach = 0;
         for (int64_t node = 1; node < nodes; node++) {
             int64_t above = parents[node], stands = depths[above] >= 0 && tokens[node] == picks[above];
             depths[node] = stands ? depths[above] + 1 : -1;
             last = depths[node] > depths[last] ? node : last;
+            levels[node] = levels[above] + 1;
+            if (tokens[node] == absent) continue;
+            there++;
+            reach = levels[node] > reach ? levels[node] : reach;
         }
-        ends[r] = depths[last] + 1, ends[rows + r] = picks[last];
+        told[r] = depths[last] + 1, told[rows + r] = picks[last], told[2 * rows + r] = there, told[3 * rows + r] = reach;
         for (int64_t d = deep - 1; d > depths[last]; d--) path[d] = d;
         for (int64_t node = last; node >= 0; node = parents[node]) path[depths[node]] = node;
     }

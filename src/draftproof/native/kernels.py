@@ -120,7 +120,7 @@ class Kernels:
         self._pick = library.draftproof_pick
         self._pick.argtypes = (*(pointer,) * 4, *(number,) * 4, pointer, number)
         self._settle = library.draftproof_settle
-        self._settle.argtypes = (*(pointer,) * 3, *(number,) * 3, *(pointer,) * 2)
+        self._settle.argtypes = (*(pointer,) * 3, *(number,) * 4, *(pointer,) * 2)
         self.chain = library.draftproof_chain
         rooms = (number, *(pointer,) * 2, *(number,) * 3)
         self.chain.argtypes = (
@@ -180,18 +180,18 @@ class Kernels:
         )  # fmt: skip
         return tokens
 
-    def settle(self, tokens: Tensor, parents: Tensor, picks: Tensor, deep: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of trees [B, N] the nodes that stand [B, deep], root first, how many [B], and what was picked behind the last [B].
+    def settle(self, tokens: Tensor, parents: Tensor, picks: Tensor, deep: int, absent: int) -> tuple[Tensor, Tensor]:
+        """Of trees [B, N] the nodes that stand [B, deep], root first; and [4, B] how many these are, what was picked behind the
+        last, how many nodes behind the root are not `absent`, and the edges to the deepest of them.
 
         A node stands if it is what was picked [B, N] at its parent and its ancestors stand. Places beyond the path hold their
         own index. deep: nodes on the longest path.
         """
         (rows, nodes), tokens, parents = tokens.shape, tokens.contiguous(), parents.contiguous()
-        path, ends = torch.empty(rows, deep, dtype=torch.int64), torch.empty(2, rows, dtype=torch.int64)
+        path, told = torch.empty(rows, deep, dtype=torch.int64), torch.empty(4, rows, dtype=torch.int64)
         places = (tokens.data_ptr(), parents.data_ptr(), picks.data_ptr())
-        self._settle(*places, rows, nodes, deep, path.data_ptr(), ends.data_ptr())
-        count, root = ends.unbind()
-        return path, count, root
+        self._settle(*places, rows, nodes, deep, absent, path.data_ptr(), told.data_ptr())
+        return path, told
 
     def best(
         self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, trusts: Tensor, count: int
