@@ -5,6 +5,7 @@ Knows layers and the target's tables; nothing of trees. Shape letters beyond the
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -32,22 +33,35 @@ class Head(nn.Module):
 
 
 class _Own(NamedTuple):
-    """A head's layers as our kernels read them."""
+    """The layers of all heads as our kernels read them.
 
-    blocks: list[PackedLinear]
-    projection: PackedLinear | None
+    blocks: [K * layers] the residual blocks of the first head, then those of the second. packed: whose weights these are.
+    """
+
+    layers: int
+    blocks: ctypes.Array[Linear]
+    packed: list[PackedLinear]
+    projections: list[PackedLinear] | None
+
+    def logits(self, found: Kernels, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
+        """[heads, B, rows] as `Weights.logits`."""
+        states = found.heads(self.blocks, heads, self.layers, hidden)
+        if self.projections is not None:
+            return torch.stack([own(state) for state, own in zip(states, self.projections, strict=False)])
+        shared = vocabulary.native.head if vocabulary.native is not None else None
+        return found.multiply(shared, states) if shared is not None else vocabulary.unembed(states)
 
 
 class Weights(NamedTuple):
     """The weights of all heads side by side: one product per layer serves them all.
 
-    own: where our kernels read them, each head's blocks and its projection, if it has one, instead.
+    own: where our kernels read them, instead.
     """
 
     blocks: list[tuple[Tensor, Tensor]]             # per layer: [K, H, H] to multiply with, [K, 1, H] to add
     projection: Tensor | None                       # [K, H, rows]
     token_map: Tensor | None
-    own: list[_Own] | None
+    own: _Own | None
 
     @classmethod
     def of(cls, heads: Sequence[Head], token_map: Tensor | None, vocabulary: Vocabulary) -> Weights:
@@ -72,7 +86,7 @@ class Weights(NamedTuple):
         """[B, K, V] what the first `heads` heads say of hidden states [B, H]."""
         found = kernels()
         if self.own is not None and found is not None:
-            logits = _by_kernels(found, self.own[:heads], hidden, vocabulary)
+            logits = self.own.logits(found, hidden, heads, vocabulary)
             return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
         states = hidden.expand(heads, -1, -1)                                               # [K, B, H]
         for weight, bias in self.blocks:
@@ -82,19 +96,7 @@ class Weights(NamedTuple):
         return over_vocabulary(logits, vocabulary.vocab_size, self.token_map).transpose(0, 1)
 
 
-def _by_kernels(found: Kernels, heads: Sequence[_Own], hidden: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[K, B, rows] as `Weights.logits`."""
-    states = hidden.expand(len(heads), -1, -1).clone(memory_format=torch.contiguous_format)     # written in place
-    for state, own in zip(states, heads, strict=True):
-        for block in own.blocks:
-            found.residual(cast(Linear, block.native), state)
-    if heads[0].projection is not None:
-        return torch.stack([cast(PackedLinear, own.projection)(state) for state, own in zip(states, heads, strict=True)])
-    shared = vocabulary.native.head if vocabulary.native is not None else None
-    return found.multiply(shared, states) if shared is not None else vocabulary.unembed(states)
-
-
-def _packed(heads: Sequence[Head], vocabulary: Vocabulary) -> list[_Own] | None:
+def _packed(heads: Sequence[Head], vocabulary: Vocabulary) -> _Own | None:
     """The layers of all heads as our kernels read them, where they do."""
     if vocabulary.native is None or vocabulary.hidden_size % LANES:
         return None
@@ -102,9 +104,13 @@ def _packed(heads: Sequence[Head], vocabulary: Vocabulary) -> list[_Own] | None:
     def packed(layer: nn.Module) -> PackedLinear:
         return PackedLinear(_copy(cast(nn.Linear, layer), vocabulary), free=True)
 
-    made = [_Own([packed(block) for block in one.blocks], None if one.proj is None else packed(one.proj)) for one in heads]
-    layers = [layer for own in made for layer in (*own.blocks, own.projection) if layer is not None]
-    return made if all(layer.native is not None for layer in layers) else None
+    blocks = [packed(block) for one in heads for block in one.blocks]
+    projections = [packed(one.proj) for one in heads if one.proj is not None]
+    natives = [layer.native for layer in (*blocks, *projections) if layer.native is not None]
+    if len(natives) < len(blocks) + len(projections):
+        return None
+    listed = (Linear * len(blocks))(*natives[: len(blocks)])
+    return _Own(len(blocks) // len(heads), listed, blocks, projections or None)
 
 
 def _copy(linear: nn.Linear, vocabulary: Vocabulary) -> nn.Linear:

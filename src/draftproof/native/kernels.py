@@ -128,8 +128,8 @@ class Kernels:
         )  # fmt: skip
         self.some = library.draftproof_some
         self.some.argtypes = (*(number,) * 3, *(pointer,) * 6)
-        self._residual = library.draftproof_residual
-        self._residual.argtypes = (pointer, pointer, pointer, number, number)
+        self._heads = library.draftproof_heads
+        self._heads.argtypes = (*(pointer,) * 4, *(number,) * 4)
         self._gumbel = library.draftproof_gumbel
         self._gumbel.argtypes = (pointer, pointer, number, number, number)
         self._streams = library.draftproof_streams
@@ -159,12 +159,16 @@ class Kernels:
         self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
         return outputs
 
-    def residual(self, layer: Linear, inputs: Tensor) -> None:
-        """inputs [rows, size] += silu(layer(inputs)), in place; size a multiple of 16."""
-        beside = torch.empty_like(inputs)
-        self._residual(
-            ctypes.addressof(layer), inputs.data_ptr(), beside.data_ptr(), inputs.numel() // layer.size, torch.get_num_threads()
-        )
+    def heads(self, blocks: ctypes.Array[Linear], heads: int, layers: int, hidden: Tensor) -> Tensor:
+        """[heads, rows, size] what the first `heads` make of hidden states [rows, size], each by `layers` blocks of its own.
+
+        A block is x + silu(layer(x)). blocks: those of the first head, then those of the second. size: a multiple of 16.
+        """
+        hidden = hidden.contiguous()
+        states, beside = hidden.new_empty(heads, *hidden.shape), torch.empty_like(hidden)
+        places = (hidden.data_ptr(), states.data_ptr(), beside.data_ptr())
+        self._heads(blocks, *places, heads, layers, len(hidden), torch.get_num_threads())
+        return states
 
     def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, nothing: int) -> Tensor:
         """[B, N] the first token with the highest score at each node of logits [B, N, V], `nothing` if there is none.
