@@ -258,9 +258,10 @@ int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
 typedef struct {
     const Linear *layer;
     int64_t rows, chunks, count, stretch;       /* count: words of a row; stretch: with those its last block has room for */
-    const int32_t *words;
-    const float *most;                          /* [rows] the largest input of each, and the sum of its codes, times 128 */
-    const int32_t *offset;
+    const bf16 *inputs;
+    int32_t *words;
+    float *most;                                /* [rows] the largest input of each, and the sum of its codes, times 128 */
+    int32_t *offset;
     bf16 *out;
 } Product;
 
@@ -286,11 +287,11 @@ static void finish(const Product *of, int64_t first, int64_t last, int64_t row, 
     int64_t outputs = of->layer->outputs;
     for (int64_t s = first; s < last; s++)
         for (int64_t r = row; r < end; r++) {
-            int64_t start = s * 2 * LANES, some = outputs - start < 2 * LANES ? outputs - start : 2 * LANES;
-            bf16 done[2 * LANES];
+            int64_t start = s * 2 * LANES, some = outputs - start;
+            bf16 rest[2 * LANES], *to = of->out + r * outputs + start, *done = some < 2 * LANES ? rest : to;
             for (int h = 0; h < 2; h++)
                 narrowed(done + h * LANES, output(of, sums[s - first][r - row][h], r, start + h * LANES));
-            memcpy(of->out + r * outputs + start, done, (size_t)some * sizeof(bf16));
+            if (done == rest) memcpy(to, rest, (size_t)some * sizeof(bf16));
         }
 }
 
@@ -346,26 +347,40 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
 }
 #endif
 
-/* inputs [rows, size] to out [rows, outputs]. */
+/* Room, this thread's own, to lay the inputs out in. */
+static void room(Product *of) {
+    of->most = scratch(of->rows * (2 + of->stretch));
+    of->offset = (int32_t *)(of->most + of->rows), of->words = of->offset + of->rows;
+}
+
+/* Lay one row of the inputs out. */
+static void prepared(const Product *of, int64_t row) {
+    const Linear *layer = of->layer;
+    int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, from = begin(of, chunk), beside = begin(of, chunk + 1) - from;
+    int32_t *words = of->words + from * of->stretch + (row - from) * BLOCK;
+    const bf16 *x = of->inputs + row * layer->size;
+    if (layer->scale) of->offset[row] = 128 * coded(x, layer->size, layer->padded, words, beside, of->most + row);
+    else laid(x, layer->size, layer->padded, words, beside);
+}
+
+/* inputs [rows, size] to out [rows, outputs]. Few inputs are laid out by each thread for itself, which is sooner done than to wait
+ * for the others. */
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
-    int64_t small = layer->scale != NULL, count = layer->padded / (small ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
+    int64_t count = layer->padded / (layer->scale ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
     int64_t strips = (layer->outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
     int64_t groups = threads * ((strips + threads * STRIPS - 1) / (threads * STRIPS));
-    int64_t as_is = !small && rows == 1 && layer->size == layer->padded;
-    float *most = scratch(rows * (2 + stretch));
-    int32_t *offset = (int32_t *)(most + rows), *held = offset + rows;
-    Product of = {layer, rows, chunks, count, stretch, as_is ? (const int32_t *)inputs : held, most, offset, out};
+    int64_t as_is = !layer->scale && rows == 1 && layer->size == layer->padded, few = rows * layer->size <= SMALL;
+    Product shared = {layer, rows, chunks, count, stretch, inputs, (int32_t *)inputs, NULL, NULL, out};
+    if (!as_is && !few) room(&shared);
 #pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
     {
-        if (!as_is) {
+        Product of = shared;
+        if (!as_is && few) {
+            room(&of);
+            for (int64_t r = 0; r < rows; r++) prepared(&of, r);
+        } else if (!as_is) {
 #pragma omp for
-            for (int64_t r = 0; r < rows; r++) {
-                int64_t c = ((r + 1) * chunks - 1) / rows, from = begin(&of, c), beside = begin(&of, c + 1) - from;
-                int32_t *own = held + from * stretch + (r - from) * BLOCK;
-                const bf16 *x = inputs + r * layer->size;
-                if (small) offset[r] = 128 * coded(x, layer->size, layer->padded, own, beside, most + r);
-                else laid(x, layer->size, layer->padded, own, beside);
-            }
+            for (int64_t r = 0; r < rows; r++) prepared(&of, r);
         }
 #pragma omp for
         for (int64_t g = 0; g < groups; g++)
