@@ -139,13 +139,21 @@ static inline void ahead(int64_t i, int64_t steps, const char *here, const char 
     _Pragma("GCC unroll 32") for (int line = 0; line < STEP; line += 64) __builtin_prefetch(from + line);
 }
 
-/* So many steps of one chunk times two strips, or of two chunks times one strip, on from the sums that are there: [2 LANES] of
- * each row, each along its row. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
+/* Sums of two chunks begin at zero, or go on from what was stored: to load what was just written would wait for it. */
+#define BEGIN(SUMS, OTHER)                                                                                             \
+    if (fresh) {                                                                                                       \
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                    \
+    } else {                                                                                                           \
+        _tile_loadd(0, SUMS, 128); _tile_loadd(1, &(SUMS)[0][1], 128);                                                 \
+        _tile_loadd(2, OTHER, 128); _tile_loadd(3, &(OTHER)[0][1], 128);                                               \
+    }
+
+/* So many steps of one chunk times two strips, or of two chunks times one strip, with sums [2 LANES] of each row, each along its
+ * row, `fresh` or on from those that are there. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
 #define TILED(NAME, TIMES)                                                                                             \
     static void NAME##_strips(const int32_t *words, int64_t beside, const char *one, const char *two, const char *next, \
-                              const char *after, int64_t steps, Sum (*sums)[2], Sum (*other)[2]) {                     \
-        _tile_loadd(0, sums, 128); _tile_loadd(1, &sums[0][1], 128);                                                   \
-        _tile_loadd(2, other, 128); _tile_loadd(3, &other[0][1], 128);                                                 \
+                              const char *after, int64_t steps, int fresh, Sum (*sums)[2], Sum (*other)[2]) {          \
+        BEGIN(sums, other)                                                                                             \
         for (int64_t i = 0; i < steps; i++, words += beside * BLOCK, one += STEP, two += STEP) {                        \
             _tile_loadd(4, words, 64);                                                                                 \
             _tile_loadd(6, one, 128);                                                                                  \
@@ -162,9 +170,8 @@ static inline void ahead(int64_t i, int64_t steps, const char *here, const char 
         _tile_stored(2, other, 128); _tile_stored(3, &other[0][1], 128);                                               \
     }                                                                                                                  \
     static void NAME##_chunks(const int32_t *upper, int64_t above, const int32_t *lower, int64_t below,                \
-                              const char *weights, const char *next, int64_t steps, Sum (*sums)[2]) {                  \
-        _tile_loadd(0, sums, 128); _tile_loadd(1, &sums[0][1], 128);                                                   \
-        _tile_loadd(2, sums + above, 128); _tile_loadd(3, &sums[above][1], 128);                                       \
+                              const char *weights, const char *next, int64_t steps, int fresh, Sum (*sums)[2]) {       \
+        BEGIN(sums, sums + above)                                                                                      \
         for (int64_t i = 0; i < steps; i++, upper += above * BLOCK, lower += below * BLOCK, weights += STEP) {         \
             _tile_loadd(6, weights, 128);                                                                              \
             _tile_loadd(4, upper, 64);                                                                                 \
@@ -301,7 +308,6 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
     int64_t row = begin(of, top), end = begin(of, bottom), small = of->layer->scale != NULL, steps = of->count / BLOCK;
     Sum sums[STRIPS][CHUNKS * MOST][2];
     if (first == last) return;                                                              /* more threads than strips */
-    for (int64_t s = 0; s < STRIPS; s++) memset(sums[s], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t b = 0; b < steps; b += STEPS) {
         int64_t some = steps - b < STEPS ? steps - b : STEPS;
         for (int64_t c = top; c < bottom; c += 2) {
@@ -315,12 +321,12 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
             const char *next = weights(of, first, (b + some) * BLOCK), *after = weights(of, last - 1, (b + some) * BLOCK);
             if (b + some == steps) next = weights(of, last, 0), after = weights(of, last + 1, 0);
             if (below) {
-                (small ? fours_chunks : pairs_chunks)(words, above, lower, below, one, two, some, sums[0] + (from - row));
+                (small ? fours_chunks : pairs_chunks)(words, above, lower, below, one, two, some, !b, sums[0] + (from - row));
                 if (last > first + 1)
-                    (small ? fours_chunks : pairs_chunks)(words, above, lower, below, two, next, some, sums[1] + (from - row));
+                    (small ? fours_chunks : pairs_chunks)(words, above, lower, below, two, next, some, !b, sums[1] + (from - row));
             } else {
                 Sum (*held)[2] = sums[0] + (from - row), (*other)[2] = sums[1] + (from - row);
-                (small ? fours_strips : pairs_strips)(words, above, one, two, next, after, some, held, other);
+                (small ? fours_strips : pairs_strips)(words, above, one, two, next, after, some, !b, held, other);
             }
         }
     }
