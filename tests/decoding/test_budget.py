@@ -289,6 +289,21 @@ def test_a_look_that_took_long_is_not_repeated_soon() -> None:
         assert spent == pytest.approx(0.1 if took < 0.01 else 1 + 5, abs=0.2), "the third was no look"
 
 
+def test_where_looks_tell_a_budget_rests_longer() -> None:
+    """A text of 128 plain rounds is thought about 20 times, soon looked at, and again until its end."""
+    budget, thoughts, looks = known(0.2), list[int](), list[int]()
+    budget._choose = lambda: 0  # type: ignore[method-assign]
+    for number in range(128):
+        if told := not budget.resting:
+            budget.expect(Ahead(1, 100, 128 - number))
+            thoughts.append(number)
+            looks += [number] if budget.curiosity() else []
+        budget.nodes(RoundStats(), 1)
+        if told:
+            budget.learn(Round(1, [], [], chain=True, emitted=1, seconds=0.01))
+    assert len(thoughts) <= 22 and len(looks) >= 6 and looks[0] < 8 and looks[-1] > 96, (thoughts, looks)
+
+
 def test_a_budget_that_can_lose_nothing_more_looks_no_more() -> None:
     budget = known(0.2)
     world(0.0, 0.2).run(budget, 100)
