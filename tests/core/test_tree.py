@@ -60,7 +60,7 @@ def test_ancestors_depths_and_paths_follow_the_parents(shape: TreeShape) -> None
     static = TokenTree.shaped(tokens, shape)
     dynamic = TokenTree(tokens, static.parents.clone(), static.depth_limit)
     chains = [_ancestors(list(shape.parents), node) for node in range(len(shape))]
-    for tree in (static, dynamic):
+    for tree in (static, dynamic, *([TokenTree.chain(tokens)] if shape.is_chain else [])):
         for node, chain in enumerate(chains):
             assert tree.ancestors[1, node].nonzero()[:, 0].tolist() == chain
             assert int(tree.depths[2, node]) == len(chain) - 1
@@ -77,6 +77,15 @@ def test_depths_of_deep_chains() -> None:
     for length in range(1, 20):
         tree = TokenTree(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1, length - 1)
         assert tree.depths[0].tolist() == list(range(length))
+
+
+def test_a_chain_of_any_length_is_made_at_once() -> None:
+    """A prompt is read as one: what every pair of its tokens would have to say of each other waits until somebody asks."""
+    tokens = torch.arange(2 * 5000).view(2, 5000)
+    tree = TokenTree.chain(tokens)
+    assert tree.is_chain and tree.depth_limit == 4999 and "ancestors" not in vars(tree)
+    assert torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1)) and tree.parents.is_contiguous()
+    assert torch.equal(tree.depths, torch.arange(5000).repeat(2, 1))
 
 
 # Packing paths --------------------------------------------------------------------------------------------------------------

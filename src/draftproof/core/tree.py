@@ -165,8 +165,11 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Tensor, draft_probs: Tensor | None = None) -> TokenTree:
-        """A chain per row: `tokens` [B, N], the root first."""
-        return cls.shaped(tokens, TreeShape.chain(tokens.shape[1] - 1), draft_probs)
+        """A chain per row: `tokens` [B, N], the root first. Of any length: a prompt is read as one."""
+        parents, depths = _line(*tokens.shape, tokens.device)
+        tree = cls(tokens, parents, tokens.shape[1] - 1, draft_probs, is_chain=True)
+        tree.__dict__["depths"] = depths
+        return tree
 
     @classmethod
     def shaped(
@@ -321,7 +324,9 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: node i sees node j, that is j is i or one of its ancestors."""
-        nodes = self.tokens.shape[1]
+        rows, nodes = self.tokens.shape
+        if self.is_chain:
+            return _triangle(nodes, self.tokens.device).expand(rows, -1, -1)
         numbers = torch.arange(nodes, device=self.tokens.device)
         sees = (self.parents[:, :, None] == numbers) | torch.eye(nodes, dtype=torch.bool, device=numbers.device)
         reach, ways = 1, sees.float()
@@ -394,6 +399,19 @@ class _Static:
     parents: Tensor
     depths: Tensor
     ancestors: Tensor
+
+
+@lru_cache(maxsize=512)
+def _line(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[rows, nodes] parents and depths of chains."""
+    parents = torch.arange(-1, nodes - 1, device=device)
+    return parents.repeat(rows, 1), (parents + 1).expand(rows, -1)
+
+
+@lru_cache(maxsize=64)
+def _triangle(nodes: int, device: torch.device) -> Tensor:
+    """[nodes, nodes] whom each node of a chain sees."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
 
 
 @lru_cache(maxsize=512)
