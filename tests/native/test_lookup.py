@@ -220,6 +220,11 @@ def test_successors_are_kept_and_found_alike() -> None:
         asked_alike(drafters, frontier(texts, 1 + turn % 9, trees=turn != 3))
         commit = piece(range(3), [text[-1:] for text in texts])
         observed_alike(drafters, replace(commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)))
+    for drafter in drafters:
+        drafter.start(3, CAPACITY)
+    for row in range(3):                                            # prompts: known tokens, in known pairs and in new ones
+        text = written(dice, 30)
+        observed_alike(drafters, piece(range(row, row + 1), [[*text, *(one for token in text for one in (token, 50 + token))]]))
     ours, theirs = (drafter._table for drafter in drafters)
     assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 20
     assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(ours.tokens[:-1], theirs.tokens[:-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.core.sampling import Prefix, Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import kernels
 
 
 class Reading(NamedTuple):
@@ -97,9 +98,13 @@ class Successors(NamedTuple):
     logits: Tensor
 
     @classmethod
-    def of(cls, tree: TokenTree, logits: Tensor, top: int) -> Successors:
-        """The `top` tokens of the highest logits [b, N, V]."""
-        best = logits.topk(min(top, logits.shape[-1]), -1)
+    def of(cls, tree: TokenTree, logits: Sequence[Tensor], top: int, *, at_hand: bool = False) -> Successors:
+        """The `top` tokens of the highest logits, of which one or several [b, n, V] lie side by side; at_hand: on the host."""
+        count = min(top, logits[0].shape[-1])
+        found = kernels() if at_hand and logits[0].dtype == torch.bfloat16 else None
+        if found is not None:
+            return cls(tree, *found.top(logits, count))
+        best = torch.cat(list(logits), 1).topk(count, -1)
         return cls(tree, best.indices, best.values)
 
 
@@ -131,7 +136,7 @@ class Commit:
         if hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
-        successors = Successors.of(tree, reading.logits, top) if top else None
+        successors = Successors.of(tree, [reading.logits], top, at_hand=at_hand) if top else None
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors, at_hand)
 
     @classmethod
@@ -143,5 +148,6 @@ class Commit:
         tokens, count = torch.cat([one.tokens for one in commits], 1), torch.full_like(first.count, len(commits))
         hidden = [one.hidden for one in commits if one.hidden is not None]
         nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-        successors = Successors.of(TokenTree.chain(tokens), torch.cat(list(logits), 1), top) if top else None
+        chain = TokenTree.chain(tokens)
+        successors = Successors.of(chain, logits, top, at_hand=first.at_hand) if top else None
         return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors, first.at_hand)

@@ -62,7 +62,7 @@ class TokenRecycling(Drafter):
             self._recycle(table, self._tail[rows], commit.successors, at_hand=commit.at_hand)
         else:
             there = torch.arange(commit.tokens.shape[1], device=text.device) < commit.count[:, None]
-            table.told(text[:, :-2], torch.where(there, text[:, 1:-1], ABSENT), commit.tokens)
+            self._listen(table, text[:, :-2], torch.where(there, text[:, 1:-1], ABSENT), commit)
         last = commit.count[:, None] + torch.arange(2, device=text.device)
         self._tail = torch.cat([self._tail[: rows.start], text.gather(1, last), self._tail[rows.stop :]])
 
@@ -97,6 +97,14 @@ class TokenRecycling(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         if self._tail is not None:
             self._tail = self._tail[list(rows)]
+
+    def _listen(self, table: _Table, before: Tensor, token: Tensor, commit: Commit) -> None:
+        """Learn what was read of a prompt behind `token`, that behind `before`, both [b, D]."""
+        native = kernels() if commit.at_hand else None
+        if native is not None:
+            native.lookup.told(table.at_hand, before, token, commit.tokens, TOLD)
+        else:
+            table.told(before, token, commit.tokens)
 
     def _recycle(self, table: _Table, tail: Tensor, seen: Successors, *, at_hand: bool) -> None:
         """Learn what came out behind each node; `tail` [b, 2] are the tokens before the root."""

@@ -110,24 +110,64 @@ void draftproof_settle(const int64_t *tokens, const int64_t *parents, const int6
     }
 }
 
+/* A number that the `count` best scores are not below: the best of each lane are all different ones. */
+static inline float bar(lanes most, int64_t count) {
+    float sorted[LANES];
+    for (int l = 0; l < LANES; l++) {
+        int at = l;
+        for (; at > 0 && sorted[at - 1] < most[l]; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = most[l];
+    }
+    return count <= LANES ? sorted[count - 1] : -INFINITY;
+}
+
+/* Put those of the scores of tokens from i on that are not below the bar into the `count` best; of equals the earlier. */
+static inline void chosen(lanes score, float bar, int64_t i, Scored *best, int64_t count) {
+    if (!some_of(score >= bar)) return;
+    float each[LANES];
+    memcpy(each, &score, sizeof each);
+    for (int l = 0; l < LANES; l++)
+        if (each[l] >= bar && each[l] > best[count - 1].score) ranked(best, count, each[l], i + l);
+}
+
 /* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the earlier, and the logarithm of
  * the sum of all, each by trust times its score less the best. INFINITY where there is nothing to choose, or a logit is NaN. */
 static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab, float *scores, Scored *best,
                      int64_t count) {
     for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
     bits broken = {};
+    lanes most = (lanes){} - INFINITY, sum = {};
     for (int64_t i = 0; i < vocab; i += LANES) {
         lanes score = heated(logits, noise, heat, i, vocab);
         memcpy(scores + i, &score, sizeof score);
         broken |= score != score;
-        if (some_of(score > best[count - 1].score))
-            for (int l = 0; l < LANES; l++)
-                if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
+        most = larger(score, most);
     }
-    if (some_of(broken) || best->score == -INFINITY) return INFINITY;
-    lanes sum = {};
-    for (int64_t i = 0; i < vocab; i += LANES) sum += expo((loaded(scores + i) - best->score) * trust);
-    return logf(total(sum));
+    float least = bar(most, count), top = bar(most, 1);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        lanes score = loaded(scores + i);
+        chosen(score, least, i, best, count);
+        sum += expo((score - top) * trust);
+    }
+    return some_of(broken) || top == -INFINITY ? INFINITY : logf(total(sum));
+}
+
+/* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is none of them. The rows lie in `parts`
+ * matrices [rows, nodes, vocab]; tokens and best are [rows, parts * nodes, count]. */
+void draftproof_top(const bf16 *const *logits, int64_t parts, int64_t rows, int64_t nodes, int64_t vocab, int64_t count,
+                    int64_t *tokens, float *best, int64_t threads) {
+    int64_t each = parts * nodes;
+#pragma omp parallel for num_threads(threads) if (rows * each > 1 && rows * each * vocab > SMALL)
+    for (int64_t i = 0; i < rows * each; i++) {
+        const bf16 *own = logits[i % each / nodes] + (i / each * nodes + i % nodes) * vocab;
+        Scored found[count];
+        for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
+        lanes most = (lanes){} - INFINITY;
+        for (int64_t t = 0; t < vocab; t += LANES) most = larger(heated(own, NULL, 1, t, vocab), most);
+        float least = bar(most, count);
+        for (int64_t t = 0; t < vocab; t += LANES) chosen(heated(own, NULL, 1, t, vocab), least, t, found, count);
+        for (int64_t k = 0; k < count; k++) tokens[i * count + k] = found[k].token, best[i * count + k] = found[k].score;
+    }
 }
 
 /* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of each: chances are the softmax of

@@ -117,6 +117,8 @@ class Kernels:
         self.forward.argtypes = (pointer, pointer, number, *(pointer,) * 6)
         self._best = library.draftproof_best
         self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
+        self._top = library.draftproof_top
+        self._top.argtypes = (pointer, *(number,) * 5, *(pointer,) * 2, number)
         self._pick = library.draftproof_pick
         self._pick.argtypes = (*(pointer,) * 4, *(number,) * 4, pointer, number)
         self._settle = library.draftproof_settle
@@ -213,6 +215,19 @@ class Kernels:
             tokens.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return odds, tokens
+
+    def top(self, logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+        """The `count` best tokens, and their logits, [B, P * N, count] both, of P logits [B, N, V] in bfloat16, side by side.
+
+        Of equals the earlier; NaN is never among them. Where less than `count` are, token 0 at -inf stands for them.
+        """
+        lying = [part.contiguous() for part in logits]
+        (rows, nodes, vocab), parts = lying[0].shape, len(lying)
+        tokens = torch.empty(rows, parts * nodes, count, dtype=torch.int64)
+        best = torch.empty(tokens.shape)
+        places = (ctypes.c_void_p * parts)(*(part.data_ptr() for part in lying))
+        self._top(places, parts, rows, nodes, vocab, count, tokens.data_ptr(), best.data_ptr(), torch.get_num_threads())
+        return tokens, best
 
     def streams(self, keys: Tensor, role: int, position: Tensor, origin: Tensor | None) -> Tensor:
         """[B, N, 2] int32, the very bits of `noise.stream`."""

@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(64)));
@@ -101,9 +104,13 @@ static inline lanes partly(const bf16 *from, int64_t some) {
 }
 
 static inline int some_of(bits x) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
     int any = 0;
     for (int l = 0; l < LANES; l++) any |= x[l];
     return any;
+#endif
 }
 
 #ifdef __clang__

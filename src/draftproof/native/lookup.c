@@ -250,6 +250,41 @@ void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t
     }
 }
 
+/* Learn that successors [count] were read behind tokens, and these behind others, absent ones nowhere: a successor goes to the front
+ * with odds `told`, what was known of the pair, or else of the token alone, moves back. All is looked up before any is written. */
+void draftproof_told(const Table *table, const int64_t *before, const int64_t *tokens, const int64_t *successors, int64_t count,
+                     float told) {
+    int64_t best = table->best, places[count][2];
+    int32_t tags[count][2];
+    Scored *known = (Scored *)scratch(count * 2 * best * (int64_t)(sizeof(Scored) / sizeof(float)));
+    for (int64_t i = 0; i < count; i++) {
+        for (int alone = 0; alone < 2; alone++) places[i][alone] = placed(table, before[i], tokens[i], alone, &tags[i][alone]);
+        for (int alone = 0; alone < 2; alone++) {
+            Scored *found = known + (2 * i + alone) * best, was[best];
+            int64_t place = table->tags[places[i][alone]] == tags[i][alone] ? places[i][alone]
+                          : table->tags[places[i][1]] == tags[i][1] ? places[i][1] : -1;
+            for (int64_t k = 0; k < best; k++) {
+                int64_t token = place < 0 ? table->absent : table->tokens[place * best + k];
+                float odds = place < 0 || token == successors[i] ? 0 : (1 - told) * table->odds[place * best + k];
+                int64_t at = k;
+                for (; at > 0 && was[at - 1].score < odds; at--) was[at] = was[at - 1];
+                was[at] = (Scored){odds, token};
+            }
+            found[0] = (Scored){told, successors[i]};
+            for (int64_t k = 1; k < best; k++) found[k] = was[k - 1];
+        }
+    }
+    for (int64_t i = 0; i < count; i++)
+        for (int alone = before[i] == table->absent; alone < 2 && tokens[i] != table->absent; alone++) {
+            int64_t place = places[i][alone];
+            table->tags[place] = tags[i][alone];
+            for (int64_t k = 0; k < best; k++) {
+                const Scored *one = known + (2 * i + alone) * best + k;
+                table->tokens[place * best + k] = (int32_t)one->token, table->odds[place * best + k] = one->score;
+            }
+        }
+}
+
 /* Trees of what is known to follow each root: of each level the `width` likeliest nodes are followed, the root by all that is known,
  * others by `fan` tokens, down to `depth`. */
 void draftproof_remember(const Table *table, const Texts *texts, const int64_t *tails, int64_t width, int64_t fan, int64_t depth,

@@ -93,6 +93,7 @@ class Lookup:
             "index": (*(_POINTER,) * 5, *(_NUMBER,) * 2),
             "continue": (*(_POINTER,) * 5, ctypes.c_float, *(_NUMBER,) * 2, _POINTER),
             "recycle": (*(_POINTER,) * 6, *(_NUMBER,) * 3),
+            "told": (*(_POINTER,) * 4, _NUMBER, ctypes.c_float),
             "remember": (*(_POINTER,) * 3, *(_NUMBER,) * 3, _POINTER),
             "judge": (*(_POINTER,) * 5, _NUMBER, _POINTER, _NUMBER),
             "merge": (*(_POINTER,) * 3, *(_NUMBER,) * 2, *(_POINTER,) * 4),
@@ -140,6 +141,11 @@ class Lookup:
         """Learn what came out behind the nodes of trees [b, N]: best [b, N, k] and their logits; tails [b, 2] before them."""
         parts = [part.contiguous() for part in (tokens, parents, tails, best, logits.float())]
         self._call["recycle"](ctypes.addressof(table), *(part.data_ptr() for part in parts), *best.shape)
+
+    def told(self, table: Table, before: Tensor, tokens: Tensor, successors: Tensor, odds: float) -> None:
+        """Learn that successors were read behind tokens, and these behind others, all [b, N]; they get these odds."""
+        parts = [part.contiguous() for part in (before, tokens, successors)]
+        self._call["told"](ctypes.addressof(table), *(part.data_ptr() for part in parts), tokens.numel(), odds)
 
     def remember(
         self, table: Table, text: Tensor, position: Tensor, tails: Tensor, width: int, fan: int, depth: int, nodes: int
