@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from drafting import DRAFTERS, LEARNERS, Fading
@@ -283,6 +285,25 @@ def test_no_more_logits_wait_than_there_is_room_for(drafter: str, monkeypatch: p
     longest = waits(1 << 24)
     assert longest > 10
     assert [waits(0), waits(3 * each)] == ([1, 4] if drafter == "recycling" else [longest, longest])
+
+
+@pytest.mark.parametrize(
+    ("text", "repeats"),
+    [
+        ([7, 1, 2, 3, 4, 9, 1, 2, 3, 4], True),
+        ([1, 2, 3, 4, 1, 2, 3, 4], True),
+        ([5, 5, 5, 5, 5], True),
+        ([5, 5, 5, 5], False),
+        ([1, 2, 3, 9, 1, 2, 3, 4], False),
+        ([256, 0, 0, 0, 0, 6, 1, 0, 0, 0], False),
+        ([256, 0, 0, 0, 0, 1, 0, 0, 0, 6, 1, 0, 0, 0], True),
+    ],
+)
+def test_what_a_row_ends_with_is_found_before(text: list[int], repeats: bool) -> None:
+    """Token by token, and never in the room behind it, where older rows may have left theirs."""
+    page = numpy.array([(5 * text)[:20], 5 * [1, 2, 3, 4]])
+    rows = [SimpleNamespace(prompt=text[:3], tokens=text[3:]), SimpleNamespace(prompt=[1, 2], tokens=[3, 4])]
+    assert Decoder.repeating(cast(Decoder, SimpleNamespace(_page=page, running=rows)), 4) == repeats
 
 
 def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:

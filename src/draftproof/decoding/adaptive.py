@@ -16,7 +16,7 @@ from draftproof.decoding.pace import TOO_LONG, CostTable, Doubt
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
-STAKE, RATE = 8.0, 0.01
+STAKE, RATE = 8.0, 0.005
 """Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
 SAVINGS = 256.0
 """Plain steps of earlier gains that may be kept for the drafter's set-ups and for other texts."""
@@ -40,13 +40,19 @@ TIRED, GUIDED = 8, 4
 """What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
 HELD = 3
 """Rounds that a choice is kept for where drafting was chosen `SETTLED` times in a row, as long as the bank affords them."""
-CURIOUS, SELDOM = 4, 2
-"""Plain rounds between proposals that are only compared: at first, and then, resting ones not counted. None is made when the
-bank has no more than a draft could lose."""
-KEPT, AWAKE = 0.25, 2
+CURIOUS = 4
+"""Plain rounds between proposals that are only compared, at first; then every round that is thought about makes one. None is
+made when the bank has no more than a draft could lose."""
+THOUGHT, LONGEST, SOON = 0.0025, 256, 16
+"""Share of plain decoding's time that thinking may take, looks included, once `SETTLED`; the longest rest that is to pay for
+one thought; and the longest where a text begins."""
+NOTABLE, HEEDED = 2, 3
+"""So many tokens in a row that a proposal foretold end a rest, for one may be luck; and so many rests end like this before a
+draft is made or a text begins."""
+KEPT, AWAKE = 0.25, 1
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
-VAIN, APART, SPARSE, DEAR = 16.0, 2.0, 128.0, 2.0
+VAIN, APART, SPARSE, DEAR = 16.0, 4.0, 128.0, 2.0
 """Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`.
 One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their square."""
 
@@ -186,6 +192,7 @@ class Adaptive:
         self._pace = self.costs.pace(1, 1)
         self._nodes = self._plain_rounds = self._asked = 0
         self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
+        self._owed = self._stirred = 0                  # rounds still to pay for the last thought; rests that ended early
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
         self._turned = self._looked = self._held = False
         self._free = False                              # whether somebody asks for looks
@@ -199,20 +206,25 @@ class Adaptive:
         return self._pace.plain_step
 
     @property
-    def resting(self) -> bool:
-        return self._rest > 0
+    def resting(self) -> int:
+        return self._rest
+
+    def rested(self, rounds: int) -> None:
+        self._rest, self._owed = max(0, self._rest - rounds), max(0, self._owed - rounds)
+        self._rested += rounds
 
     def begin(self) -> None:
         self._wake()
         self.bank.renew()
         self.pauses.begin(anew=self.bank.gained > self.bank.stake)
-        self._hold = 0
+        self._hold = self._stirred = 0
         if self._plain_rounds >= 3 * SETTLED:
             self.acceptance.fade(KEPT)
+            owed = min(self._owed, SOON)
             if self._free or not self.pauses.needed:
-                self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, 0
+                self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, owed
             else:
-                self._rest = min(self._rest, self.pauses.left)
+                self._rest = max(owed, min(self._rest, self.pauses.left))
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
@@ -222,8 +234,7 @@ class Adaptive:
     def nodes(self, stats: RoundStats, rows: int) -> int:
         self._turned, self._nodes = self._nodes > 0, 0
         if self._rest:
-            self._rest -= 1
-            self._rested += 1
+            self.rested(1)
             return 0
         self._wake()
         self._held = self._hold > 0 and self._may_hold()
@@ -283,10 +294,12 @@ class Adaptive:
             took = self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)
             beside = took if looked else min(took, self.bank.rate)              # what is spent in any case no draft has to pay
             self.bank.settle(cost + beside, tokens)
-            self._rest = self._pause() if self._plain_rounds >= SETTLED else 0
+            self._owed = int(min(took / THOUGHT, LONGEST))
+            self._rest = max(self._pause(), self._owed) if self._plain_rounds >= SETTLED else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self.acceptance.learn(self._nodes, done)
+        self._stirred = 0
         if self._held:
             self._pace.skip()
             cost = self._pace.cost[self.sizes.index(self._nodes)]
@@ -309,18 +322,19 @@ class Adaptive:
             return min(REST, self._plain_rounds // GUIDED)
         short = min(REST, self._plain_rounds // TIRED)
         left = max(self.pauses.left, min(self.bank.far(min(self._pace.high[1:], default=1.0) - 1), SPARSE))
-        return max(short, int(left) - REST)
+        return max(short, int(left))
 
     def curiosity(self) -> int:
         self._free = True
-        every = CURIOUS if self._asked < SETTLED else SELDOM
-        due = self._asked % every == every // 2
+        due = self._plain_rounds >= SETTLED - 1 or self._asked % CURIOUS == CURIOUS // 2
         self._looked = due and self.bank.affords(self._took[True] + self._pace.high[-1] - 1, 0.0)
         return self.most if self._looked else 0
 
     def glimpse(self, nodes: int, seen: Round) -> None:
         if seen.rows:
             self.acceptance.learn(nodes, seen)
+        if self._rest and self._stirred < HEEDED and sum(stood > 0 for stood in seen.stood) >= NOTABLE:
+            self._rest, self._stirred = 0, self._stirred + 1
 
     def _in_steps(self, seconds: float) -> float:
         return seconds / self._pace.plain_step if self._pace.plain_step else 0.0

@@ -74,8 +74,14 @@ class Learner(Protocol):
     """What a budget offers besides, if it wants to learn: called around every round, outside the algorithm."""
 
     @property
-    def resting(self) -> bool:
-        """The next round will be plain, and nobody needs to be told of it."""
+    def resting(self) -> int:
+        """So many of the next rounds will be plain, and nobody needs to be told of them.
+
+        `nodes` need not be asked either, but before the last of them; `rested` tells how many were made like this."""
+        ...
+
+    def rested(self, rounds: int) -> None:
+        """So many plain rounds were made that `nodes` was not asked for."""
         ...
 
     def begin(self) -> None:

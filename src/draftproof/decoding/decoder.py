@@ -24,6 +24,8 @@ from draftproof.target.target import Target
 
 PATIENCE = 128
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
+REMEMBERED = 1 << 14
+"""Tokens of a row among which is looked for what repeats itself."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
 
@@ -72,11 +74,11 @@ class Decoder:
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One round for every running row: draft, verify, commit."""
+    def step(self, plain: bool = False) -> None:
+        """One round for every running row: draft, verify, commit. plain: nothing is drafted, whatever the budget would say."""
         if self.shapes.closed and self.twins is None:
             self._fill()
-        frontier = self._frontier(self.budget.nodes(self.stats, len(self.running)))
+        frontier = self._frontier(0 if plain else self.budget.nodes(self.stats, len(self.running)))
         tree = self.ranks.tree(self._draft(frontier))
         reading = self.target.read(tree, self._view, taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
@@ -148,6 +150,21 @@ class Decoder:
         tree, rows = self.drafter.propose(self._frontier(nodes)), len(self.running)
         tokens, parents = tree.tokens[:rows], tree.parents[:rows]
         return TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain, ranked=tree.ranked)
+
+    def repeating(self, length: int) -> int:
+        """How many rows end with `length` tokens that stood side by side in their text before, as far as that is at hand."""
+        if self._page is None:
+            return 0
+        found, wide = 0, self._page.itemsize
+        for place, row in enumerate(self.running):
+            end = len(row.prompt) + len(row.tokens)
+            text = self._page[place, max(0, end - REMEMBERED) : end].tobytes()
+            tail = text[-length * wide :]
+            at = text.find(tail)
+            while at % wide:                                # a number ends there, and another begins
+                at = text.find(tail, at + 1)
+            found += at < len(text) - len(tail)
+        return found
 
     def _frontier(self, budget: int) -> Frontier:
         deepest, looks = self.drafter.deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn

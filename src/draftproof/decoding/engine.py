@@ -216,6 +216,7 @@ class Engine:
                     begun = _clocked(begun, clock)
                 yield
         finally:
+            watch.wake()
             _clocked(begun, clock)                        # whoever stops listening is told as well
 
     def warm_up(self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None) -> None:

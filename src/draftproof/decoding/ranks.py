@@ -63,8 +63,13 @@ class Led:
         return self.group.number(self.budget.nodes(stats, rows) if self.group.leads else 0)
 
     @property
-    def resting(self) -> bool:
-        return self.learner is None or self.learner.resting
+    def resting(self) -> int:
+        """1 at most: all ranks are told before every round what is drafted."""
+        return 1 if self.learner is None else min(1, self.learner.resting)
+
+    def rested(self, rounds: int) -> None:
+        if self.learner:
+            self.learner.rested(rounds)
 
     @property
     def plain_step(self) -> float:

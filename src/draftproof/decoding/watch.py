@@ -12,6 +12,10 @@ from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import Clock, RoundStats
 
+CONTEXT, FORETOLD, EVERY = 3, 5, 4
+"""A row that ends as it went on before repeats itself: by so many tokens it could have been seen, so many more were the same.
+And after how many rounds of a rest it is looked at again."""
+
 
 class _Glimpse(NamedTuple):
     """A proposal that nobody reads: the tree, the budget it had, the rows, and how much each had written."""
@@ -51,26 +55,68 @@ class Watch:
 
     def __init__(self, decoder: Decoder, budget: Budget, clock: Clock) -> None:
         self.decoder, self.clock = decoder, clock
+        self._round = clock.timed(decoder.step, "decide")
         self.learner = budget if isinstance(budget, Learner) else None
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
+        self._learning = 0.0                                    # seconds that the last watched round was learned from
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
         self._rows, self._count, self._plain = list[Running](), 0, 0.0          # of the last round; its plain step
+        self._left = self._rested = 0                           # rounds of a rest that are not asked for: to come, and over
 
     def step(self) -> None:
         """One round."""
         learner = self.learner
         if learner is None:
             self._round()
-            return
-        rows = self.decoder.running
-        if rows is self._rows and len(rows) == self._count and learner.resting:         # nobody is new, and nobody learns
-            self._round()
+        elif self._left and self.decoder.running is self._rows and len(self._rows) == self._count:
+            self._rest()
+        else:
+            self.wake()
+            self._asked(learner)
+
+    def wake(self) -> None:
+        """Account for the rounds of a rest, which nobody asked for."""
+        if self._rested and self.learner is not None:
+            self.learner.rested(self._rested)
+            for row in self._rows:
+                row.stats.plain_seconds += self._plain * self._rested
             self._spent = None
-            for row in rows:
-                row.stats.plain_seconds += self._plain
-            return
-        self._rows, self._count = rows, len(rows)
+        self._left = self._rested = 0
+
+    def _rest(self) -> None:
+        """A plain round of the same rows as before: nothing is done but what plain decoding does."""
+        self._left -= 1
+        self._rested += 1
+        self._round(plain=True)
+        if self.decoder.running is not self._rows:
+            self.wake()
+        elif self._glimpse is not None and self._glimpse.ripe:
+            with self.clock.part("draft"):
+                self._stir(self._glimpse.nodes, self._glimpse.compared())
+                self._glimpse = None
+        elif self.decoder.drafter.free and self._rested % EVERY == 0:
+            with self.clock.part("draft"):
+                if (repeating := self.decoder.repeating(CONTEXT + FORETOLD)):
+                    self._stir(FORETOLD, self._hindsight(repeating))
+
+    def _stir(self, nodes: int, seen: Round) -> None:
+        """What was seen during a rest may end it."""
+        self.wake()
+        assert self.learner is not None, "nobody else rests"
+        self.learner.glimpse(nodes, seen)
+        self._left = max(0, self.learner.resting - 1)
+
+    def _hindsight(self, repeating: int) -> Round:
+        """What would have stood if the rows that repeat themselves, so many of all, had been drafted for."""
+        rows, right = len(self._rows), [*range(1, 1 + FORETOLD)] * repeating
+        tried = [rows, *[repeating] * (FORETOLD - 1)]
+        return Round(rows, tried, [repeating] * FORETOLD, chain=True, emitted=0, seconds=0.0, nodes=right)
+
+    def _asked(self, learner: Learner) -> None:
+        """A round that the budget decides."""
+        rows = self._rows = self.decoder.running
+        self._count = len(rows)
         written = [(row, row.stats.emitted) for row in rows]
         if any(row.stats.rounds == 0 for row, _ in written):
             learner.begin()
@@ -79,12 +125,12 @@ class Watch:
             self._spent = None
         else:
             self._watched(learner, [row for row, _ in written])
-        self._plain = learner.plain_step
+        self._plain, self._left = learner.plain_step, max(0, learner.resting - 1)
         for row, count in written:
             row.stats.plain_seconds += self._plain * (row.stats.emitted - count)
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
-        stats, before = self.decoder.stats, self._spent or self._spend()
+        stats, before = self.decoder.stats, self._spent or self._spend(less=self._learning)
         emitted, drafted, reached = stats.emitted, stats.drafted, stats.reached
         with self.clock.part("draft"):
             learner.expect(self._ahead(rows))
@@ -98,14 +144,11 @@ class Watch:
             chain = stats.drafted - drafted == stats.reached - reached and not self.decoder.shared
             given = stats.emitted - emitted
             learner.learn(Round(len(rows), tried, stood, chain, given, seconds, drafting, self.decoder.stood))
+        self._learning = self.clock.seconds["draft"] - self._spent[1]
 
-    def _round(self) -> None:
-        with self.clock.part("decide"):
-            self.decoder.step()
-
-    def _spend(self) -> tuple[float, float]:
-        """Seconds so far: of all but prefill, and of drafting."""
-        return self.clock.total - self.clock.seconds["prefill"], self.clock.seconds["draft"]
+    def _spend(self, less: float = 0.0) -> tuple[float, float]:
+        """Seconds so far: of all but prefill, and of drafting; `less` of both."""
+        return self.clock.total - self.clock.seconds["prefill"] - less, self.clock.seconds["draft"] - less
 
     def _ahead(self, rows: list[Running]) -> Ahead:
         remaining = sum(row.limit - len(row.tokens) for row in rows) / len(rows)
@@ -114,13 +157,13 @@ class Watch:
 
     def _look(self, learner: Learner, rows: list[Running]) -> None:
         """Let a free drafter propose for comparison, if the budget is curious; compare it when the text is there."""
+        if self._glimpse is not None and self._glimpse.ripe:
+            learner.glimpse(self._glimpse.nodes, self._glimpse.compared())
+            self._glimpse = None
         if self._glimpse is None:
             nodes = learner.curiosity()
             if nodes:
                 self._glimpse = _Glimpse(self.decoder.preview(nodes), nodes, rows, [len(row.tokens) for row in rows])
-        elif self._glimpse.ripe:
-            learner.glimpse(self._glimpse.nodes, self._glimpse.compared())
-            self._glimpse = None
 
     def _added(self, stats: RoundStats) -> tuple[list[int], list[int]]:
         """What was tried and stood since the last round that drafted, by depth."""
