@@ -436,9 +436,9 @@ def test_pauses_end_with_the_first_draft_that_pays() -> None:
     assert pauses.left == 0 and not pauses.needed
     for _ in range(3):
         pauses.drafted(-0.1)
-    assert pauses.left == 12 and pauses.needed
-    pauses.wait(8)
-    assert pauses.left == 4
+    assert pauses.left == 6 and pauses.needed
+    pauses.wait(4)
+    assert pauses.left == 2
     pauses.begin(anew=False)
     assert pauses.left == 0 and pauses.needed, "half of it is enough where a text began"
     for _ in range(5000):
@@ -449,6 +449,8 @@ def test_pauses_end_with_the_first_draft_that_pays() -> None:
     for _ in range(5000):
         pauses.drafted(-0.1)
     pauses.drafted(0.5)
+    assert 0 < pauses.left <= 8
+    pauses.drafted(0.5)
     assert pauses.left == 0
 
 
@@ -457,7 +459,7 @@ def test_a_draft_that_loses_much_counts_for_several() -> None:
     for _ in range(20):
         cheap.drafted(-0.1)
         dear.drafted(-2.0)
-    assert (cheap.left, dear.left) == (16, 256)
+    assert (cheap.left, dear.left) == (8, 128)
     for _ in range(5000):
         dear.drafted(-2.0)
     assert dear.left == 16 * SPARSE

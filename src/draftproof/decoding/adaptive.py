@@ -16,7 +16,7 @@ from draftproof.decoding.pace import TOO_LONG, CostTable, Doubt
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
-STAKE, RATE = 8.0, 0.005
+STAKE, RATE = 8.0, 0.01
 """Plain steps that may be lost, and the share of plain decoding's time that may be lost besides."""
 SAVINGS = 256.0
 """Plain steps of earlier gains that may be kept for the drafter's set-ups and for other texts."""
@@ -52,7 +52,7 @@ draft is made or a text begins."""
 KEPT, AWAKE = 0.25, 1
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
-VAIN, APART, SPARSE, DEAR = 16.0, 4.0, 128.0, 2.0
+VAIN, APART, SPARSE, DEAR = 16.0, 2.0, 128.0, 2.0
 """Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`.
 One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their square."""
 
