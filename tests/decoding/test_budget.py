@@ -986,14 +986,16 @@ def test_rounds_that_nobody_watches_are_reckoned_as_well(together: int) -> None:
 class Sleepy(Wild):
     """Never drafts, and rests for five rounds behind each that it was told of."""
 
+    asked = slept = 0
+
     def nodes(self, stats: RoundStats, rows: int) -> int:
-        self.asked = getattr(self, "asked", 0) + 1
+        self.asked += 1
         self.resting = max(0, self.resting - 1)
         return 0
 
     def rested(self, rounds: int) -> None:
         assert 0 < rounds < 5
-        self.slept = getattr(self, "slept", 0) + rounds
+        self.slept += rounds
         self.resting -= rounds
 
     def learn(self, done: Round) -> None:
@@ -1016,10 +1018,8 @@ def test_most_rounds_of_a_rest_are_not_asked_for(together: int) -> None:
     budget.plain_step = 2.0
     engine, seen = Engine(target(), Silent(), budget=budget), list[Running]()
     asked = [Sampling(max_new_tokens=count) for count in counts]
-    rounds = 0
     for rows in engine.rounds(prompts(5, seed=2), sampling=asked, batch_size=together):
         seen = seen or rows
-        rounds += any(row.stats.rounds for row in seen)
     assert [len(row.tokens) for row in seen] == list(counts) and budget.begun > 0
     assert all(row.stats.plain_seconds == 2.0 * row.stats.emitted > 0 for row in seen)
     assert all(one.drafting >= 0.004 for one in budget.rounds[1:]), "what was learned from is told with the next round"
