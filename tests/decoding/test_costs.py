@@ -10,7 +10,7 @@ import pytest
 from tiny import target
 
 from draftproof.decoding.costs import CostCurve, measure_costs
-from draftproof.decoding.pace import GUESS, STALE, TOO_LONG, CostTable, Pace
+from draftproof.decoding.pace import ASKED, GUESS, STALE, TOO_LONG, TURNED, CostTable, Pace
 
 SIZES = (0, 1, 2, 4, 8)
 TRUE = {0: 1.0, 1: 1.2, 2: 1.3, 4: 1.5, 8: 2.1}
@@ -94,10 +94,42 @@ def test_a_plain_round_behind_a_draft_has_a_cost_of_its_own() -> None:
     pace = told(Pace(SIZES), [0, 0])
     for _ in range(30):
         told(pace, [4])
-        charged = pace.observe(0, 0.012, turned=True)
+        charged = pace.observe(TURNED, 0.012)
         told(pace, [0])
     assert charged == pytest.approx(1.2, rel=0.03)
     assert pace.plain_step == pytest.approx(0.01, rel=0.03) and pace.cost[3] == pytest.approx(1.5, rel=0.03)
+
+
+def test_the_plain_step_is_that_of_rests() -> None:
+    """A plain round that was thought about is slower, and so told alone it would make drafts seem cheaper than they are."""
+    pace = Pace(SIZES)
+    for _ in range(40):
+        for _ in range(3):
+            asked = pace.observe(ASKED, 0.011)
+        told(pace, [4])
+        pace.rest(16, 0.01)
+    assert asked == pytest.approx(1.1, rel=0.01)
+    assert pace.plain_step == pytest.approx(0.01, rel=0.01) and pace.cost[3] == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_rest_measures_the_plain_step() -> None:
+    """Also before any other round did, whatever it was before, and as soon as one round that was asked for does."""
+    pace = Pace(SIZES)
+    pace.rest(9, 0.02)
+    assert pace.plain_step == pytest.approx(0.02) and pace.plain_is_due
+    pace.rest(9, 0.02)
+    assert not pace.plain_is_due
+    told(pace, [2] * STALE, step=0.02)
+    assert pace.plain_is_due
+    pace.rest(30, 0.05)
+    assert not pace.plain_is_due and pace.plain_step == pytest.approx(0.05, rel=0.05) and pace.since_plain == 0
+    told(pace, [2] * STALE, step=0.05)
+    assert pace.plain_is_due
+    pace.observe(ASKED, 0.05)
+    assert not pace.plain_is_due and pace.since_plain == 0
+    frozen = CostTable.of({0: 1.0, 2: 1.5}).pace(1, 1)
+    frozen.rest(9, 0.5)
+    assert frozen.plain_step == 1.0
 
 
 def test_a_draft_costs_no_less_than_none() -> None:

@@ -12,7 +12,7 @@ from random import Random
 
 from draftproof.decoding.budget import Ahead, Round
 from draftproof.decoding.estimate import FORGET_PLAIN, Acceptance
-from draftproof.decoding.pace import TOO_LONG, CostTable, Doubt
+from draftproof.decoding.pace import ASKED, TOO_LONG, TURNED, CostTable, Doubt
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
 
@@ -33,16 +33,13 @@ SMALL = 8
 MOVED, PATIENCE = 0.2, 8
 """The plain step seems to have grown by this, in logarithms, in at least so many rounds: it is measured again."""
 UNLIMITED = 1e9
-SETTLED, REST = 8, 15
-"""After so many plain rounds in a row, decide and measure only now and then, at least once in 1 + `REST` rounds: thinking
-takes time as well."""
+SETTLED, GLANCED, REST = 8, 2, 15
+"""After so many plain rounds in a row (`GLANCED` where looks tell), decide and measure only now and then, at least once in
+1 + `REST` rounds: thinking takes time as well."""
 TIRED, GUIDED = 8, 4
 """What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
 HELD = 3
 """Rounds that a choice is kept for where drafting was chosen `SETTLED` times in a row, as long as the bank affords them."""
-CURIOUS = 4
-"""Plain rounds between proposals that are only compared, at first; then every round that is thought about makes one. None is
-made when the bank has no more than a draft could lose."""
 THOUGHT, LONGEST, SOON = 0.0025, 256, 16
 """Share of plain decoding's time that thinking may take, looks included, once `SETTLED`; the longest rest that is to pay for
 one thought; and the longest where a text begins."""
@@ -190,7 +187,7 @@ class Adaptive:
         self.pauses = Pauses()
         self._ahead = Ahead(1, 0, UNLIMITED)
         self._pace = self.costs.pace(1, 1)
-        self._nodes = self._plain_rounds = self._asked = 0
+        self._nodes = self._plain_rounds = 0
         self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
         self._owed = self._stirred = 0                  # rounds still to pay for the last thought; rests that ended early
         self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
@@ -209,7 +206,11 @@ class Adaptive:
     def resting(self) -> int:
         return self._rest
 
-    def rested(self, rounds: int) -> None:
+    def rested(self, rounds: int, seconds: float) -> None:
+        self._pace.rest(rounds, seconds)
+        self._count_rest(rounds)
+
+    def _count_rest(self, rounds: int) -> None:
         self._rest, self._owed = max(0, self._rest - rounds), max(0, self._owed - rounds)
         self._rested += rounds
 
@@ -222,7 +223,7 @@ class Adaptive:
             self.acceptance.fade(KEPT)
             owed = min(self._owed, SOON)
             if self._free or not self.pauses.needed:
-                self._plain_rounds, self._asked, self._rest = SETTLED - AWAKE, 0, owed
+                self._plain_rounds, self._rest = self._enough - AWAKE, owed
             else:
                 self._rest = max(owed, min(self._rest, self.pauses.left))
 
@@ -234,7 +235,7 @@ class Adaptive:
     def nodes(self, stats: RoundStats, rows: int) -> int:
         self._turned, self._nodes = self._nodes > 0, 0
         if self._rest:
-            self.rested(1)
+            self._count_rest(1)
             return 0
         self._wake()
         self._held = self._hold > 0 and self._may_hold()
@@ -246,6 +247,11 @@ class Adaptive:
             self._streak = self._streak + 1 if self._nodes else 0
             self._hold = HELD if self._streak > SETTLED else 0
         return self._nodes
+
+    @property
+    def _enough(self) -> int:
+        """Plain rounds in a row that are thought about. Where looks tell as much as drafts, resting too soon costs little."""
+        return GLANCED if self._free else SETTLED
 
     def _wake(self) -> None:
         """Count the plain rounds that were not thought about."""
@@ -287,15 +293,14 @@ class Adaptive:
         looked, self._looked = self._looked, False
         if self._nodes == 0:
             self._plain_rounds += 1
-            self._asked += 1
             self.pauses.wait(1)
-            cost = self._pace.observe(0, done.seconds - done.drafting, self._turned)
+            cost = self._pace.observe(TURNED if self._turned else ASKED, done.seconds - done.drafting)
             doubt, most = self._doubts[looked], 1 + TOO_LONG * self._took[looked]
             took = self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)
             beside = took if looked else min(took, self.bank.rate)              # what is spent in any case no draft has to pay
             self.bank.settle(cost + beside, tokens)
             self._owed = int(min(took / THOUGHT, LONGEST))
-            self._rest = max(self._pause(), self._owed) if self._plain_rounds >= SETTLED else 0
+            self._rest = max(self._pause(), self._owed) if self._plain_rounds >= self._enough else 0
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self.acceptance.learn(self._nodes, done)
@@ -305,7 +310,7 @@ class Adaptive:
             cost = self._pace.cost[self.sizes.index(self._nodes)]
             self.bank.settle(cost, tokens)
             self.pauses.drafted(tokens - cost)
-            self._plain_rounds = self._asked = 0
+            self._plain_rounds = 0
             return
         on_the_house = not self.costs.knows_setups
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
@@ -313,8 +318,8 @@ class Adaptive:
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
             self.acceptance.fade(KEPT)
         self.pauses.drafted(tokens - cost)
-        settled = self._plain_rounds > SETTLED and tokens <= cost               # one vain draft is no reason to think more
-        self._plain_rounds, self._asked = min(self._plain_rounds, 2 * REST) if settled else 0, 0
+        settled = self._plain_rounds > self._enough and tokens <= cost         # one vain draft is no reason to think more
+        self._plain_rounds = min(self._plain_rounds, 2 * REST) if settled else 0
 
     def _pause(self) -> int:
         """Plain rounds that need no thought: where there is nothing to look at, nearly all before another draft may be made."""
@@ -326,7 +331,7 @@ class Adaptive:
 
     def curiosity(self) -> int:
         self._free = True
-        due = self._plain_rounds >= SETTLED - 1 or self._asked % CURIOUS == CURIOUS // 2
+        due = self._plain_rounds >= GLANCED - 1
         self._looked = due and self.bank.affords(self._took[True] + self._pace.high[-1] - 1, 0.0)
         return self.most if self._looked else 0
 

@@ -80,8 +80,8 @@ class Learner(Protocol):
         `nodes` need not be asked either, but before the last of them; `rested` tells how many were made like this."""
         ...
 
-    def rested(self, rounds: int) -> None:
-        """So many plain rounds were made that `nodes` was not asked for."""
+    def rested(self, rounds: int, seconds: float) -> None:
+        """So many plain rounds were made that `nodes` was not asked for. seconds: the median of them."""
         ...
 
     def begin(self) -> None:

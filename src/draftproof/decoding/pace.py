@@ -15,8 +15,9 @@ SUPPOSED, VAGUE, BORROWED = 0.3, 1.0, 0.3
 """How far a cost may be off that lies on the line, that is a mere guess, that comes from another shape of batch."""
 SURE = 1.65
 """Standard deviations above the estimate that a round rarely exceeds: its 95th percentile."""
-TURN = 0.03
-"""Logarithm of a plain round behind one that drafted, and how far that may be off."""
+TURNED, ASKED, BESIDE = -2, -1, 0.03
+"""Plain rounds that are no plain step: behind one that drafted, and any that was thought about, for what the processor kept at
+hand has to be fetched again. By how much, in logarithms, they are supposed to be slower, and how far that may be off."""
 GUESS = 0.15
 """Plain steps per drafted token before anything was measured."""
 OUTLIER = 3.0
@@ -49,20 +50,20 @@ class Pace:
 
     A Kalman filter on logarithms: seconds = plain step x relative cost x noise. The machine's speed wanders and relative
     costs hardly do, so a round that drafts also tells of the plain step, and a plain round settles how much of a change
-    was the machine's. Costs that were never measured lie on the line through those that were. A plain round behind one
-    that drafted is a little slower than behind a plain one, so it has a cost of its own, the last. (Covariances between the
-    costs of different sizes are left out; plain Python, because a round has no time for more.)
+    was the machine's. Costs that were never measured lie on the line through those that were. A plain round that was thought
+    about is a little slower than one of a rest, and so is one behind a round that drafted: each has a cost of its own, the last
+    two. (Covariances between the costs of different sizes are left out; plain Python, because a round has no time for more.)
     """
 
     def __init__(self, sizes: Sequence[int], like: Pace | None = None) -> None:
         self.sizes = tuple(sizes)                               # sizes[0] is 0
         count = len(self.sizes)
         self.speed, self.speed_var = 0.0, FIRST**2              # of the plain step, logarithm of seconds
-        self.logs = [0.0] * count + [TURN]                      # of relative costs
-        self.vars = [0.0] * count + [TURN**2]
-        self.shared = [0.0] * (count + 1)                       # covariances of relative costs with the plain step
-        self.seen = [False] * count + [True]
-        self.last = [0] * (count + 1)                           # the round in which each was measured last
+        self.logs = [0.0] * count + [BESIDE] * 2                # of relative costs
+        self.vars = [0.0] * count + [BESIDE**2] * 2
+        self.shared = [0.0] * (count + 2)                       # covariances of relative costs with the plain step
+        self.seen = [False] * count + [True] * 2
+        self.last = [0] * (count + 2)                           # the round in which each was measured last
         self.noise = ABOUT**2
         self.rounds, self.plains = 0, 0                         # so far, and plain steps among them that were measured
         self.speed_then = 0.0                                   # when that was done last
@@ -75,7 +76,7 @@ class Pace:
             self._wanted = 1
             self.seen = [False, *like.seen[1:]]
             self.logs = list(like.logs)
-            self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:-1]), like.vars[-1]]
+            self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:TURNED]), *like.vars[TURNED:]]
 
     @property
     def plain_step(self) -> float:
@@ -85,7 +86,7 @@ class Pace:
     @property
     def started(self) -> bool:
         """Whether any round that drafts was measured, here or where this began."""
-        return True in self.seen[1:-1]
+        return True in self.seen[1:TURNED]
 
     @property
     def since_plain(self) -> int:
@@ -120,16 +121,15 @@ class Pace:
         off = dice.gauss(0.0, 1 / SURE)
         return [max(1.0, cost + (high - cost) * off) for cost, high in zip(self.cost, self.high, strict=True)]
 
-    def observe(self, index: int, seconds: float, turned: bool = False) -> float:
-        """A round of `sizes[index]` took so long; returns its cost in plain steps: as measured the first time, later as
-        estimated, for what one round takes longer than another of its kind is the machine's doing.
-
-        turned: it was plain, and the round before was not.
+    def observe(self, index: int, seconds: float) -> float:
+        """A round of `sizes[index]`, or one that was `TURNED` or `ASKED`, took so long; returns its cost in plain steps: as
+        measured the first time, later as estimated, for what one round takes longer than another of its kind is the machine's
+        doing.
         """
-        index = len(self.sizes) if turned and self.seen[0] else index
         if self.frozen:
             return self._cost_of(index)
-        if self.seen[0] and 0 < index < len(self.sizes):
+        index = index if self.seen[0] else max(0, index)
+        if self.seen[0] and index > 0:
             seconds = self._doubt.believed(seconds, TOO_LONG * self.cost[index] * self.plain_step)
         said, first = math.log(max(seconds, 1e-9)), not self.seen[index]
         measured = math.exp(said - self.speed) if self.seen[0] else 1.0
@@ -142,22 +142,36 @@ class Pace:
             self.seen[0], self.speed, self.speed_var = True, said, FIRST**2
         else:
             self._weigh_plain(said)
-        if index == 0 and not turned:
-            self.speed_then, self.plains = self.speed, self.plains + 1
         self.last[index] = self.rounds
+        if index in (0, ASKED):
+            self._plain_was_measured()
         return max(1.0, measured) if first and index else self._cost_of(index)
 
+    def rest(self, rounds: int, seconds: float) -> None:
+        """So many plain rounds that nobody thought about took so long, the median of them."""
+        if self.frozen:
+            return
+        self.skip(rounds)
+        if not self.seen[0]:
+            self.seen[0], self.speed, self.speed_var = True, math.log(max(seconds, 1e-9)), FIRST**2
+        else:
+            self._weigh_plain(math.log(max(seconds, 1e-9)), rounds)
+        self._plain_was_measured()
+
+    def _plain_was_measured(self) -> None:
+        self.last[0], self.speed_then, self.plains = self.rounds, self.speed, self.plains + 1
+
     def _cost_of(self, index: int) -> float:
-        return self.cost[index] if index < len(self.sizes) else math.exp(self.logs[index])
+        return self.cost[index] if index >= 0 else math.exp(self.logs[index])
 
-    def skip(self) -> None:
-        """A round went by that says nothing of costs."""
-        self.rounds += 1
-        self.speed_var += WANDER**2
+    def skip(self, rounds: int = 1) -> None:
+        """Rounds went by that say nothing of costs."""
+        self.rounds += rounds
+        self.speed_var += rounds * WANDER**2
 
-    def _weigh_plain(self, said: float) -> None:
-        """A plain round: whatever else was measured by a wrong plain step is corrected along with it."""
-        total = self.speed_var + self.noise
+    def _weigh_plain(self, said: float, rounds: int = 1) -> None:
+        """A plain round, or the median of some: whatever else was measured by a wrong plain step is corrected along with it."""
+        total = self.speed_var + self.noise / rounds
         surprise = self._surprise(said - self.speed, total)
         gain = self.speed_var / total
         self.speed += gain * surprise
@@ -197,7 +211,7 @@ class Pace:
     def _at_least_plain(self, index: int) -> None:
         """A draft costs no less than none: if it seems to, the plain step was overrated."""
         excess, self.logs[index] = self.logs[index], 0.0
-        if index < len(self.sizes):
+        if index > 0:
             self.speed += excess
             for other in range(1, len(self.sizes)):
                 self.logs[other] -= excess if self.seen[other] and other != index else 0.0
@@ -320,8 +334,8 @@ def _bucket(count: int) -> int:
 def _frozen(sizes: Sequence[int], plain_step: float, costs: Sequence[float]) -> Pace:
     pace = Pace(sizes)
     pace.speed = math.log(plain_step or 1.0)
-    pace.logs = [0.0, *(math.log(cost) for cost in costs[1:]), 0.0]
-    pace.vars[-1] = 0.0
-    pace.seen = [True] * (len(sizes) + 1)
+    pace.logs = [0.0, *(math.log(cost) for cost in costs[1:]), 0.0, 0.0]
+    pace.vars[TURNED:] = [0.0, 0.0]
+    pace.seen = [True] * (len(sizes) + 2)
     pace.frozen = True
     return pace

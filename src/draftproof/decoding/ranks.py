@@ -67,9 +67,9 @@ class Led:
         """1 at most: all ranks are told before every round what is drafted."""
         return 1 if self.learner is None else min(1, self.learner.resting)
 
-    def rested(self, rounds: int) -> None:
+    def rested(self, rounds: int, seconds: float) -> None:
         if self.learner:
-            self.learner.rested(rounds)
+            self.learner.rested(rounds, seconds)
 
     @property
     def plain_step(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from statistics import median
 from typing import NamedTuple
 
 from draftproof.core.tree import TokenTree
@@ -62,7 +63,7 @@ class Watch:
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
         self._rows, self._count, self._plain = list[Running](), 0, 0.0          # of the last round; its plain step
-        self._left = self._rested = 0                           # rounds of a rest that are not asked for: to come, and over
+        self._left, self._rested = 0, list[float]()             # rounds of a rest: those to come, seconds of those over
 
     def step(self) -> None:
         """One round."""
@@ -78,24 +79,25 @@ class Watch:
     def wake(self) -> None:
         """Account for the rounds of a rest, which nobody asked for."""
         if self._rested and self.learner is not None:
-            self.learner.rested(self._rested)
+            self.learner.rested(len(self._rested), median(self._rested))
             for row in self._rows:
-                row.stats.plain_seconds += self._plain * self._rested
+                row.stats.plain_seconds += self._plain * len(self._rested)
             self._spent = None
-        self._left = self._rested = 0
+        self._left, self._rested = 0, []
 
     def _rest(self) -> None:
         """A plain round of the same rows as before: nothing is done but what plain decoding does."""
         self._left -= 1
-        self._rested += 1
+        before = self.clock.total
         self._round(plain=True)
+        self._rested.append(self.clock.total - before)
         if self.decoder.running is not self._rows:
             self.wake()
         elif self._glimpse is not None and self._glimpse.ripe:
             with self.clock.part("draft"):
                 self._stir(self._glimpse.nodes, self._glimpse.compared())
                 self._glimpse = None
-        elif self.decoder.drafter.free and self._rested % EVERY == 0:
+        elif self.decoder.drafter.free and len(self._rested) % EVERY == 0:
             with self.clock.part("draft"):
                 if (repeating := self.decoder.repeating(CONTEXT + FORETOLD)):
                     self._stir(FORETOLD, self._hindsight(repeating))
