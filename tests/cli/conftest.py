@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -59,6 +60,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
                 main()
             except SystemExit as leaving:
                 code = int(leaving.code or 0)
+            finally:
+                gc.unfreeze()                               # what a command keeps as long as its process, tests do not
         return Said(code, out.getvalue(), err.getvalue())
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -66,6 +67,16 @@ def test_the_summary_is_one_line_on_stderr(call: Call, target: str) -> None:
     said = call("run", target, "-p", "Once", "--max-new-tokens", "12")
     assert said.err.count("\n") == 1
     assert re.match(r"12 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide", said.err)
+
+
+def test_what_was_loaded_is_not_looked_through_for_garbage(
+    call: Call, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules and models are hundreds of thousands of objects: it would take a quarter of a second, in the middle of a text."""
+    frozen, unfreeze = list[int](), gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
+    assert call("run", target, "-p", "Once upon", "--max-new-tokens", "2").code == 0
+    assert frozen[0] > 100_000
 
 
 def test_compare_says_identical_and_how_fast(call: Call, target: str, draft: str) -> None:

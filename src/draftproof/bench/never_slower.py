@@ -14,6 +14,7 @@ the process; the intervals are bootstrapped over groups, all ways of a group tog
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -170,6 +171,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     assisted = dp.load(options.model, assistant_model=options.assistant_model)
+    gc.freeze()                                                         # as the command does
     target, codec = assisted.target, assisted.codec
     assert codec is not None, "the model needs a tokenizer for the prompts"
     drafters: dict[str, Callable[[], dp.Drafter]] = {

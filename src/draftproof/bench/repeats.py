@@ -13,6 +13,7 @@ from one to the next.
 from __future__ import annotations
 
 import argparse
+import gc
 import gzip
 import json
 import re
@@ -150,7 +151,9 @@ def main() -> None:
         model = inflated(given.model, given.inflate)
         pack_linears(model)
         title = given.model + (f", inflated to {given.inflate}" if given.inflate else "")
-        _print(measure(dp.load(model, drafter="none"), tasks, given.rounds), title)
+        engine = dp.load(model, drafter="none")
+        gc.freeze()                                                     # as the command does
+        _print(measure(engine, tasks, given.rounds), title)
     except DraftproofError as error:
         parser.error(str(error))
 

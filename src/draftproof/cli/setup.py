@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -80,10 +81,10 @@ class Setup:
             raise BadInput("--quantize-draft is for draft models; name one with --assistant-model or --drafter")
 
     def engine(self) -> Engine:
-        """Load everything and check it against each other."""
+        """Load everything and check it against each other. What is there then stays as long as the process does."""
         from draftproof.decoding.load import load
 
-        return load(
+        engine = load(
             self.model,
             assistant_model=self.assistant_model,
             drafter=self.drafter,
@@ -101,6 +102,8 @@ class Setup:
             shapes=self._shapes(),
             compile=self.compile,
         )
+        gc.freeze()                                     # to look through all of it for garbage takes a quarter of a second
+        return engine
 
     def _shapes(self) -> Shapes | None:
         from draftproof.decoding.shapes import Shapes
