@@ -392,9 +392,8 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     } else if (before) memcpy(more, before, (size_t)all * sizeof(bf16));
     else memset(more, 0, (size_t)all * sizeof(bf16));
     for (int64_t i = 0; i < all; i += LANES) {
-        narrowed(x + i, wide(x + i) + wide(more + i));
-        lanes v = wide(x + i);
-        if (head->recurs && head->smooth) narrowed(x + i, v / (1.0f + expo(-v)));
+        lanes v = rounded(wide(x + i) + wide(more + i));
+        narrowed(x + i, head->recurs && head->smooth ? v / (1.0f + expo(-v)) : v);
     }
 }
 

@@ -31,17 +31,33 @@ static inline bf16 narrow(float x) {            /* to the nearest, ties to even 
     return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 
+static inline lanes widened(halves h) { return (lanes)(__builtin_convertvector(h, bits) << 16); }
+
 static inline lanes wide(const bf16 *from) {
     halves h;
     memcpy(&h, from, sizeof h);
-    return (lanes)(__builtin_convertvector(h, bits) << 16);
+    return widened(h);
 }
 
-static inline void narrowed(bf16 *to, lanes x) {
+/* As `narrow`; processors that do it themselves take what is smaller than any normal number for zero. */
+static inline halves shortened(lanes x) {
+#ifdef __AVX512BF16__
+    __m256bh short_ = _mm512_cvtneps_pbh((__m512)x);
+    halves h;
+    memcpy(&h, &short_, sizeof h);
+    return h;
+#else
     bits i = (bits)x, even = (i >> 16) & 1;
     bits out = (i + 0x7fff + even) >> 16, nan = x != x;
     out = (out & ~nan) | (nan & 0x7fc0);
-    halves h = __builtin_convertvector(out, halves);
+    return __builtin_convertvector(out, halves);
+#endif
+}
+
+static inline lanes rounded(lanes x) { return widened(shortened(x)); }
+
+static inline void narrowed(bf16 *to, lanes x) {
+    halves h = shortened(x);
     memcpy(to, &h, sizeof h);
 }
 
@@ -51,10 +67,10 @@ static inline lanes loaded(const float *from) {
     return x;
 }
 
-static inline float total(lanes x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+static inline float total(lanes x) {            /* halves to halves */
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
 }
 
 static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87 */
@@ -93,6 +109,12 @@ static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike
 static inline lanes larger(lanes a, lanes b) {
     bits more = a > b;
     return (lanes)(((bits)a & more) | ((bits)b & ~more));
+}
+
+static inline float largest(lanes x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
+    return x[0];
 }
 
 static inline lanes absolute(lanes x) { return (lanes)((bits)x & 0x7fffffff); }

@@ -1,7 +1,7 @@
 /* What stands between the linear layers of a Llama-like model: norms, rotation, attention, gates; and all of its layers. */
 #include "lanes.h"
 
-enum { BLOCK = 16, TOGETHER = 4, WIDEST = 256, PART = 1024 };
+enum { BLOCK = 16, TOGETHER = 8, WIDEST = 256, PART = 1024 };
 
 /* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
 void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
@@ -11,14 +11,16 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float 
         bf16 *x = hidden + r * size, *y = out + r * size;
         lanes squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
-            if (delta) narrowed(x + i, wide(x + i) + wide(delta + r * size + i));
             lanes v = wide(x + i);
+            if (delta) {
+                v = rounded(v + wide(delta + r * size + i));
+                narrowed(x + i, v);
+            }
             squares += v * v;
         }
         float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
         for (int64_t i = 0; i < size; i += LANES) {
-            narrowed(y + i, wide(x + i) * factor);
-            narrowed(y + i, wide(y + i) * wide(weight + i));
+            narrowed(y + i, rounded(wide(x + i) * factor) * wide(weight + i));
         }
     }
 }
@@ -32,8 +34,7 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size,
             bf16 *y = out + r * size;
             for (int64_t i = part; i < part + PART && i < size; i += LANES) {
                 lanes g = wide(gate + i);
-                narrowed(y + i, g / (1.0f + expo(-g)));
-                narrowed(y + i, wide(y + i) * wide(up + i));
+                narrowed(y + i, rounded(g / (1.0f + expo(-g))) * wide(up + i));
             }
         }
 }
@@ -88,9 +89,10 @@ static inline void scored(const float *queries, const lanes *keys, int64_t size,
     for (int q = 0; q < TOGETHER; q++) memcpy(scores + q * stride, &sum[q], sizeof sum[q]);
 }
 
-/* Scores become chances, in the order of the text: slots `start` to `length`, then the nodes of the path. Those from
- * `earliest`, where other queries begin, to `start` become 0. Returns what the chances sum to. */
-static float softened(float *scores, int64_t earliest, int64_t start, int64_t length, const int64_t *path, int64_t deep) {
+/* Scores become chances, summed up in the order of the text: slots `start` to `length`, then the nodes of the path. Those of the
+ * other nodes, and from `earliest`, where other queries begin, to `start` become 0. Returns one divided by that sum. */
+static float softened(float *scores, int64_t earliest, int64_t start, int64_t length, const int64_t *path, int64_t deep,
+                      int64_t nodes) {
     float on[deep];
     for (int64_t d = 0; d < deep; d++) on[d] = scores[length + path[d]];
     memcpy(scores + length, on, sizeof on);
@@ -99,15 +101,17 @@ static float softened(float *scores, int64_t earliest, int64_t start, int64_t le
     for (int64_t s = first; s < start; s++) scores[s] = -INFINITY;
     lanes most = loaded(scores + first), sum = {};
     for (int64_t s = first; s < whole; s += LANES) most = larger(loaded(scores + s), most);
-    float top = most[0];
-    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
+    float top = largest(most);
     for (int64_t s = first; s < whole; s += LANES) {
         lanes chance = expo(loaded(scores + s) - top);
         sum += chance;
         memcpy(scores + s, &chance, sizeof chance);
     }
     for (int64_t s = earliest; s < first; s++) scores[s] = 0;
-    return total(sum);
+    memcpy(on, scores + length, sizeof on);
+    memset(scores + length, 0, (size_t)nodes * sizeof *scores);
+    for (int64_t d = 0; d < deep; d++) scores[length + path[d]] = on[d];
+    return 1.0f / total(sum);
 }
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
@@ -120,6 +124,8 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
     float *scores = scratch(padded * (stride + size) + size * BLOCK), *queries = scores + padded * stride;
     lanes *tile = (lanes *)(queries + padded * size);
     int64_t path[count][read->nodes], deep[count], start[count], earliest = length;
+    int64_t wanted[read->nodes], slots[read->nodes], some = 0;
+    memset(wanted, 0, sizeof wanted);
     memset(queries + count * size, 0, (size_t)((padded - count) * size) * sizeof(float));
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
@@ -128,22 +134,24 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
         turned(read, x, weight, epsilon, position < read->context ? position : read->context - 1, queries + q * size);
         for (int64_t i = 0; i < size; i++) queries[q * size + i] *= read->scale;
         deep[q] = depth + 1;
-        for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) path[q][d] = n;
+        for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) path[q][d] = n, wanted[n] = 1;
         start[q] = read->window && position >= read->window ? position + 1 - read->window : 0;
         if (start[q] < earliest) earliest = start[q];
     }
     for (int64_t s = earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        int64_t some = end - s < BLOCK ? end - s : BLOCK;
+        int64_t left = end - s < BLOCK ? end - s : BLOCK;
         for (int64_t i = 0; i < size; i += LANES) {
-            for (int64_t j = 0; j < BLOCK; j++) tile[i + j] = j < some ? wide(keys + (s + j) * size + i) : (lanes){};
+            for (int64_t j = 0; j < BLOCK; j++) tile[i + j] = j < left ? wide(keys + (s + j) * size + i) : (lanes){};
             transposed(tile + i);
         }
         for (int64_t q = 0; q < padded; q += TOGETHER) scored(queries + q * size, tile, size, scores + q * stride + s, stride);
     }
-    float sums[count];
+    float shares[count];
     for (int64_t q = 0; q < count; q++)
-        sums[q] = softened(scores + q * stride, earliest, start[q], length, path[q], deep[q]);
-    for (int64_t q = count; q < padded; q++) memset(scores + q * stride, 0, (size_t)length * sizeof(float));
+        shares[q] = softened(scores + q * stride, earliest, start[q], length, path[q], deep[q], read->nodes);
+    for (int64_t q = count; q < padded; q++) memset(scores + q * stride, 0, (size_t)end * sizeof(float));
+    for (int64_t n = 0; n < read->nodes; n++)                   /* what is on no path may never have been written */
+        if (wanted[n]) slots[some++] = length + n;
     for (int64_t q = 0; q < count; q += TOGETHER)
         for (int64_t i = 0; i < size; i += LANES) {
             lanes sum[TOGETHER] = {};
@@ -151,11 +159,13 @@ static void attended(const Read *read, int64_t row, int64_t key_head, const bf16
                 lanes value = wide(values + s * size + i);
                 for (int k = 0; k < TOGETHER; k++) sum[k] += scores[(q + k) * stride + s] * value;
             }
+            for (int64_t n = 0; n < some; n++) {
+                lanes value = wide(values + slots[n] * size + i);
+                for (int k = 0; k < TOGETHER; k++) sum[k] += scores[(q + k) * stride + slots[n]] * value;
+            }
             for (int64_t k = 0; k < TOGETHER && q + k < count; k++) {
                 int64_t place = (from + q + k) / group, head = key_head * group + (from + q + k) % group;
-                for (int64_t d = 0; d < deep[q + k]; d++)
-                    sum[k] += scores[(q + k) * stride + length + d] * wide(values + (length + path[q + k][d]) * size + i);
-                narrowed(out + ((begin + place) * read->heads + head) * size + i, sum[k] / sums[q + k]);
+                narrowed(out + ((begin + place) * read->heads + head) * size + i, sum[k] * shares[q + k]);
             }
         }
 }
@@ -168,7 +178,7 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
     int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group, lines = read->heads + 2 * read->key_heads;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
-    each = each > 32 ? 32 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
+    each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each, slots = 0;
     for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
 #pragma omp parallel num_threads(read->threads) if (slots * read->key_heads * queries * size > PRODUCTS)

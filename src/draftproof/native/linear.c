@@ -401,8 +401,7 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
     draftproof_linear(layer, inputs, beside, rows, threads);
     for (int64_t i = 0; i < rows * layer->outputs; i += LANES) {
         lanes x = wide(beside + i);
-        narrowed(beside + i, x / (1.0f + expo(-x)));
-        narrowed(inputs + i, wide(inputs + i) + wide(beside + i));
+        narrowed(inputs + i, wide(inputs + i) + rounded(x / (1.0f + expo(-x))));
     }
 }
 
