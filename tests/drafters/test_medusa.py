@@ -397,6 +397,9 @@ def test_it_remembers_the_last_committed_state_of_each_row() -> None:
     assert torch.equal(drafter._hidden[:4], wanted[[2, 0, 0, 1]])
     drafter.observe(Commit([3, 1], places[:2], places[:2], torch.tensor([2, 3]), hidden[:2]))
     assert torch.equal(drafter._hidden[:4], torch.stack([wanted[2], hidden[1, 2, 0], wanted[0], hidden[0, 1, 0]]))
+    for at_hand, count in ((True, 4), (False, 2)):
+        drafter.observe(Commit([2], places[:1], places[:1], torch.tensor([count]), hidden[2:], at_hand=at_hand))
+        assert torch.equal(drafter._hidden[2], hidden[2, count - 1, 0]) and torch.equal(drafter._hidden[1], hidden[1, 2, 0])
 
 
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE, "pairs"], ids=["dynamic", "fixed", "pairs"])

@@ -185,6 +185,9 @@ class Medusa(Drafter):
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "the heads read the target's last hidden states"
+        if commit.at_hand and len(commit.rows) == 1:            # far fewer operators
+            self._hidden[commit.rows[0]] = commit.hidden[0, int(commit.count) - 1, 0]
+            return
         states = commit.hidden[:, :, 0]                                                     # [b, D, H]
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         first, end = commit.rows[0], commit.rows[-1] + 1

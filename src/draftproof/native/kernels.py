@@ -167,7 +167,8 @@ class Kernels:
         A block is x + silu(layer(x)). blocks: those of the first head, then those of the second. size: a multiple of 16.
         """
         hidden = hidden.contiguous()
-        states, beside = hidden.new_empty(heads, *hidden.shape), torch.empty_like(hidden)
+        states = hidden.new_empty(heads, *hidden.shape)
+        beside = torch.empty_like(states)
         places = (hidden.data_ptr(), states.data_ptr(), beside.data_ptr())
         self._heads(blocks, *places, heads, layers, len(hidden), torch.get_num_threads())
         return states
