@@ -68,3 +68,23 @@ def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(multiplied(found, weight, None, inputs), wanted), threads
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_heads_are_the_same_whichever_thread_makes_them(found: Kernels, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole heads by one thread each or, where there are fewer than threads, each by all of them."""
+    dice = torch.Generator().manual_seed(3)
+    weights = [(torch.randn(160, 160, generator=dice) / 12).bfloat16() for _ in range(6)]
+    held = [interleaved(weight, 2) for weight in weights]
+    blocks = (Linear * 6)(*(Linear.of(one, None, None, 160, 160) for one in held))
+    hidden, wanted = torch.randn(rows, 160, generator=dice).bfloat16(), list[Tensor]()
+    for head in range(3):
+        state = hidden
+        for weight in weights[2 * head : 2 * head + 2]:
+            state = state + torch.nn.functional.silu(state @ weight.t())
+        wanted.append(state)
+    first = found.heads(blocks, 3, 2, hidden)
+    torch.testing.assert_close(first, torch.stack(wanted), rtol=0.02, atol=0.05)
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert all(torch.equal(found.heads(blocks, 3, 2, hidden), first) for _ in range(50)), threads

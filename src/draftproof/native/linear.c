@@ -406,14 +406,14 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
 }
 
 /* What heads with `layers` residual blocks each, blocks [heads, layers], make of hidden states [rows, size]: [heads, rows, size].
- * Heads know nothing of each other, so threads take whole ones. beside: as much room as states. */
+ * Heads know nothing of each other, so threads take whole ones, where there are enough of them. beside: as much room as states. */
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
                       int64_t threads) {
-    int64_t count = rows * blocks->size;
-#pragma omp parallel for num_threads(threads) if (heads * layers * count * blocks->size > PRODUCTS)
+    int64_t count = rows * blocks->size, each = heads < threads ? threads : 1;
+#pragma omp parallel for num_threads(threads) if (each == 1 && heads * layers * count * blocks->size > PRODUCTS)
     for (int64_t h = 0; h < heads; h++) {
         bf16 *own = states + h * count;
         memcpy(own, hidden, (size_t)count * sizeof *own);
-        for (int64_t l = 0; l < layers; l++) draftproof_residual(blocks + h * layers + l, own, beside + h * count, rows, 1);
+        for (int64_t l = 0; l < layers; l++) draftproof_residual(blocks + h * layers + l, own, beside + h * count, rows, each);
     }
 }
