@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,14 @@ def test_the_words_mean_what_they_mean_there() -> None:
     assert closed is not None and closed.closed and Setup("demo")._shapes() is None
     with pytest.raises(BadInput, match="bucket"):
         Setup("demo", bucket=-1)
+
+
+def test_engines_of_a_rehearsal_go(call: Call, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is loaded like one that stays, but another follows: none is kept from being collected."""
+    frozen, unfreeze = list[int](), gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
+    assert call("doctor", target, "--rehearse", "hpu", "--drafter", "none").code == 0
+    assert min(frozen[:-1]) > 0 and frozen[-1] == 0
 
 
 def test_a_rehearsal_tells_what_was_counted(call: Call, target: str) -> None:

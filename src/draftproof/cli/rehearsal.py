@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,6 +62,7 @@ def _rehearsed(case: Setup) -> dict[str, Any]:
     from draftproof.decoding.rehearse import rehearse
 
     engine = case.engine()
+    gc.unfreeze()                                                   # another engine follows, and this one must go
     engine.budget = Fixed(engine.budget.most)                       # every round drafts: more to see in less time
     told = {"drafter": _name(case), "rule": case.lossy or case.acceptance, "draft_tokens": engine.budget.most}
     try:
