@@ -53,6 +53,20 @@ def test_an_order_to_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.returncode == 1 and "rank 0 was told to end" in said and said.count("\n") == 1
 
 
+def test_what_the_main_thread_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has time to end by itself, and where it does not come to its end it is ended."""
+    says = "print('because', file=sys.stderr, flush=True)\nvigil.silence()\n"
+    for sleep, ends in (("0.5", 0), ("60", 1)):
+        script = ALONE.replace("time.sleep(float(sys.argv[4]))", f"{says}print('said', flush=True)\ntime.sleep({sleep})")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "ALONE", script)
+            process = watching(monkeypatch, 60, "", 0)
+        assert process.stdout is not None and process.stdout.readline() == "said\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+        assert said == "because\n" and process.returncode == ends
+
+
 def test_a_rank_that_said_goodbye_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     process = watching(monkeypatch, 0.3, "goodbye", 1.5)

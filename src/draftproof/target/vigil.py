@@ -24,8 +24,14 @@ LIFELESS = 15.0
 """A rank that has not counted for so many seconds is gone: it counts in a thread, whatever else it does."""
 OVER = 0
 """What the watching thread is told when there is nothing to watch any more: no signal has this number."""
-COURTESY = 1.0
-"""Seconds the main thread has to say it better, when it was told to end."""
+COURTESY, PATIENCE = 1.0, 10
+"""Seconds the main thread has to say it better; and how many times as long to end, once it does."""
+_speaks = threading.Event()
+
+
+def silence() -> None:
+    """The main thread ends by itself and says why: the watching one need not say it as well."""
+    _speaks.set()
 
 
 class Vigil:
@@ -70,18 +76,19 @@ class Vigil:
             ready, _, _ = select.select([self._ours], [], [], BEAT)
             told = self._ours.recv(64) if ready else b""
             if OVER in told:
-                return
+                return None
             if signal.SIGTERM in told:
-                time.sleep(COURTESY)
-                _leave(f"rank {self.rank} was told to end, as torchrun does when another rank has failed")
+                return self._leave(f"rank {self.rank} was told to end, as torchrun does when another rank has failed")
             try:
                 self._store.add(f"draftproof/alive/{self.rank}", 1)
                 lost = [rank for rank in range(self.size) if self._is_lost(rank, counts, seen)]
             except Exception:                                           # the store raises what its transport raises
-                time.sleep(COURTESY)
-                _leave(f"rank {self.rank} cannot reach {self._where} any more, where the ranks meet: their launcher has ended")
+                where = f"{self._where} any more, where the ranks meet"
+                return self._leave(f"rank {self.rank} cannot reach {where}: their launcher has ended")
             if lost:
-                _leave(f"rank {lost[0]} has ended or hangs, and rank {self.rank} cannot go on without it; start all again")
+                return self._leave(
+                    f"rank {lost[0]} has ended or hangs, and rank {self.rank} cannot go on without it; start all again"
+                )
 
     def _is_lost(self, rank: int, counts: list[int], seen: list[float]) -> bool:
         """Whether a rank has not counted for too long, and did not say goodbye."""
@@ -90,9 +97,15 @@ class Vigil:
             counts[rank], seen[rank] = count, now
         return now - seen[rank] > LIFELESS and not self._store.add(f"draftproof/left/{rank}", 0)
 
-
-def _leave(sentence: str) -> None:
-    """End the process from a thread; the main one may wait for ever."""
-    with suppress(OSError, ValueError):
-        print(f"draftproof: {sentence}", file=sys.__stderr__, flush=True)
-    os._exit(1)
+    def _leave(self, sentence: str) -> None:
+        """End the process from this thread, for the main one may wait for ever; unless that says better why, and ends."""
+        for _ in range(PATIENCE):
+            time.sleep(COURTESY)
+            if not _speaks.is_set():
+                with suppress(OSError, ValueError):
+                    print(f"draftproof: {sentence}", file=sys.__stderr__, flush=True)
+                break
+            with suppress(BlockingIOError):
+                if OVER in self._ours.recv(64):
+                    return
+        os._exit(1)
