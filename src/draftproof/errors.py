@@ -13,6 +13,11 @@
     └── ForbiddenOnDevice       a rehearsal met what the device it stands for cannot do
 """
 
+import threading
+
+LAST_WORD = threading.Lock()
+"""Taken by the thread that says why the process ends, so that it is said once."""
+
 
 class DraftproofError(Exception):
     """Base of all errors raised on purpose; the command line prints it as one sentence."""

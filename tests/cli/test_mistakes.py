@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from random_models import save_model
+
+from draftproof.cli.app import _leave as leave
+from draftproof.errors import LAST_WORD
 
 Call = Callable[..., Any]
 
@@ -91,3 +95,15 @@ def test_wrong_usage_exits_with_2(call: Call, target: str) -> None:
     for options in (["run"], ["run", target, "--no-such-option"], ["run", target, "--n", "many"], ["nonsense"]):
         said = call(*options)
         assert said.code == 2 and "Traceback" not in said.err
+
+
+def test_why_it_ends_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A thread that watches other ranks may have said it already."""
+    for taken, said in ((True, ""), (False, "draftproof: because\n")):
+        with contextlib.suppress(RuntimeError):
+            LAST_WORD.release()
+        if taken:
+            LAST_WORD.acquire()
+        with pytest.raises(SystemExit):
+            leave("because", 1)
+        assert capsys.readouterr().err == said and LAST_WORD.locked()

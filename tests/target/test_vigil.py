@@ -55,7 +55,7 @@ def test_an_order_to_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_main_thread_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has time to end by itself, and where it does not come to its end it is ended."""
-    says = "print('because', file=sys.stderr, flush=True)\nvigil.silence()\n"
+    says = "vigil.LAST_WORD.acquire()\nprint('because', file=sys.stderr, flush=True)\n"
     for sleep, ends in (("0.5", 0), ("60", 1)):
         script = ALONE.replace("time.sleep(float(sys.argv[4]))", f"{says}print('said', flush=True)\ntime.sleep({sleep})")
         with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ from draftproof.cli.doctor import doctor
 from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.cli.train import train
-from draftproof.errors import DraftproofError
+from draftproof.errors import LAST_WORD, DraftproofError
 
 
 class Interrupted(Exception):
@@ -82,6 +82,8 @@ def options(
 
 def main() -> None:
     """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
+    if LAST_WORD.locked():                                         # by a command before, in the same process
+        LAST_WORD.release()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")       # errors come as exceptions; its log lines only repeat them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
@@ -107,8 +109,9 @@ def _leave(sentence: str, code: int) -> None:
     """Say why on stderr, on one line, and end."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        print(f"draftproof: {' '.join(sentence.split())}", file=sys.stderr)
+    if LAST_WORD.acquire(blocking=False):
+        with contextlib.suppress(OSError):
+            print(f"draftproof: {' '.join(sentence.split())}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftproof.errors import BadInput, DraftproofError, RankLost
-from draftproof.target.vigil import Vigil, silence
+from draftproof.target.vigil import Vigil
 
 T = TypeVar("T")
 
@@ -86,7 +86,6 @@ class Group:
             reason = error.__cause__ if isinstance(error, DraftproofError) else error       # what loading made a sentence of
             if self.alone or isinstance(error, RankLost) or not _is_about_ranks(reason):
                 raise
-            silence()
             raise RankLost(
                 f"rank {self.rank} of {self.size} cannot reach the others any more, one of them has ended: see what it said, "
                 "and start all ranks again"

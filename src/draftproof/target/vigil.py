@@ -18,6 +18,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from draftproof.errors import LAST_WORD
+
 BEAT = 1.0
 """Seconds between looks."""
 LIFELESS = 15.0
@@ -26,12 +28,6 @@ OVER = 0
 """What the watching thread is told when there is nothing to watch any more: no signal has this number."""
 COURTESY, PATIENCE = 1.0, 10
 """Seconds the main thread has to say it better; and how many times as long to end, once it does."""
-_speaks = threading.Event()
-
-
-def silence() -> None:
-    """The main thread ends by itself and says why: the watching one need not say it as well."""
-    _speaks.set()
 
 
 class Vigil:
@@ -101,7 +97,7 @@ class Vigil:
         """End the process from this thread, for the main one may wait for ever; unless that says better why, and ends."""
         for _ in range(PATIENCE):
             time.sleep(COURTESY)
-            if not _speaks.is_set():
+            if LAST_WORD.acquire(blocking=False):
                 with suppress(OSError, ValueError):
                     print(f"draftproof: {sentence}", file=sys.__stderr__, flush=True)
                 break
