@@ -139,6 +139,34 @@ def test_a_draft_costs_no_less_than_none() -> None:
     assert min(pace.cost) == 1.0 and pace.plain_step <= 0.0121
 
 
+def test_a_plain_round_on_a_busy_machine_makes_no_draft_dearer() -> None:
+    """Again and again it is busy just while a plain round is measured: then drafts seem to cost less than none. What the other
+    sizes cost has nothing to do with that."""
+    pace = told(Pace(SIZES), [0, 1, 2, 4, 8] * 20, noise=0.02)
+    for _ in range(6):
+        told(pace, [0, 0, 0], step=0.02)
+        told(pace, [2] * 5)
+    assert pace.cost == pytest.approx(list(TRUE.values()), rel=0.25)
+
+
+def test_what_was_measured_on_a_busy_machine_is_found_out() -> None:
+    """It took far too long just while one size was tried. The longer ago, the less sure; and two that were much quicker are
+    believed, for no machine is too quick."""
+    pace = told(Pace(SIZES), [0, 1, 2, 4, 8] * 20, noise=0.02)
+    for _ in range(8):
+        told(pace, [8], step=0.03)
+        told(pace, [0, 2])
+    assert pace.cost[4] > 2.7
+    sure = pace.high[4] / pace.cost[4]
+    pace.rest(300, 0.01)
+    assert pace.high[4] / pace.cost[4] > 1.2 * sure
+    told(pace, [8, 0, 2, 8, 0, 2])
+    assert pace.cost[4] < 2.3
+    frozen = CostTable.of({0: 1.0, 2: 1.5}).pace(1, 1)
+    frozen.skip(1000)
+    assert frozen.high == frozen.cost == [1.0, 1.5]
+
+
 def test_the_plain_step_is_measured_first_and_now_and_then() -> None:
     pace = Pace(SIZES)
     assert pace.plain_is_due and pace.plain_step == 0

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-WANDER, DRIFT = 0.05, 0.005
-"""In natural logarithms, how far the machine's speed and how far relative costs wander from round to round."""
+WANDER, DRIFT, AGED = 0.05, 0.005, 0.01
+"""In natural logarithms, how far the machine's speed and how far relative costs wander from round to round; and how far a cost
+that was not measured since may be off for each round, since it may have been measured while the machine was busy otherwise."""
 ABOUT, FIRST = 0.1, 0.5
 """How far a round is off before that is measured, and how far the first of its kind may be: nothing is warm."""
 SUPPOSED, VAGUE, BORROWED = 0.3, 1.0, 0.3
@@ -64,6 +65,7 @@ class Pace:
         self.shared = [0.0] * (count + 2)                       # covariances of relative costs with the plain step
         self.seen = [False] * count + [True] * 2
         self.last = [0] * (count + 2)                           # the round in which each was measured last
+        self.quick = [False] * (count + 2)                      # whether the last one was far quicker than supposed
         self.noise = ABOUT**2
         self.rounds, self.plains = 0, 0                         # so far, and plain steps among them that were measured
         self.speed_then = 0.0                                   # when that was done last
@@ -152,6 +154,7 @@ class Pace:
         if self.frozen:
             return
         self.skip(rounds)
+        self._told = None                                       # costs are older now
         if not self.seen[0]:
             self.seen[0], self.speed, self.speed_var = True, math.log(max(seconds, 1e-9)), FIRST**2
         else:
@@ -191,11 +194,14 @@ class Pace:
             self.seen[index] = True
         else:
             self.vars[index] += (self.rounds - self.last[index]) * DRIFT**2
-        shared = self.shared[index]
+        shared, surprise = self.shared[index], said - self.speed - self.logs[index]
         to_speed, to_cost = self.speed_var + shared, self.vars[index] + shared
         total = to_speed + to_cost + (FIRST**2 if first else self.noise)
-        surprise = said - self.speed - self.logs[index]
         if not first:
+            again, self.quick[index] = self.quick[index], surprise < -OUTLIER * math.sqrt(total)
+            if again and self.quick[index]:                     # no machine is too quick: what was measured before was wrong
+                self.vars[index] += FIRST**2
+                to_cost, total = to_cost + FIRST**2, total + FIRST**2
             surprise = self._surprise(surprise, total, index)
         self.speed += to_speed / total * surprise
         self.logs[index] += to_cost / total * surprise
@@ -213,8 +219,6 @@ class Pace:
         excess, self.logs[index] = self.logs[index], 0.0
         if index > 0:
             self.speed += excess
-            for other in range(1, len(self.sizes)):
-                self.logs[other] -= excess if self.seen[other] and other != index else 0.0
 
     def _surprise(self, surprise: float, total: float, index: int = 0) -> float:
         """Cut off what is too much to believe, and learn how much that is: two of three are off by less than the noise."""
@@ -233,12 +237,12 @@ class Pace:
     def _tell(self) -> tuple[list[float], list[float]]:
         indices = range(1, len(self.sizes))
         known = [(0, 1.0), *((self.sizes[one], math.exp(self.logs[one])) for one in indices if self.seen[one])]
-        costs, highs = [1.0], [1.0]
+        costs, highs, aged = [1.0], [1.0], 0.0 if self.frozen else AGED**2
         for index in indices:
             cost = max(1.0, math.exp(self.logs[index]) if self.seen[index] else _on_the_line(known, self.sizes[index]))
-            width = SURE * min(SUPPOSED, math.sqrt(max(0.0, self.vars[index])))
+            off = math.sqrt(max(0.0, self.vars[index]) + aged * (self.rounds - self.last[index]))
             costs.append(cost)
-            highs.append(cost * math.exp(width) if self.seen[index] else 1 + 1.5 * (cost - 1))
+            highs.append(cost * math.exp(SURE * min(SUPPOSED, off)) if self.seen[index] else 1 + 1.5 * (cost - 1))
         self._told = costs, highs
         return self._told
 
