@@ -8,10 +8,11 @@ recorded table replays them; texts do not depend on them at all.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 from draftproof.decoding.budget import Ahead, Round
-from draftproof.decoding.estimate import FORGET_PLAIN, Acceptance
+from draftproof.decoding.estimate import FORGET, FORGET_PLAIN, Acceptance
 from draftproof.decoding.pace import ASKED, TOO_LONG, TURNED, CostTable, Doubt
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import BadInput
@@ -38,8 +39,9 @@ SETTLED, GLANCED, REST = 8, 2, 15
 1 + `REST` rounds: thinking takes time as well."""
 TIRED, GUIDED = 8, 4
 """What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
-HELD = 3
-"""Rounds that a choice is kept for where drafting was chosen `SETTLED` times in a row, as long as the bank affords them."""
+HELD = 7
+"""Rounds that a choice is kept for, at most, where drafting was chosen `SETTLED` times in a row; the bank must afford them
+all, for nobody is asked or told meanwhile."""
 THOUGHT, LONGEST, SOON = 0.0025, 256, 16
 """Share of plain decoding's time that thinking may take, looks included, once `SETTLED`; the longest rest that is to pay for
 one thought; and the longest where a text begins."""
@@ -190,8 +192,8 @@ class Adaptive:
         self._nodes = self._plain_rounds = 0
         self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
         self._owed = self._stirred = 0                  # rounds still to pay for the last thought; rests that ended early
-        self._chosen = self._streak = self._hold = 0    # the last choice, how many in a row drafted, rounds it is kept for
-        self._turned = self._looked = self._held = False
+        self._streak = self._hold = 0                   # choices in a row that drafted, rounds that the last is kept for
+        self._turned = self._looked = False
         self._free = False                              # whether somebody asks for looks
         self._took = [0.0, 0.0]                         # by the last plain round beside its step, without and with a look
         self._doubts = (Doubt(), Doubt())
@@ -210,6 +212,21 @@ class Adaptive:
         self._pace.rest(rounds, seconds)
         self._count_rest(rounds)
 
+    @property
+    def holding(self) -> int:
+        return self._hold
+
+    def held(self, done: Round, given: Sequence[int]) -> None:
+        rows, index = done.rows / len(given), self.sizes.index(self._nodes)
+        self.acceptance.fade(FORGET ** (len(given) - 1))
+        self.acceptance.learn(self._nodes, done)
+        self._pace.skip(len(given) - 1)
+        cost = self._pace.observe(index, done.seconds)
+        for tokens in given:
+            self.bank.settle(cost, tokens / rows)
+            self.pauses.drafted(tokens / rows - cost)
+        self._plain_rounds = self._stirred = self._hold = 0
+
     def _count_rest(self, rounds: int) -> None:
         self._rest, self._owed = max(0, self._rest - rounds), max(0, self._owed - rounds)
         self._rested += rounds
@@ -218,7 +235,7 @@ class Adaptive:
         self._wake()
         self.bank.renew()
         self.pauses.begin(anew=self.bank.gained > self.bank.stake)
-        self._hold = self._stirred = 0
+        self._stirred = 0
         if self._plain_rounds >= 3 * SETTLED:
             self.acceptance.fade(KEPT)
             owed = min(self._owed, SOON)
@@ -229,23 +246,15 @@ class Adaptive:
 
     def expect(self, ahead: Ahead) -> None:
         self._ahead = ahead
-        pace = self.costs.pace(ahead.rows, ahead.context)
-        self._pace, self._hold = pace, self._hold if pace is self._pace else 0
+        self._pace = self.costs.pace(ahead.rows, ahead.context)
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
-        self._turned, self._nodes = self._nodes > 0, 0
+        self._turned, self._nodes, self._hold = self._nodes > 0, 0, 0
         if self._rest:
             self._count_rest(1)
             return 0
         self._wake()
-        self._held = self._hold > 0 and self._may_hold()
-        if self._held:
-            self._hold -= 1
-            self._nodes = self._chosen
-        else:
-            self._nodes = self._chosen = self._choose()
-            self._streak = self._streak + 1 if self._nodes else 0
-            self._hold = HELD if self._streak > SETTLED else 0
+        self._nodes = self._choose()
         return self._nodes
 
     @property
@@ -261,10 +270,15 @@ class Adaptive:
             self.bank.settle(self._rested, self._rested)
             self._rested = 0
 
-    def _may_hold(self) -> bool:
-        """Whether the last choice may be kept: there is still so much to write, nothing to set up, and it is affordable."""
-        risk = self._pace.high[self.sizes.index(self._chosen)] - 1
-        return self._ahead.remaining > self._chosen and not self._unread() and self.bank.affords(risk, 0.0)
+    def _may_hold(self, tokens: float) -> int:
+        """Rounds that the last choice may be kept for, behind one that gave so many tokens: if nothing stands, the bank affords
+        all of them, and if all does, there is still so much to write. None where there is something to set up."""
+        if self._streak <= SETTLED or self._unread():
+            return 0
+        high = self._pace.high[self.sizes.index(self._nodes)]
+        rounds = (self._ahead.remaining - tokens - self._nodes) / (1 + self._nodes)
+        slack = self.bank.slack - max(0.0, high - tokens)
+        return max(0, int(min(HELD, (self._streak - SETTLED + 1) // 2, rounds, slack / (high - 1) if high > 1 else HELD)))
 
     def _choose(self) -> int:
         if self._pace.plain_is_due or self._ahead.remaining <= 1:
@@ -274,6 +288,7 @@ class Adaptive:
         known = range(1, len(self.sizes)) if pace.started else self._to_begin_with
         affordable = [index for index in known if self.bank.affords(high[index] - 1, owed)]
         if not affordable or (self.pauses.left and not self._free):             # where looks tell, drafts need not
+            self._streak = 0
             return 0
         tokens, costs = self.acceptance.draw(remaining), pace.draw(self._dice)
         best, least = 0, 1 / (1 + MARGIN)
@@ -281,6 +296,7 @@ class Adaptive:
             price = costs[index] / tokens[index] + setup / remaining
             if price < least:
                 best, least = self.sizes[index], price
+        self._streak = self._streak + 1 if best else 0
         return 0 if best and self._doubtful(least) else best
 
     def _doubtful(self, price: float) -> bool:
@@ -305,14 +321,7 @@ class Adaptive:
             return
         self.acceptance.learn(self._nodes, done)
         self._stirred = 0
-        if self._held:
-            self._pace.skip()
-            cost = self._pace.cost[self.sizes.index(self._nodes)]
-            self.bank.settle(cost, tokens)
-            self.pauses.drafted(tokens - cost)
-            self._plain_rounds = 0
-            return
-        on_the_house = not self.costs.knows_setups
+        on_the_house, self._hold = not self.costs.knows_setups, self._may_hold(tokens)
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
@@ -354,6 +363,9 @@ class Adaptive:
     def _learn_cost(self, index: int, seconds: float) -> tuple[float, float]:
         """Learn from a round that drafted; return its cost and that of its set-up, in plain steps."""
         unread, pace = self._unread(), self._pace
+        if self._hold and pace.seen[index]:                     # what the coming rounds take, without a thought, tells more
+            pace.skip()
+            return pace.cost[index], 0.0
         if not unread:
             return pace.observe(index, seconds), 0.0
         cost = pace.cost[index]

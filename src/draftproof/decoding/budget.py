@@ -84,6 +84,18 @@ class Learner(Protocol):
         """So many plain rounds were made that `nodes` was not asked for. seconds: the median of them."""
         ...
 
+    @property
+    def holding(self) -> int:
+        """So many of the next rounds may draft as many nodes as the last one did, as long as the same rows run.
+
+        `nodes` need not be asked before any of them; `held` tells what came of them."""
+        ...
+
+    def held(self, done: Round, given: Sequence[int]) -> None:
+        """Such rounds were made. done: of all of them together, `rows` too; its `seconds` are the median of them. given: the
+        tokens that each gave, of all rows."""
+        ...
+
     def begin(self) -> None:
         """A text begins in the coming round, of which nothing is known yet."""
         ...

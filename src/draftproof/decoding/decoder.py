@@ -67,6 +67,7 @@ class Decoder:
         self.stats, self.ranks = RoundStats(), Ranks(target.group)
         self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
         self.shared = False                             # whether rows shared what the last round drafted
+        self.allowed = 0                                # nodes per row that it might draft
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
         self._view, self._lines = self.cache, self.text  # of the rows that take part
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
@@ -74,11 +75,12 @@ class Decoder:
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
-    def step(self, plain: bool = False) -> None:
-        """One round for every running row: draft, verify, commit. plain: nothing is drafted, whatever the budget would say."""
+    def step(self, nodes: int | None = None) -> None:
+        """One round for every running row: draft, verify, commit. nodes: so many are drafted, whatever the budget would say."""
         if self.shapes.closed and self.twins is None:
             self._fill()
-        frontier = self._frontier(0 if plain else self.budget.nodes(self.stats, len(self.running)))
+        self.allowed = self.budget.nodes(self.stats, len(self.running)) if nodes is None else nodes
+        frontier = self._frontier(self.allowed)
         tree = self.ranks.tree(self._draft(frontier))
         reading = self.target.read(tree, self._view, taps=self.drafter.taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))

@@ -6,6 +6,7 @@ rank drafts and weighs for itself; rank 0's draft is read, and rank 0's choice s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -70,6 +71,15 @@ class Led:
     def rested(self, rounds: int, seconds: float) -> None:
         if self.learner:
             self.learner.rested(rounds, seconds)
+
+    @property
+    def holding(self) -> int:
+        """None, likewise."""
+        return 0
+
+    def held(self, done: Round, given: Sequence[int]) -> None:
+        if self.learner:
+            self.learner.held(done, given)
 
     @property
     def plain_step(self) -> float:

@@ -48,6 +48,15 @@ class _Glimpse(NamedTuple):
         return Round(len(found), tried, stood, self.tree.is_chain, emitted=0, seconds=0.0, nodes=told)
 
 
+class _Counts(NamedTuple):
+    """Where decoding stands: what was emitted, drafted and reached so far, and by each running row."""
+
+    emitted: int
+    drafted: int
+    reached: int
+    written: list[tuple[Running, int]]
+
+
 class Watch:
     """Runs the rounds of a decoder, and lets its budget learn from them if it is one that learns.
 
@@ -62,42 +71,58 @@ class Watch:
         self._learning = 0.0                                    # seconds that the last watched round was learned from
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
-        self._rows, self._count, self._plain = list[Running](), 0, 0.0          # of the last round; its plain step
-        self._left, self._rested = 0, list[float]()             # rounds of a rest: those to come, seconds of those over
+        self._rows, self._plain = list[Running](), 0.0          # of the last round that was asked for; its plain step
+        self._since = _Counts(0, 0, 0, [])                      # that round
+        self._left = self._nodes = 0                            # rounds to come that nobody asks for; what they draft
+        self._took, self._given = list[float](), list[int]()    # of those over: seconds, and tokens
+        self._stood: list[int] | None = []                      # and the nodes that stood
 
     def step(self) -> None:
         """One round."""
         learner = self.learner
         if learner is None:
             self._round()
-        elif self._left and self.decoder.running is self._rows and len(self._rows) == self._count:
-            self._rest()
+        elif self._left and self.decoder.running is self._rows and len(self._rows) == len(self._since.written):
+            self._unasked()
         else:
             self.wake()
             self._asked(learner)
 
     def wake(self) -> None:
-        """Account for the rounds of a rest, which nobody asked for."""
-        if self._rested and self.learner is not None:
-            self.learner.rested(len(self._rested), median(self._rested))
-            for row in self._rows:
-                row.stats.plain_seconds += self._plain * len(self._rested)
+        """Account for the rounds of a rest or a hold, which nobody asked for."""
+        if self._took and self.learner is not None:
+            rounds, seconds = len(self._took), median(self._took)
+            if self._nodes:
+                rows = len(self._since.written) * rounds
+                self.learner.held(self._round_since(self._since, rows, seconds, nodes=self._stood), self._given)
+            else:
+                self.learner.rested(rounds, seconds)
+            self._reckon()
             self._spent = None
-        self._left, self._rested = 0, []
+        self._left, self._took, self._given, self._stood = 0, [], [], []
 
-    def _rest(self) -> None:
-        """A plain round of the same rows as before: nothing is done but what plain decoding does."""
+    def _unasked(self) -> None:
+        """A round of the same rows and with as many nodes as the one before: nothing is done but what a fixed number does."""
         self._left -= 1
-        before = self.clock.total
-        self._round(plain=True)
-        self._rested.append(self.clock.total - before)
+        before, emitted = self.clock.total, self.decoder.stats.emitted
+        self._round(self._nodes)
+        self._took.append(self.clock.total - before)
+        if self._nodes:
+            self._given.append(self.decoder.stats.emitted - emitted)
+            stood = self.decoder.stood
+            self._stood = None if self._stood is None or stood is None else self._stood + stood
         if self.decoder.running is not self._rows:
             self.wake()
-        elif self._glimpse is not None and self._glimpse.ripe:
+        elif not self._nodes:
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """Whether a plain round of a rest made something plain that a drafter might have known."""
+        if self._glimpse is not None and self._glimpse.ripe:
             with self.clock.part("draft"):
                 self._stir(self._glimpse.nodes, self._glimpse.compared())
                 self._glimpse = None
-        elif self.decoder.drafter.free and len(self._rested) % EVERY == 0:
+        elif self.decoder.drafter.free and len(self._took) % EVERY == 0:
             with self.clock.part("draft"):
                 if (repeating := self.decoder.repeating(CONTEXT + FORETOLD)):
                     self._stir(FORETOLD, self._hindsight(repeating))
@@ -117,23 +142,30 @@ class Watch:
 
     def _asked(self, learner: Learner) -> None:
         """A round that the budget decides."""
-        rows = self._rows = self.decoder.running
-        self._count = len(rows)
-        written = [(row, row.stats.emitted) for row in rows]
-        if any(row.stats.rounds == 0 for row, _ in written):
+        self._rows, self._since = self.decoder.running, self._counts()
+        if any(row.stats.rounds == 0 for row in self._rows):
             learner.begin()
         if learner.resting:
             self._round()
             self._spent = None
         else:
-            self._watched(learner, [row for row, _ in written])
-        self._plain, self._left = learner.plain_step, max(0, learner.resting - 1)
-        for row, count in written:
-            row.stats.plain_seconds += self._plain * (row.stats.emitted - count)
+            self._watched(learner, [row for row, _ in self._since.written])
+        self._plain, self._nodes = learner.plain_step, self.decoder.allowed
+        self._left = learner.holding if self._nodes else max(0, learner.resting - 1)
+        self._reckon()
+
+    def _reckon(self) -> None:
+        """What plain decoding would have taken since."""
+        for row, emitted in self._since.written:
+            row.stats.plain_seconds += self._plain * (row.stats.emitted - emitted)
+        self._since = self._counts()
+
+    def _counts(self) -> _Counts:
+        stats = self.decoder.stats
+        return _Counts(stats.emitted, stats.drafted, stats.reached, [(row, row.stats.emitted) for row in self.decoder.running])
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
-        stats, before = self.decoder.stats, self._spent or self._spend(less=self._learning)
-        emitted, drafted, reached = stats.emitted, stats.drafted, stats.reached
+        before = self._spent or self._spend(less=self._learning)
         with self.clock.part("draft"):
             learner.expect(self._ahead(rows))
             if self.decoder.drafter.free:
@@ -142,11 +174,17 @@ class Watch:
         self._spent = self._spend()
         seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
         with self.clock.part("draft"):
-            tried, stood = self._added(stats) if stats.drafted > drafted else ([], [])
-            chain = stats.drafted - drafted == stats.reached - reached and not self.decoder.shared
-            given = stats.emitted - emitted
-            learner.learn(Round(len(rows), tried, stood, chain, given, seconds, drafting, self.decoder.stood))
+            learner.learn(self._round_since(self._since, len(rows), seconds, drafting, self.decoder.stood))
         self._learning = self.clock.seconds["draft"] - self._spent[1]
+
+    def _round_since(
+        self, then: _Counts, rows: int, seconds: float, drafting: float = 0.0, nodes: list[int] | None = None
+    ) -> Round:
+        """What the rounds since then were, as one."""
+        stats = self.decoder.stats
+        tried, stood = self._added(stats) if stats.drafted > then.drafted else ([], [])
+        chain = stats.drafted - then.drafted == stats.reached - then.reached and not self.decoder.shared
+        return Round(rows, tried, stood, chain, stats.emitted - then.emitted, seconds, drafting, nodes)
 
     def _spend(self, less: float = 0.0) -> tuple[float, float]:
         """Seconds so far: of all but prefill, and of drafting; `less` of both."""
