@@ -810,6 +810,20 @@ def test_rounds_of_a_kept_choice_count_as_those_that_are_asked_for() -> None:
     assert kept.acceptance.together.total() == pytest.approx(asked.acceptance.together.total(), rel=0.05)
 
 
+def test_who_asks_before_every_round_is_told_what_rounds_cost() -> None:
+    """Ranks do. A choice may be kept, and nobody keeps it; so what it costs is measured in the rounds that are asked for."""
+    budget = Adaptive(8, costs=_learning())
+    world(0.9, 0.1).run(budget, 300)
+    budget._choose = lambda: 8  # type: ignore[method-assign]
+    pace = budget.costs.pace(1, 100)
+    for _ in range(9):
+        budget.expect(Ahead(1, 100, 500))
+        budget.nodes(RoundStats(), 1)
+        budget.learn(Round(1, [1] * 8, [1] * 8, chain=True, emitted=9, seconds=0.02))
+        assert budget.holding
+    assert pace.last[pace.sizes.index(8)] == pace.rounds
+
+
 def test_the_future_of_an_engine_begins_where_its_past_ended() -> None:
     """Hopeless drafts are known to be hopeless in the next call; a fresh budget tries them again."""
     budget = known(0.5)

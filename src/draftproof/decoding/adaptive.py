@@ -194,6 +194,7 @@ class Adaptive:
         self._owed = self._stirred = 0                  # rounds still to pay for the last thought; rests that ended early
         self._streak = self._hold = 0                   # choices in a row that drafted, rounds that the last is kept for
         self._turned = self._looked = False
+        self._unheld = False                            # whether the last hold was granted and not made use of
         self._free = False                              # whether somebody asks for looks
         self._took = [0.0, 0.0]                         # by the last plain round beside its step, without and with a look
         self._doubts = (Doubt(), Doubt())
@@ -226,6 +227,7 @@ class Adaptive:
             self.bank.settle(cost, tokens / rows)
             self.pauses.drafted(tokens / rows - cost)
         self._plain_rounds = self._stirred = self._hold = 0
+        self._unheld = False
 
     def _count_rest(self, rounds: int) -> None:
         self._rest, self._owed = max(0, self._rest - rounds), max(0, self._owed - rounds)
@@ -270,7 +272,7 @@ class Adaptive:
             self.bank.settle(self._rested, self._rested)
             self._rested = 0
 
-    def _may_hold(self, tokens: float) -> int:
+    def _stretch(self, tokens: float) -> int:
         """Rounds that the last choice may be kept for, behind one that gave so many tokens: if nothing stands, the bank affords
         all of them, and if all does, there is still so much to write. None where there is something to set up."""
         if self._streak <= SETTLED or self._unread():
@@ -321,7 +323,7 @@ class Adaptive:
             return
         self.acceptance.learn(self._nodes, done)
         self._stirred = 0
-        on_the_house, self._hold = not self.costs.knows_setups, self._may_hold(tokens)
+        on_the_house, self._hold = not self.costs.knows_setups, self._stretch(tokens)
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
         self.bank.settle(cost, tokens, setup, on_the_house)
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
@@ -363,7 +365,8 @@ class Adaptive:
     def _learn_cost(self, index: int, seconds: float) -> tuple[float, float]:
         """Learn from a round that drafted; return its cost and that of its set-up, in plain steps."""
         unread, pace = self._unread(), self._pace
-        if self._hold and pace.seen[index]:                     # what the coming rounds take, without a thought, tells more
+        if self._hold and pace.seen[index] and not self._unheld:                # what rounds without a thought take tells more
+            self._unheld = True
             pace.skip()
             return pace.cost[index], 0.0
         if not unread:

@@ -72,7 +72,7 @@ class Watch:
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
         self._rows, self._plain = list[Running](), 0.0          # of the last round that was asked for; its plain step
-        self._since = _Counts(0, 0, 0, [])                      # that round
+        self._since = _Counts(0, 0, 0, [])                      # behind the last round that was told
         self._left = self._nodes = 0                            # rounds to come that nobody asks for; what they draft
         self._took, self._given = list[float](), list[int]()    # of those over: seconds, and tokens
         self._stood: list[int] | None = []                      # and the nodes that stood
@@ -94,7 +94,8 @@ class Watch:
             rounds, seconds = len(self._took), median(self._took)
             if self._nodes:
                 rows = len(self._since.written) * rounds
-                self.learner.held(self._round_since(self._since, rows, seconds, nodes=self._stood), self._given)
+                with self.clock.part("draft"):
+                    self.learner.held(self._round_since(rows, seconds, nodes=self._stood), self._given)
             else:
                 self.learner.rested(rounds, seconds)
             self._reckon()
@@ -117,7 +118,7 @@ class Watch:
             self._look_back()
 
     def _look_back(self) -> None:
-        """Whether a plain round of a rest made something plain that a drafter might have known."""
+        """Whether what was just written shows that a drafter might have known it."""
         if self._glimpse is not None and self._glimpse.ripe:
             with self.clock.part("draft"):
                 self._stir(self._glimpse.nodes, self._glimpse.compared())
@@ -155,7 +156,7 @@ class Watch:
         self._reckon()
 
     def _reckon(self) -> None:
-        """What plain decoding would have taken since."""
+        """What plain decoding would have taken for these."""
         for row, emitted in self._since.written:
             row.stats.plain_seconds += self._plain * (row.stats.emitted - emitted)
         self._since = self._counts()
@@ -174,14 +175,12 @@ class Watch:
         self._spent = self._spend()
         seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
         with self.clock.part("draft"):
-            learner.learn(self._round_since(self._since, len(rows), seconds, drafting, self.decoder.stood))
+            learner.learn(self._round_since(len(rows), seconds, drafting, self.decoder.stood))
         self._learning = self.clock.seconds["draft"] - self._spent[1]
 
-    def _round_since(
-        self, then: _Counts, rows: int, seconds: float, drafting: float = 0.0, nodes: list[int] | None = None
-    ) -> Round:
-        """What the rounds since then were, as one."""
-        stats = self.decoder.stats
+    def _round_since(self, rows: int, seconds: float, drafting: float = 0.0, nodes: list[int] | None = None) -> Round:
+        """What the rounds that were not told yet were, as one."""
+        stats, then = self.decoder.stats, self._since
         tried, stood = self._added(stats) if stats.drafted > then.drafted else ([], [])
         chain = stats.drafted - then.drafted == stats.reached - then.reached and not self.decoder.shared
         return Round(rows, tried, stood, chain, stats.emitted - then.emitted, seconds, drafting, nodes)
