@@ -1178,6 +1178,7 @@ class Steady(Wild):
 
     def held(self, done: Round, given: Sequence[int]) -> None:
         self.kept.append((done, list(given)))
+        time.sleep(0.05)
 
     def curiosity(self) -> int:
         return 0
@@ -1199,6 +1200,7 @@ def test_most_rounds_of_a_kept_choice_are_not_asked_for(together: int, drafter: 
     held, told = [done for done, _ in budget.kept], [*budget.rounds, *(done for done, _ in budget.kept)]
     assert len(budget.rounds) == budget.asked and held and sum(len(given) for _, given in budget.kept) > budget.asked
     assert all(len(given) <= 4 and sum(given) == done.emitted for done, given in budget.kept)
+    assert engine.clock.seconds["draft"] >= 0.05 * len(held), "to learn from them is drafting"
     stats = RoundStats()
     for row in seen:
         stats.add(row.stats)
