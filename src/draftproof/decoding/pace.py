@@ -154,7 +154,6 @@ class Pace:
         if self.frozen:
             return
         self.skip(rounds)
-        self._told = None                                       # costs are older now
         if not self.seen[0]:
             self.seen[0], self.speed, self.speed_var = True, math.log(max(seconds, 1e-9)), FIRST**2
         else:
