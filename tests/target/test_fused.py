@@ -36,7 +36,8 @@ SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "01
 
 found = kernels()
 ALL = pytest.mark.skipif(found is None or not found.bf16, reason="no such product")
-WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL)]
+BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="attention is by vectors in any case")
+WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL), pytest.param("attention by vectors", marks=BOTH)]
 TILES = pytest.mark.skipif(has_amx(), reason="oneDNN's sums depend on how many rows there are")
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
@@ -49,12 +50,21 @@ def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreT
     return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).to(dtype).eval()
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How linear layers are multiplied, and, where the machine has tiles, attention as on one without."""
+    if request.param == "attention by vectors":
+        assert found is not None
+        monkeypatch.setattr(found.attends_by_tiles, "value", 0)
+    return str(request.param)
+
+
 def read_by(way: str, family: str) -> Target:
     """A target whose layers are multiplied by oneDNN, or by our kernels as well."""
     own = model(family)
-    pack_linears(own, free=way == "all by kernels")
+    pack_linears(own, free=way != "by oneDNN")
     target = Target(own)
-    assert target._lean is not None and target._lean.native == (way == "all by kernels")
+    assert target._lean is not None and target._lean.native == (way != "by oneDNN")
     return target
 
 
@@ -103,7 +113,6 @@ def readings(target: Target) -> torch.Tensor:
     return torch.cat([part.flatten().double() for part in (first.logits, first.hidden, second.logits, second.hidden)])
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
     fused, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
@@ -114,12 +123,43 @@ def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str
     assert 0 < ours < 1.25 * theirs < 0.1
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str, way: str) -> None:
     found = probe(read_by(way, family), widths=(1, 2, 5, 16, 32))
     assert not found.differ and len(found.same) == 12
     assert "trees up to 29 nodes" in found.promise
+
+
+@pytest.mark.parametrize("lead", [31, 32, 300, 319])
+@pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
+def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(family: str, lead: int, way: str) -> None:
+    """Sums over the text are made of parts; none may end elsewhere because a token lies in another slot."""
+    target, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
+    stock._lean = exact._lean = None
+    text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
+    drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
+    tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
+    path = tree.path_to(torch.tensor([deepest]))[0]
+
+    def behind(read: Target, tree: TokenTree, *, alone: bool = False) -> torch.Tensor:
+        cache = read.new_cache(1, lead + 16)
+        with torch.inference_mode():
+            read.read(TokenTree.chain(text), cache)
+            cache.keep(None, torch.tensor([lead]))
+            if not alone:
+                return read.read(tree, cache).logits[0]
+            logits = []
+            for token in tree.tokens[0]:
+                logits.append(read.read(TokenTree.chain(token[None, None]), cache).logits[0, 0])
+                cache.keep(None, torch.tensor([1]))
+        return torch.stack(logits)
+
+    branch = behind(target, tree)[path]
+    chain = TokenTree.chain(drafted[:, path])
+    assert torch.equal(branch, behind(target, chain)) and torch.equal(branch, behind(target, chain, alone=True))
+    truth = behind(exact, tree)
+    ours, theirs = ((behind(one, tree).double() - truth).norm() / truth.norm() for one in (target, stock))
+    assert ours < 1.5 * theirs
 
 
 def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
@@ -150,7 +190,6 @@ def test_layers_may_differ_in_width(free: bool) -> None:
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_threads_do_not_change_a_bit(way: str) -> None:
     target, before = read_by(way, "llama"), torch.get_num_threads()
     found = []
@@ -163,7 +202,7 @@ def test_threads_do_not_change_a_bit(way: str) -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
-@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), pytest.param("all by kernels", marks=ALL)])
+@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = read_by(way, family)

@@ -27,7 +27,7 @@ from draftproof.native.lookup import Lookup
 from draftproof.native.pages import enlarge
 
 SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c", "lookup.c")]
-HEADER = Path(__file__).with_name("lanes.h")
+HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "tiles.h")]
 SWITCH = "DRAFTPROOF_KERNELS"
 """Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
@@ -94,7 +94,8 @@ class Pairs(ctypes.Structure):
 class Kernels:
     """The functions of the library, which take pointers as numbers.
 
-    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16. tiles: by tiles (AMX).
+    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16. tiles: by tiles (AMX), as
+    attention then is; by vectors, if `attends_by_tiles` is set to 0.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -150,6 +151,7 @@ class Kernels:
         self.lookup = Lookup(library)
         library.draftproof_linears.restype = number
         self.int8, self.bf16, self.tiles = (bool(library.draftproof_linears() >> bit & 1) for bit in range(3))
+        self.attends_by_tiles = ctypes.c_int.in_dll(library, "draftproof_tiles")
         if has_amx() and not self.tiles:                        # the compiler knows no tiles, and oneDNN is quicker with them
             self.int8 = self.bf16 = False
 
@@ -381,7 +383,7 @@ def kernels() -> Kernels | None:
 
 def _built(compiler: str) -> Path:
     """The compiled library of this source, by this compiler, for this processor."""
-    texts = [path.read_text() for path in (HEADER, *SOURCES)]
+    texts = [path.read_text() for path in (*HEADERS, *SOURCES)]
     name = hashlib.sha256("\n".join([*texts, compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
     for folder in _folders():
         target = folder / f"kernels-{name}.so"

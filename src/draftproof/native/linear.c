@@ -1,16 +1,13 @@
 /* Linear layers, in bfloat16 and in 8 bits: by tiles where the processor has them (AMX), else by vectors. */
 #define _GNU_SOURCE
-#include "lanes.h"
+#include "tiles.h"
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#if TILES
 #include <sys/syscall.h>
 #include <unistd.h>
-#define TILES 1
-#else
-#define TILES 0
 #endif
 
 /* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row: of a tile, or so many that they stay in the
@@ -93,27 +90,20 @@ void draftproof_scaled(const float *products, const float *most, const bf16 *bia
 
 typedef union { bits whole; lanes real; } Sum;
 
+int draftproof_tiles;
+
 #if TILES
 /* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles, which the
  * kernel of the system has to be asked for. */
 int64_t draftproof_linears(void) {
     enum { ASK = 0x1023, TILE_DATA = 18 };
-    return syscall(SYS_arch_prctl, ASK, TILE_DATA) ? 0 : 7;
+    draftproof_tiles = !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+    return draftproof_tiles ? 7 : 0;
 }
-
-/* What the tiles of a thread look like: sums 0 to 3, rows 4 and 5, weights 6 and 7. */
-typedef struct {
-    uint8_t palette, start, nothing[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Tiles;
-
-/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads it. */
-#define WRITTEN __asm__ volatile("" ::: "memory")
 
 static _Thread_local int64_t form;                                                         /* of a thread's tiles; 0 if it has none */
 
-/* Tiles for chunks of so many rows; the lower may have none. */
+/* Tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5, weights 6 and 7. */
 static void tiled(int64_t upper, int64_t lower) {
     int64_t wanted = upper * (MOST + 1) + lower;
     if (form == wanted) return;
