@@ -3,10 +3,12 @@
 
 enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256, PART = 1024 };
 
+/* What many do together, each does in the order of the text. `by_all` is done by the threads of a team, which do not wait for each
+ * other in the end; without, it has a team of its own. */
+
 /* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
-void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
-                     int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > SMALL / 2)
+static void normed_by_all(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size) {
+#pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
         lanes squares = {};
@@ -25,9 +27,15 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float 
     }
 }
 
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
+                     int64_t threads) {
+#pragma omp parallel num_threads(threads) if (rows * size > SMALL / 2)
+    normed_by_all(hidden, delta, weight, epsilon, out, rows, size);
+}
+
 /* out = silu(gate) * up; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
-void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel for collapse(2) num_threads(threads) if (rows * size > SMALL / 4)
+static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size) {
+#pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
         for (int64_t part = 0; part < size; part += PART) {
             const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
@@ -37,6 +45,11 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size,
                 narrowed(y + i, rounded(g / (1.0f + expo(-g))) * wide(up + i));
             }
         }
+}
+
+void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (rows * size > SMALL / 4)
+    gated_by_all(gate_up, out, rows, size);
 }
 
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many
@@ -336,8 +349,8 @@ static const Way by_tiles = {BLOCK, WHOLE, paired, all_squared, all_multiplied};
 #endif
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
-static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values, const bf16 *inner,
-                     const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
+static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values,
+                     const bf16 *inner, const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
     int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
@@ -375,47 +388,51 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads, head_dim]: turn them, write keys
  * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
  * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. */
-void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
-                       bf16 *keys, bf16 *values, bf16 *out) {
+static void attended_by_all(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                            bf16 *keys, bf16 *values, bf16 *out) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group, lines = read->heads + 2 * read->key_heads;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
     each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
-    int64_t parts = (queries + each - 1) / each, slots = 0;
-    for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
-#pragma omp parallel num_threads(read->threads) if (slots * read->key_heads * queries * size > PRODUCTS)
-    {
+    int64_t parts = (queries + each - 1) / each;
 #pragma omp for
-        for (int64_t one = 0; one < shared; one++) {
-            int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
-            int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
-            for (int64_t w = 0; w < some; w++) {
-                int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
-                int64_t position = length + depth_of(read->parents + row * read->nodes, node);
-                const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
-                float key[WIDEST];
-                turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
-                for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
-                memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
-            }
+    for (int64_t one = 0; one < shared; one++) {
+        int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
+        int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
+        for (int64_t w = 0; w < some; w++) {
+            int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
+            int64_t position = length + depth_of(read->parents + row * read->nodes, node);
+            const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
+            float key[WIDEST];
+            turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
+            for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
+            memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
         }
-        const Way *way = &by_vectors;
-#if TILES
-        unsigned mode = draftproof_tiles ? tiled() : 0;
-        if (draftproof_tiles) way = &by_tiles;
-#endif
-#pragma omp for schedule(dynamic)
-        for (int64_t one = 0; one < shared * parts; one++) {
-            int64_t which = one / parts, row = which / read->key_heads, store = which * read->capacity * size;
-            int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
-            if (from < own)
-                attended(read, way, row, which % read->key_heads, keys + store, values + store, inner, query_weight, epsilon, out, from,
-                         from + each < own ? from + each : own);
-        }
-#if TILES
-        if (draftproof_tiles) released(mode);
-#endif
     }
+    const Way *way = &by_vectors;
+#if TILES
+    unsigned mode = draftproof_tiles ? tiled() : 0;
+    if (draftproof_tiles) way = &by_tiles;
+#endif
+#pragma omp for schedule(static, 1) nowait
+    for (int64_t one = 0; one < shared * parts; one++) {
+        int64_t which = one / parts, row = which / read->key_heads, store = which * read->capacity * size;
+        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
+        if (from < own)
+            attended(read, way, row, which % read->key_heads, keys + store, values + store, inner, query_weight, epsilon, out, from,
+                     from + each < own ? from + each : own);
+    }
+#if TILES
+    if (draftproof_tiles) released(mode);
+#endif
+}
+
+void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                       bf16 *keys, bf16 *values, bf16 *out) {
+    int64_t each = (read->nodes - read->first) * read->heads * read->head_dim, slots = 0;
+    for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
+#pragma omp parallel num_threads(read->threads) if (slots * each > PRODUCTS)
+    attended_by_all(read, inner, query_weight, key_weight, epsilon, keys, values, out);
 }
 
 /* All layers of a model: hidden states [start_of(rows), size] become those behind the final norm, in `last`; the states before
@@ -424,22 +441,34 @@ void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_we
 void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
                         bf16 *last, bf16 *const *kept, bf16 *work) {
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
-    bf16 *delta = NULL;
-    for (int64_t n = 0; n < count; n++) {
-        const Layer *layer = layers + n;
-        int64_t gates = layer->down.size;
-        bf16 *normed = work, *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
-        bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-        draftproof_norm(hidden, delta, layer->before, layer->epsilon, normed, width, size, threads);
-        if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
-        draftproof_linear(&layer->inner, normed, states, width, threads);
-        draftproof_attend(read, states, layer->query, layer->key, layer->epsilon, stores[2 * n], stores[2 * n + 1], mixed);
-        delta = last;
-        draftproof_linear(&layer->output, mixed, delta, width, threads);
-        draftproof_norm(hidden, delta, layer->after, layer->epsilon, normed, width, size, threads);
-        draftproof_linear(&layer->gate_up, normed, both, width, threads);
-        draftproof_gate(both, gate, width, gates, threads);
-        draftproof_linear(&layer->down, gate, delta, width, threads);
+#pragma omp parallel num_threads(threads) if (width * size * layers->gate_up.outputs > PRODUCTS / 2)
+    {
+        bf16 *delta = NULL;
+        for (int64_t n = 0; n < count; n++) {
+            const Layer *layer = layers + n;
+            int64_t gates = layer->down.size;
+            bf16 *normed = work, *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
+            bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
+            normed_by_all(hidden, delta, layer->before, layer->epsilon, normed, width, size);
+#pragma omp barrier
+#pragma omp master
+            if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
+            draftproof_multiply(&layer->inner, normed, states, width, threads);
+#pragma omp barrier
+            attended_by_all(read, states, layer->query, layer->key, layer->epsilon, stores[2 * n], stores[2 * n + 1], mixed);
+#pragma omp barrier
+            delta = last;
+            draftproof_multiply(&layer->output, mixed, delta, width, threads);
+#pragma omp barrier
+            normed_by_all(hidden, delta, layer->after, layer->epsilon, normed, width, size);
+#pragma omp barrier
+            draftproof_multiply(&layer->gate_up, normed, both, width, threads);
+#pragma omp barrier
+            gated_by_all(both, gate, width, gates);
+#pragma omp barrier
+            draftproof_multiply(&layer->down, gate, delta, width, threads);
+#pragma omp barrier
+        }
+        normed_by_all(hidden, delta, norm, layers->epsilon, last, width, size);
     }
-    draftproof_norm(hidden, delta, norm, layers->epsilon, last, width, size, threads);
 }

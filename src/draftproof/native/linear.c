@@ -359,31 +359,34 @@ static void prepared(const Product *of, int64_t row) {
     else laid(x, layer->size, layer->padded, words, beside);
 }
 
-/* inputs [rows, size] to out [rows, outputs]. Few inputs are laid out by each thread for itself, which is sooner done than to wait
- * for the others. */
-void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
+/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait for each other in the end. Few
+ * inputs are laid out by each thread for itself, which is sooner done than to wait for the others. */
+void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
     int64_t count = layer->padded / (layer->scale ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
     int64_t strips = (layer->outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
     int64_t groups = threads * ((strips + threads * STRIPS - 1) / (threads * STRIPS));
     int64_t as_is = !layer->scale && rows == 1 && layer->size == layer->padded, few = rows * layer->size <= SMALL;
-    Product shared = {layer, rows, chunks, count, stretch, inputs, (int32_t *)inputs, NULL, NULL, out};
-    if (!as_is && !few) room(&shared);
-#pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
-    {
-        Product of = shared;
-        if (!as_is && few) {
-            room(&of);
-            for (int64_t r = 0; r < rows; r++) prepared(&of, r);
-        } else if (!as_is) {
+    Product of = {layer, rows, chunks, count, stretch, inputs, (int32_t *)inputs, NULL, NULL, out};
+    if (!as_is && few) {
+        room(&of);
+        for (int64_t r = 0; r < rows; r++) prepared(&of, r);
+    } else if (!as_is) {
+#pragma omp single copyprivate(of)
+        room(&of);
 #pragma omp for
-            for (int64_t r = 0; r < rows; r++) prepared(&of, r);
-        }
-#pragma omp for
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t c = 0; c < chunks; c += CHUNKS)
-                panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks);
-        released();
+        for (int64_t r = 0; r < rows; r++) prepared(&of, r);
     }
+#pragma omp for nowait
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t c = 0; c < chunks; c += CHUNKS)
+            panel(&of, strips * g / groups, strips * (g + 1) / groups, c, c + CHUNKS < chunks ? c + CHUNKS : chunks);
+    released();
+}
+
+/* The same, by threads of its own. */
+void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
+    draftproof_multiply(layer, inputs, out, rows, threads);
 }
 
 /* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as much. */
