@@ -518,3 +518,41 @@ def test_kernels_say_what_operators_say(shared: bool, layers: int) -> None:
             found = drafter._weights.logits(hidden, heads, tables)
             assert found.shape == (5, heads, 96)
             assert (found - wanted[:, :heads]).float().norm() < 0.01 * wanted.float().norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("wish", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_and_pairs_read_as_one_draft_what_they_draft_apart(rows: int, wish: Sampling, tree: Any) -> None:
+    tables, dice = packed_target(), torch.Generator().manual_seed(0)
+    head = MedusaHead.fresh(tables, num_heads=3, num_layers=2, share_lm_head=True)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
+    head.count(*torch.randint(96, (2, 3000), generator=dice))
+    drafter = Medusa(head, tables, tree)
+    assert drafter._together is not None and head.config.pairs > 100
+    apart = Medusa(head, tables, tree)
+    apart._together = None
+    frontier = Frontier(paths_of([[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]][:rows]).prefix, sampler_of(*[wish] * rows), 7)
+    hidden = torch.randn(rows, 64, generator=dice).bfloat16()
+    drafted = []
+    with torch.inference_mode():
+        for one in (drafter, apart):
+            one.start(4, 64)
+            one._hidden[:rows] = hidden
+            drafted.append(one.propose(frontier))
+    one, other = drafted
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
+    assert one.odds is not None and other.odds is not None and torch.equal(one.odds, other.odds)
+    assert one.tokens.shape == (rows, 8) and bool((one.odds[:, 1:] > 0).all()) and bool((one.odds[:, 0] == 1).all())
+    assert rows == 1 or not torch.equal(one.tokens[0], one.tokens[1])
+
+
+@needs_kernels
+def test_heads_with_projections_of_their_own_are_read_apart() -> None:
+    tables = packed_target()
+    head = MedusaHead.fresh(tables, num_heads=2, num_layers=1, share_lm_head=False)
+    head.count(*torch.randint(96, (2, 3000), generator=torch.Generator().manual_seed(0)))
+    assert Medusa(head, tables)._together is None

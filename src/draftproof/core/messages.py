@@ -133,7 +133,9 @@ class Commit:
         """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
-        if hidden is not None and not tree.is_chain:
+        if hidden is not None and not tree.is_chain and len(hidden) == 1:
+            hidden = hidden.index_select(1, accepted.nodes[0])                          # far sooner done
+        elif hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
         successors = Successors.of(tree, [reading.logits], top, at_hand=at_hand) if top else None

@@ -26,7 +26,7 @@ from draftproof.core.noise import Role
 from draftproof.core.sampling import Paths
 from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
-from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table
+from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table, tree_of_heads
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.drafters.medusa_weights import Head, Weights
 from draftproof.errors import BadInput, DrafterMismatch
@@ -176,6 +176,9 @@ class Medusa(Drafter):
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
         self._weights = Weights.of(list(head._each()), head.token_map, vocabulary)
         self._pairs = head.pairs.table(vocabulary.vocab_size, vocabulary.device) if head.pairs is not None else None
+        self._together = None                                       # heads and pairs as our kernels read them, where they do
+        if self._pairs is not None and self._weights.own is not None:
+            self._together = self._weights.own.with_pairs(self._pairs.native, WEIGHT, vocabulary)
         self._hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
         self._shapes: dict[int, TreeShape] = {}
 
@@ -223,9 +226,12 @@ class Medusa(Drafter):
         """The tree of this shape, or the likeliest paths, where each choice depends on the one before."""
         nodes, sampler = frontier.budget if shape is None else len(shape) - 1, frontier.sampler
         deepest = self.config.num_heads if shape is None else len(shape.levels) - 1
-        logits = self._weights.logits(self._hidden[: len(root)], min(deepest, nodes), self.vocabulary)
-        found = kernels() if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" else None
-        contest = sampler.contest(frontier.prefix, logits.shape[1], logits.shape[-1], 0)
+        steps, vocab, hidden = min(deepest, nodes), self.vocabulary.vocab_size, self._hidden[: len(root)]
+        found = kernels() if hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu" else None
+        contest = sampler.contest(frontier.prefix, steps, vocab, 0) if found is not None else None
+        if found is not None and contest is not None and self._together is not None:
+            return tree_of_heads(found, self._together, steps, hidden, root[:, 0], nodes, contest, shape)
+        logits = self._weights.logits(hidden, steps, self.vocabulary)
         if found is not None and contest is not None:
             return pairs.tree(found, logits, root[:, 0], nodes, contest, shape)
         behind = self._behind(frontier, root, logits)

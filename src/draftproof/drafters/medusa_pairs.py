@@ -121,12 +121,9 @@ class Table:
         self, found: Kernels, logits: Tensor, roots: Tensor, nodes: int, contest: Contest, shape: TreeShape | None
     ) -> TokenTree:
         """As `pool`, chosen from, or as `shaped`, by our kernels: logits [B, K, V] in bfloat16, roots [B]."""
-        children, births = (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_at_hand)
+        children, births = _births(shape, nodes)
         drafted = found.paired(self.native, WEIGHT, logits, roots, nodes, children, contest, ABSENT, births)
-        tokens, parents, odds = drafted[0], drafted[1], drafted[2].exp()
-        if shape is not None:
-            return TokenTree.shaped(tokens, shape, odds=odds)
-        return TokenTree.found(tokens, parents, odds, logits.shape[1])
+        return _grown(drafted, shape, logits.shape[1])
 
     def pool(self, root: Tensor, odds: Tensor, weights: Tensor, nodes: int) -> Pool:
         """What the `nodes` likeliest nodes are among, behind roots [B].
@@ -200,3 +197,22 @@ class Table:
         at = first[..., None] + torch.arange(self.most, device=first.device)
         there, at = at < end[..., None], at.clamp(max=len(self.tokens) - 1)
         return torch.where(there, self.tokens[at].long(), ABSENT), at
+
+
+def tree_of_heads(
+    found: Kernels, heads: native.Heads, count: int, hidden: Tensor, roots: Tensor, nodes: int, contest: Contest,
+    shape: TreeShape | None,
+) -> TokenTree:  # fmt: skip
+    """As `Table.tree`, by what the first `count` heads say of hidden states [B, H], which lie side by side."""
+    children, births = _births(shape, nodes)
+    return _grown(found.medusa(heads, count, hidden, roots, nodes, children, contest, ABSENT, births), shape, count)
+
+
+def _births(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
+    """How many children a node may have, and the shape as our kernels take it."""
+    return (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_at_hand)
+
+
+def _grown(drafted: tuple[Tensor, Tensor, Tensor], shape: TreeShape | None, deepest: int) -> TokenTree:
+    tokens, parents, odds = drafted
+    return TokenTree.shaped(tokens, shape, odds=odds) if shape is not None else TokenTree.found(tokens, parents, odds, deepest)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
-from draftproof.native.kernels import LANES, Kernels, Linear, kernels
+from draftproof.native.kernels import LANES, Heads, Kernels, Linear, Pairs, kernels
 from draftproof.target.pack import PackedLinear
 
 
@@ -42,6 +42,13 @@ class _Own(NamedTuple):
     blocks: ctypes.Array[Linear]
     packed: list[PackedLinear]
     projections: list[PackedLinear] | None
+
+    def with_pairs(self, pairs: Pairs, weight: float, vocabulary: Vocabulary) -> Heads | None:
+        """All that drafting reads as one, if the projection is the target's. weight: what gains are multiplied with."""
+        shared = vocabulary.native.head if vocabulary.native is not None else None
+        if self.projections is not None or shared is None or shared.outputs != vocabulary.vocab_size:
+            return None
+        return Heads(ctypes.addressof(self.blocks), shared, pairs, self.layers, weight)
 
     def logits(self, found: Kernels, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[heads, B, rows] as `Weights.logits`."""

@@ -221,8 +221,8 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
 }
 
 /* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and pairs, in falling order of their
- * chances, of which at most `children` have one parent: tokens, parents and the logarithms of chances [rows, nodes + 1], `absent`
- * and -inf where there are no more. With a shape [2, nodes + 1], the tree of this shape instead: each node's parent, and which of its
+ * chances, of which at most `children` have one parent: tokens, parents and chances [rows, nodes + 1], `absent` and 0 where there
+ * are no more. With a shape [2, nodes + 1], the tree of this shape instead: each node's parent, and which of its
  * children it is. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
 void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, const bf16 *logits, const int64_t *roots,
                        int64_t rows, int64_t heads, int64_t vocab, int64_t nodes, int64_t children, const float *noise,
@@ -270,8 +270,35 @@ void draftproof_paired(const Pairs *pairs, float weight, const int64_t *shape, c
             behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most, most);
             next[n] = chance[n] + lists[n * most].score;
         }
+        for (int64_t n = 0; n <= nodes; n++) chance[n] = expf(chance[n]);
     }
     free(own);
+}
+
+/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of all; and pairs, and what their
+ * gains are multiplied with. */
+typedef struct {
+    const Linear *blocks;
+    Linear projection;
+    Pairs pairs;
+    int64_t layers;
+    float weight;
+} Heads;
+
+/* As draftproof_paired, by what the first `heads` heads say of hidden states [rows, size]. room: rows * heads * (2 size + vocab)
+ * numbers. */
+void draftproof_medusa(const Heads *of, const bf16 *hidden, const int64_t *shape, const int64_t *roots, int64_t rows, int64_t heads,
+                       int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
+                       const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, bf16 *room, float *work,
+                       int64_t threads) {
+    int64_t size = of->blocks->size, vocab = of->projection.outputs, all = rows * heads;
+    bf16 *states = room, *beside = states + all * size, *logits = beside + all * size;
+    draftproof_heads(of->blocks, hidden, states, beside, heads, of->layers, rows, threads);
+    for (int64_t i = 0; i < all; i++)                               /* row by row */
+        memcpy(beside + i * size, states + (i % heads * rows + i / heads) * size, (size_t)size * sizeof(bf16));
+    draftproof_linear(&of->projection, beside, logits, all, threads);
+    draftproof_paired(&of->pairs, of->weight, shape, logits, roots, rows, heads, vocab, nodes, children, noise, places, heats, trusts,
+                      absent, tokens, parents, odds, work, threads);
 }
 
 /* Draft a chain per row. Each row reads what it lacks of its text [rows, room], up to its root at positions[row], and has

@@ -91,6 +91,18 @@ class Pairs(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("starts", "tokens", "gains", "rest"))
 
 
+class Heads(ctypes.Structure):
+    """Medusa heads that share the target's projection, with pairs; as in drafting.c."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("projection", Linear),
+        ("pairs", Pairs),
+        ("layers", ctypes.c_int64),
+        ("weight", ctypes.c_float),
+    )
+
+
 class Kernels:
     """The functions of the library, which take pointers as numbers.
 
@@ -145,6 +157,8 @@ class Kernels:
         self._paired.argtypes = (
             pointer, ctypes.c_float, *(pointer,) * 3, *(number,) * 5, *(pointer,) * 4, number, *(pointer,) * 4, number
         )  # fmt: skip
+        self._medusa = library.draftproof_medusa
+        self._medusa.argtypes = (*(pointer,) * 4, *(number,) * 4, *(pointer,) * 4, number, *(pointer,) * 5, number)
         for function in vars(self).values():
             function.restype = None
         self.chain.restype = self._search.restype = number
@@ -271,7 +285,7 @@ class Kernels:
         self, pairs: Pairs, weight: float, logits: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest,
         absent: int, shape: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The tree of the likeliest `nodes` nodes, [rows, nodes + 1] each: tokens, parents, logarithms of their chances.
+        """The tree of the likeliest `nodes` nodes, [rows, nodes + 1] each: tokens, parents, chances.
 
         logits: [rows, heads, V] bfloat16. roots: [rows]. weight: what gains are multiplied with before they are added to
         logits. children: at most so many of one parent. `absent` where there are no more. shape: [2, nodes + 1] int64, each
@@ -284,6 +298,23 @@ class Kernels:
         self._paired(
             ctypes.addressof(pairs), weight, None if shape is None else shape.data_ptr(), logits.data_ptr(), roots.data_ptr(),
             rows, heads, vocab, nodes, children, *where, absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(),
+            work.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, parents, chances
+
+    def medusa(
+        self, heads: Heads, count: int, hidden: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest, absent: int,
+        shape: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `paired`, by what the first `count` of `heads` say of hidden states [rows, size], contiguous, in bfloat16."""
+        (rows, size), vocab = hidden.shape, heads.projection.outputs
+        tokens, parents = torch.empty(2, rows, nodes + 1, dtype=torch.int64)
+        chances, work = torch.empty(rows, nodes + 1), torch.empty(rows * count * (vocab + LANES))
+        room = hidden.new_empty(rows * count * (2 * size + vocab))
+        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        self._medusa(
+            ctypes.addressof(heads), hidden.data_ptr(), None if shape is None else shape.data_ptr(), roots.data_ptr(), rows,
+            count, nodes, children, *where, absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), room.data_ptr(),
             work.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens, parents, chances

@@ -223,6 +223,8 @@ typedef struct {
 
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
+void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
+                      int64_t threads);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads);
 void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
                         bf16 *last, bf16 *const *kept, bf16 *work);
