@@ -26,7 +26,7 @@ from torch import Tensor
 from draftproof.native.lookup import Lookup
 from draftproof.native.pages import enlarge
 
-SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "linear.c", "drafting.c", "lookup.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "attention.c", "linear.c", "drafting.c", "lookup.c")]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "tiles.h")]
 SWITCH = "DRAFTPROOF_KERNELS"
 """Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""

@@ -1,0 +1,375 @@
+/* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums of values. */
+#include "tiles.h"
+
+enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
+
+static void normed(const bf16 *x, const bf16 *weight, float epsilon, float *out, int64_t size) {
+    lanes squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
+    float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
+    for (int64_t i = 0; i < size; i++) out[i] = widen(narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i])));
+}
+
+static inline float rotated(float x, bf16 cosine, float other, bf16 sine) {
+    return widen(narrow(widen(narrow(x * widen(cosine))) + other * widen(sine)));
+}
+
+/* One head of one token, normed if there is a weight and turned to its position, in bfloat16's precision. */
+static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, float *out) {
+    int64_t size = read->head_dim, half = size / 2;
+    const bf16 *cosines = read->cosines + position * size, *sines = read->sines + position * size;
+    float plain[WIDEST];
+    if (weight) normed(x, weight, epsilon, plain, size);
+    else for (int64_t i = 0; i < size; i++) plain[i] = widen(x[i]);
+    for (int64_t i = 0; i < half; i++) out[i] = rotated(plain[i], cosines[i], -plain[i + half], sines[i]);
+    for (int64_t i = half; i < size; i++) out[i] = rotated(plain[i], cosines[i], plain[i - half], sines[i]);
+}
+
+static int64_t depth_of(const int64_t *parents, int64_t node) {
+    int64_t depth = 0;
+    for (; (node = parents[node]) >= 0;) depth++;
+    return depth;
+}
+
+/* A query: a node, as the `place`-th of its row that is read, and a head. Its path from the root on, and where its window begins. */
+typedef struct {
+    int64_t place, head, start, deep;
+    const int64_t *path;
+    float share;                                /* one divided by the sum of its chances */
+} Query;
+
+/* Queries of one head of keys, in one row, and what they are reckoned with. */
+typedef struct Heard Heard;
+
+/* How that is done: so many queries at a time; of chances in bfloat16, sums of values by so many places of the text, or 1. */
+typedef struct {
+    int64_t together, whole;
+    void (*laid)(const Heard *of, int64_t query, const float *head, float scale);
+    void (*scored)(const Heard *of, float scale);
+    void (*summed)(const Heard *of);
+} Way;
+
+struct Heard {
+    const Way *way;
+    Query *queries;
+    const bf16 *keys, *values;                  /* [slots][size] */
+    int64_t size, count, padded, stride, earliest, length, nodes;
+    float *heads, *scores, *sums;               /* [padded][size]; [padded][stride], later chances; [padded][size] */
+    void *room;                                 /* for STRETCH / 2 times size numbers */
+};
+
+/* Scores of a query become chances, summed up in the order of the text: from where its window begins to `length`, then the nodes of
+ * its path. Those of other nodes, and of what only others hear, become 0. */
+static void softened(const Heard *of, Query *query, float *scores) {
+    int64_t length = of->length, start = query->start, deep = query->deep, coarse = of->way->whole > 1;
+    float on[deep];
+    for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
+    memcpy(scores + length, on, sizeof on);
+    int64_t first = start / LANES * LANES, end = length + deep, whole = (end + LANES - 1) / LANES * LANES;
+    for (int64_t s = end; s < whole; s++) scores[s] = -INFINITY;
+    for (int64_t s = first; s < start; s++) scores[s] = -INFINITY;
+    lanes most = loaded(scores + first), sum = {};
+    for (int64_t s = first; s < whole; s += LANES) most = larger(loaded(scores + s), most);
+    float top = largest(most);
+    for (int64_t s = first; s < whole; s += LANES) {
+        lanes chance = expo(loaded(scores + s) - top);
+        if (coarse) chance = rounded(chance);
+        sum += chance;
+        memcpy(scores + s, &chance, sizeof chance);
+    }
+    for (int64_t s = of->earliest / of->way->whole * of->way->whole; s < first; s++) scores[s] = 0;
+    memcpy(on, scores + length, sizeof on);
+    memset(scores + length, 0, (size_t)of->nodes * sizeof *scores);
+    for (int64_t d = 0; d < deep; d++) scores[length + query->path[d]] = on[d];
+    query->share = 1.0f / total(sum);
+}
+
+/* A head of a query as vectors want it. */
+static void laid(const Heard *of, int64_t q, const float *head, float scale) {
+    for (int64_t i = 0; i < of->size; i++) of->heads[q * of->size + i] = head[i] * scale;
+}
+
+/* Scores of TOGETHER queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK]. Each a sum along size. */
+static inline void scored(const Heard *of, int64_t first, int64_t slot, const lanes *keys) {
+    const float *heads = of->heads + first * of->size;
+    lanes sum[TOGETHER] = {};
+    for (int64_t i = 0; i < of->size; i++)
+        for (int q = 0; q < TOGETHER; q++) sum[q] += heads[q * of->size + i] * keys[i];
+    for (int q = 0; q < TOGETHER; q++) memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
+}
+
+static void all_scored(const Heard *of, float scale) {
+    (void)scale;                                                                            /* is in the heads */
+    lanes *tile = of->room;
+    int64_t end = of->length + of->nodes;
+    for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
+        int64_t left = end - s < BLOCK ? end - s : BLOCK;
+        for (int64_t i = 0; i < of->size; i += LANES) {
+            for (int64_t j = 0; j < BLOCK; j++) tile[i + j] = j < left ? wide(of->keys + (s + j) * of->size + i) : (lanes){};
+            transposed(tile + i);
+        }
+        for (int64_t q = 0; q < of->padded; q += TOGETHER) scored(of, q, s, tile);
+    }
+}
+
+/* Sums of the values of all slots that are not for nodes on no path, which may never have been written. */
+static void all_summed(const Heard *of) {
+    int64_t wanted[of->nodes], slots[of->nodes], some = 0;
+    memset(wanted, 0, sizeof wanted);
+    for (int64_t q = 0; q < of->count; q++)
+        for (int64_t d = 0; d < of->queries[q].deep; d++) wanted[of->queries[q].path[d]] = 1;
+    for (int64_t n = 0; n < of->nodes; n++)
+        if (wanted[n]) slots[some++] = of->length + n;
+    for (int64_t q = of->count; q < of->padded; q++)
+        memset(of->scores + q * of->stride, 0, (size_t)(of->length + of->nodes) * sizeof(float));
+    for (int64_t q = 0; q < of->padded; q += TOGETHER)
+        for (int64_t i = 0; i < of->size; i += LANES) {
+            const float *chances = of->scores + q * of->stride;
+            lanes sum[TOGETHER] = {};
+            for (int64_t s = of->earliest; s < of->length; s++) {
+                lanes value = wide(of->values + s * of->size + i);
+                for (int k = 0; k < TOGETHER; k++) sum[k] += chances[k * of->stride + s] * value;
+            }
+            for (int64_t n = 0; n < some; n++) {
+                lanes value = wide(of->values + slots[n] * of->size + i);
+                for (int k = 0; k < TOGETHER; k++) sum[k] += chances[k * of->stride + slots[n]] * value;
+            }
+            for (int k = 0; k < TOGETHER; k++) memcpy(of->sums + (q + k) * of->size + i, &sum[k], sizeof sum[k]);
+        }
+}
+
+static const Way by_vectors = {TOGETHER, 1, laid, all_scored, all_summed};
+
+#if TILES
+/* By tiles: a sum of values is, of WHOLE places of the text after another, the sum of those at even places and of those at odd
+ * ones, of chances in bfloat16. Where the last places have other slots in a tree, vectors sum up in the same way. Denormal numbers
+ * count 0 in both. */
+
+/* Sums in 0; chances or keys in 1, times pairs of values, or of numbers of queries, in 2; in 3 and 4 half of both. Returns what
+ * `released` is to be told. */
+static unsigned tiled(void) {
+    static const Tiles tiles = {.palette = 1, .bytes = {64, 64, 64, 32, 64}, .rows = {16, 16, 16, 16, 8}};
+    unsigned mode = _mm_getcsr();
+    _tile_loadconfig(&tiles);
+    _mm_setcsr(mode | 0x8040);
+    return mode;
+}
+
+static void released(unsigned mode) {
+    _tile_release();
+    _mm_setcsr(mode);
+}
+
+/* A head of a query as tiles want it: pairs of its numbers, beside those of BLOCK queries. */
+static void paired(const Heard *of, int64_t q, const float *head, float scale) {
+    (void)scale;                                                                            /* scores are multiplied by it */
+    uint32_t *pairs = (uint32_t *)of->heads + q / BLOCK * BLOCK * of->size / 2 + q % BLOCK, own[WIDEST / 2];
+    for (int64_t i = 0; i < of->size; i += LANES) narrowed((bf16 *)own + i, loaded(head + i));
+    for (int64_t i = 0; i < of->size / 2; i++) pairs[i * BLOCK] = own[i];
+}
+
+/* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys [BLOCK][size] these are. */
+static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys, float scale) {
+    const uint32_t *pairs = (const uint32_t *)of->heads + first * of->size / 2;
+    int64_t size = of->size, whole = size / WHOLE * WHOLE;
+    lanes square[BLOCK];
+    _tile_zero(0);
+    for (int64_t i = 0; i < whole; i += WHOLE) {
+        _tile_loadd(1, keys + i, size * 2);
+        _tile_loadd(2, pairs + i / 2 * BLOCK, 64);
+        _tile_dpbf16ps(0, 1, 2);
+    }
+    if (whole < size) {
+        _tile_loadd(3, keys + whole, size * 2);
+        _tile_loadd(4, pairs + whole / 2 * BLOCK, 64);
+        _tile_dpbf16ps(0, 3, 4);
+    }
+    _tile_stored(0, square, 64);
+    WRITTEN;
+    transposed(square);
+    for (int q = 0; q < BLOCK; q++) {
+        lanes score = square[q] * scale;
+        memcpy(of->scores + (first + q) * of->stride + slot, &score, sizeof score);
+    }
+}
+
+static void all_squared(const Heard *of, float scale) {
+    int64_t end = of->length + of->nodes;
+    for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
+        const bf16 *keys = of->keys + s * of->size;
+        if (end - s < BLOCK) {
+            memset(of->room, 0, (size_t)(BLOCK * of->size) * sizeof(bf16));
+            keys = memcpy(of->room, keys, (size_t)((end - s) * of->size) * sizeof(bf16));
+        }
+        WRITTEN;
+        for (int64_t q = 0; q < of->padded; q += BLOCK) squared(of, q, s, keys, scale);
+    }
+}
+
+/* Sums of the values of the slots `from` to `to`, a multiple of WHOLE of them, by chances in bfloat16. */
+static void multiplied(const Heard *of, int64_t from, int64_t to) {
+    int64_t size = of->size;
+    uint32_t *pairs = of->room;                                                             /* [STRETCH / 2][size] */
+    if (from == to) memset(of->sums, 0, (size_t)(of->padded * size) * sizeof(float));
+    for (int64_t begin = from; begin < to; begin += STRETCH) {
+        int64_t end = begin + STRETCH < to ? begin + STRETCH : to;
+        for (int64_t s = begin; s < end; s += 2)
+            for (int64_t i = 0; i < size; i += LANES) {
+                words even = (words)wide(of->values + s * size + i), odd = (words)wide(of->values + (s + 1) * size + i);
+                odd |= even >> 16;
+                memcpy(pairs + (s - begin) / 2 * size + i, &odd, sizeof odd);
+            }
+        WRITTEN;
+        for (int64_t q = 0; q < of->padded; q += BLOCK)
+            for (int64_t i = 0; i < size; i += LANES) {
+                float *sums = of->sums + q * size + i;
+                if (begin == from) _tile_zero(0);
+                else _tile_loadd(0, sums, size * 4);
+                for (int64_t s = begin; s < end; s += WHOLE) {
+                    _tile_loadd(1, (const bf16 *)(of->scores + q * of->stride) + s, of->stride * 4);
+                    _tile_loadd(2, pairs + (s - begin) / 2 * size + i, size * 4);
+                    _tile_dpbf16ps(0, 1, 2);
+                }
+                _tile_stored(0, sums, size * 4);
+            }
+        WRITTEN;
+    }
+}
+
+/* The sums of `some` queries from `first` on go on over `count` places of the text: their slots, and chances [count][some]. */
+static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first, const int some, const int64_t *slots,
+                                                        const float *chances, int64_t count) {
+    int64_t size = of->size;
+    for (int64_t i = 0; i < size; i += LANES)
+        for (int64_t p = 0; p < count; p += WHOLE) {
+            __m512 half[2][4];
+            for (int k = 0; k < some; k++) half[0][k] = half[1][k] = _mm512_setzero_ps();
+            for (int64_t s = p; s < p + WHOLE && s < count; s += 2)
+                for (int odd = 0; odd < 2; odd++) {
+                    __m512 value = (__m512)wide(of->values + slots[s + odd] * size + i);
+                    for (int k = 0; k < some; k++)
+                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chances[(s + odd) * some + k]), value, half[odd][k]);
+                }
+            for (int k = 0; k < some; k++) {
+                float *sums = of->sums + (first + k) * size + i;
+                lanes sum = loaded(sums) + (lanes)_mm512_add_ps(half[0][k], half[1][k]);
+                memcpy(sums, &sum, sizeof sum);
+            }
+        }
+}
+
+static void all_multiplied(const Heard *of) {
+    int64_t from = of->earliest / WHOLE * WHOLE, to = of->length / WHOLE * WHOLE, behind = of->length - to;
+    for (int64_t q = 0; q < of->count; q++) {
+        float *chances = of->scores + q * of->stride;
+        for (int64_t s = from; s < to; s += LANES) narrowed((bf16 *)chances + s, loaded(chances + s));  /* never overtakes */
+    }
+    multiplied(of, from, to);
+    for (int64_t q = 0, some; q < of->count; q += some) {
+        const Query *first = of->queries + q;
+        int64_t count = behind + first->deep, slots[count + 1];
+        for (some = 1; some < 4 && q + some < of->count && first[some].place == first->place;) some++;
+        float chances[(count + 1) * some];
+        for (int64_t p = 0; p <= count; p++) {                                              /* one more counts 0 */
+            slots[p] = p < behind ? to + p : of->length + first->path[p < count ? p - behind : 0];
+            for (int64_t k = 0; k < some; k++)
+                chances[p * some + k] = p < count ? of->scores[(q + k) * of->stride + slots[p]] : 0;
+        }
+        if (some == 1) added(of, q, 1, slots, chances, count);
+        else if (some == 2) added(of, q, 2, slots, chances, count);
+        else if (some == 3) added(of, q, 3, slots, chances, count);
+        else added(of, q, 4, slots, chances, count);
+    }
+}
+
+static const Way by_tiles = {BLOCK, WHOLE, paired, all_squared, all_multiplied};
+#endif
+
+/* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
+static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values,
+                     const bf16 *inner, const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
+    int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
+    int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
+    float *heads = scratch(padded * (stride + 2 * size) + STRETCH / 2 * size), *sums = heads + padded * size;
+    float *scores = sums + padded * size;
+    Heard heard = {
+        .way = way, .keys = keys, .values = values, .size = size, .count = count, .padded = padded, .stride = stride, .earliest = length,
+        .length = length, .nodes = nodes, .heads = heads, .scores = scores, .sums = sums, .room = scores + padded * stride,
+    };
+    Query queries[count];
+    int64_t paths[count][nodes];
+    heard.queries = queries;
+    memset(heads, 0, (size_t)(padded * size) * sizeof(float));
+    for (int64_t q = 0; q < count; q++) {
+        int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
+        int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
+        const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
+        float own[WIDEST];
+        turned(read, x, weight, epsilon, position < read->context ? position : read->context - 1, own);
+        way->laid(&heard, q, own, read->scale);
+        for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n]) paths[q][d] = n;
+        queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
+        if (read->window && position >= read->window) queries[q].start = position + 1 - read->window;
+        if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
+    }
+    way->scored(&heard, read->scale);
+    for (int64_t q = 0; q < count; q++) softened(&heard, queries + q, scores + q * stride);
+    way->summed(&heard);
+    for (int64_t q = 0; q < count; q++) {
+        bf16 *to = out + ((begin + queries[q].place) * read->heads + queries[q].head) * size;
+        for (int64_t i = 0; i < size; i += LANES) narrowed(to + i, loaded(sums + q * size + i) * queries[q].share);
+    }
+}
+
+/* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads, head_dim]: turn them, write keys
+ * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
+ * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for each
+ * other in the end. */
+void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                          bf16 *keys, bf16 *values, bf16 *out) {
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
+    int64_t queries = (read->nodes - read->first) * group, lines = read->heads + 2 * read->key_heads;
+    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
+    each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
+    int64_t parts = (queries + each - 1) / each;
+#pragma omp for
+    for (int64_t one = 0; one < shared; one++) {
+        int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
+        int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
+        for (int64_t w = 0; w < some; w++) {
+            int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
+            int64_t position = length + depth_of(read->parents + row * read->nodes, node);
+            const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
+            float key[WIDEST];
+            turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
+            for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
+            memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
+        }
+    }
+    const Way *way = &by_vectors;
+#if TILES
+    unsigned mode = draftproof_tiles ? tiled() : 0;
+    if (draftproof_tiles) way = &by_tiles;
+#endif
+#pragma omp for schedule(static, 1) nowait
+    for (int64_t one = 0; one < shared * parts; one++) {
+        int64_t which = one / parts, row = which / read->key_heads, store = which * read->capacity * size;
+        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
+        if (from < own)
+            attended(read, way, row, which % read->key_heads, keys + store, values + store, inner, query_weight, epsilon, out, from,
+                     from + each < own ? from + each : own);
+    }
+#if TILES
+    if (draftproof_tiles) released(mode);
+#endif
+}
+
+/* The same, by threads of its own. */
+void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+                       bf16 *keys, bf16 *values, bf16 *out) {
+    int64_t each = (read->nodes - read->first) * read->heads * read->head_dim, slots = 0;
+    for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
+#pragma omp parallel num_threads(read->threads) if (slots * each > PRODUCTS)
+    draftproof_attention(read, inner, query_weight, key_weight, epsilon, keys, values, out);
+}
