@@ -1,6 +1,7 @@
 """The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -211,11 +212,13 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
     prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
     drafted[0, 4] = 500                                                         # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
-    tree, read, widths, own_head = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]](), target._lean.head
+    tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
+    inner = "_whole" if target._lean.fused._model is not None else "_by_layers"
+    own = getattr(target._lean.fused, inner)
 
-    def head(states: torch.Tensor) -> torch.Tensor:
-        widths.append(tuple(states.shape[:2]))
-        return own_head(states)
+    def noted(*asked: Any) -> Any:
+        widths.append(next(tuple(one.shape) for one in asked if isinstance(one, torch.Tensor)))     # of the tokens
+        return own(*asked)
 
     for spared in (False, True):
         cache = target.new_cache(4, 128)
@@ -226,12 +229,12 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
                 for row, length in enumerate(cache.lengths.tolist()):
                     store[row, :, length:] = torch.nan                          # nor may what nobody wrote change a bit
             with monkeypatch.context() as patch:
-                patch.setattr(target._lean, "head", head)
+                patch.setattr(target._lean.fused, inner, noted)
                 if not spared:
                     patch.setattr("draftproof.target.fused._Some.of", lambda *asked: None)
                 reading = target.read(tree, cache, taps=(0, 2, -1))
                 last = target.read(tree, cache, last_only=True).logits
-        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == widths.pop() == (4, 1)
+        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
         assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
         assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
         row, node = tree.present.nonzero().unbind(1)

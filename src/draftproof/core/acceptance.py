@@ -12,6 +12,7 @@ law is enumerated.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,6 +77,12 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
 
 def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
     """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well."""
+    rows = len(picks)
+    if tree.tokens.shape[1] == 1:
+        accepted = Accepted(*_alone(rows), picks[:, 0])
+        accepted.__dict__["on_host"] = [([0], root) for (root,) in picks.tolist()]
+        tree.__dict__["sizes"] = tree.__dict__["reach"] = [0] * rows
+        return accepted
     path, told = found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1, ABSENT)
     counts, roots, sizes, reach = told.tolist()
     accepted = Accepted(path, told[0], told[1])
@@ -140,6 +147,12 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     depth = tree.depths.gather(1, here[:, None])[:, 0]
     backup = probs.gather(1, here[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
     return _accepted(tree, here, chance.draw(_normalised(residual, backup), depth))
+
+
+@lru_cache(maxsize=64)
+def _alone(rows: int) -> tuple[Tensor, Tensor]:
+    """[rows, 1] the nodes that stand where only the root was read, and [rows] how many they are. Nobody writes in these."""
+    return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
 
 
 class Rule(NamedTuple):

@@ -109,7 +109,7 @@ class Prefix:
     ahead: int = 0
     longest: int | None = None
 
-    @property
+    @cached_property
     def root(self) -> Tensor:
         """[B] the token the target has chosen but not yet read."""
         return self.tokens.gather(1, self.position[:, None])[:, 0]

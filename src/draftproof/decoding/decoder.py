@@ -69,6 +69,9 @@ class Decoder:
         self.shared = False                             # whether rows shared what the last round drafted
         self.allowed = 0                                # nodes per row that it might draft
         self._floor = budget.floor if isinstance(budget, Confident) else 0.0
+        self._taps, self._top, self._rereads = drafter.taps, drafter.wants_top, drafter.rereads
+        self._deepest, self._reads_trees = drafter.deepest, target.reads_trees
+        self._roots: Tensor | None = None               # [B] where they are at hand
         self._view, self._lines = self.cache, self.text  # of the rows that take part
         self._untold: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         self._unsaid: list[Tensor] = []                 # logits of these, if it wants successors
@@ -82,12 +85,14 @@ class Decoder:
         self.allowed = self.budget.nodes(self.stats, len(self.running)) if nodes is None else nodes
         frontier = self._frontier(self.allowed)
         tree = self.ranks.tree(self._draft(frontier))
-        reading = self.target.read(tree, self._view, taps=self.drafter.taps)
+        reading = self.target.read(tree, self._view, taps=self._taps)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        answers = frontier.budget > 0 and self.drafter.rereads          # what it read of its proposal, if only the root
-        later, top = self.at_hand and tree.tokens.shape[1] == 1 and not answers, self.drafter.wants_top
-        commit = Commit.of(range(self.rows), tree, reading, accepted, top=0 if later else top, at_hand=self.at_hand)
+        answers = frontier.budget > 0 and self._rereads                 # what it read of its proposal, if only the root
+        later = self.at_hand and tree.tokens.shape[1] == 1 and not answers
+        top = 0 if later else self._top
+        commit = Commit.of(range(self.rows), tree, reading, accepted, top, at_hand=self.at_hand)
+        self._roots = accepted.root if self.at_hand else None
         self._observe(commit, reading.logits if later else None)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, commit, accepted, chosen)
@@ -115,7 +120,7 @@ class Decoder:
             tree = TokenTree.chain(torch.tensor([[*text, *[ABSENT] * (width - len(text))]], device=device))
             start += len(text)
             last_only = not self.shapes.closed or start < len(prompt)               # behind padding lies no last one
-            reading = self.target.read(tree, view, last_only=last_only, taps=self.drafter.taps)
+            reading = self.target.read(tree, view, last_only=last_only, taps=self._taps)
             count = torch.tensor([len(text)], device=device)
             view.keep(None, count)
             everything = Accepted(torch.arange(width, device=device)[None], count, tree.tokens[:, 0])
@@ -169,15 +174,17 @@ class Decoder:
         return found
 
     def _frontier(self, budget: int) -> Frontier:
-        deepest, looks = self.drafter.deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
+        deepest, looks = self._deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
         shares = budget > 0 and looks and len(self.running) > 1 and self.target.skips_absent
         most = min(room(budget), self.budget.most) if shares else budget
         ahead = most if deepest is None else min(most, deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest)
+        if self._roots is not None:
+            prefix.__dict__["root"] = self._roots                               # what lies in the text
         floor = self._floor if looks else 0.0
-        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self.target.reads_trees, floor, most)
+        return Frontier(prefix, self.sampler, budget, self.rule.drawn, self._reads_trees, floor, most)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """The drafter's proposal, if the target can read it and it keeps within the budget; without one it is not asked.
@@ -188,7 +195,7 @@ class Decoder:
             return TokenTree.root(frontier.prefix.root)
         self._tell()
         tree = self.drafter.propose(frontier)
-        if not (tree.is_chain or self.target.reads_trees):
+        if not (tree.is_chain or self._reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
         drafted, shares = tree.tokens.shape[1] - 1, tree.turns is not None or tree.odds is not None
         allowed = frontier.room if shares else frontier.budget
@@ -203,7 +210,7 @@ class Decoder:
             self.drafter.observe(commit)
             return
         self._untold.append(commit)
-        if self.drafter.wants_top:
+        if self._top:
             self._unsaid.append(logits)
         if len(self._untold) == PATIENCE or len(self._unsaid) * logits.nbytes > HELD:
             self._tell()
@@ -211,7 +218,7 @@ class Decoder:
     def _tell(self) -> None:
         """Nothing is kept from the drafter any more."""
         if self._untold:
-            self.drafter.observe(Commit.joined(self._untold, self._unsaid, self.drafter.wants_top))
+            self.drafter.observe(Commit.joined(self._untold, self._unsaid, self._top))
             self._untold, self._unsaid = [], []
 
     def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
@@ -226,8 +233,9 @@ class Decoder:
         """What the round gave each row; its text is written on, number by number."""
         assert self._page is not None, "only numbers at hand are noted one by one"
         rows, sizes = [], zip(tree.sizes, tree.reach, strict=True)
+        said = commit.tokens.tolist() if tree.tokens.shape[1] > 1 else [[]] * len(self.running)
         for row, (written, tokens, (path, root), (drafted, reach)) in enumerate(
-            zip(self.running, commit.tokens.tolist(), accepted.on_host, sizes, strict=True)
+            zip(self.running, said, accepted.on_host, sizes, strict=True)
         ):
             chosen = [*tokens[1 : len(path)], root]
             start = len(written.prompt) + len(written.tokens)
@@ -303,6 +311,7 @@ class Decoder:
     def _arrange(self, order: Sequence[int], twins: Tensor | None = None) -> None:
         """Keep these rows, in this order; `twins` if some are copies that nobody needs."""
         self._tell()
+        self._roots = None
         self.text[: len(order)] = self.text[list(order)]
         self.cache.select(order)
         self.drafter.select(order)

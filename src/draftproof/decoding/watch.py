@@ -67,6 +67,7 @@ class Watch:
         self.decoder, self.clock = decoder, clock
         self._round = clock.timed(decoder.step, "decide")
         self.learner = budget if isinstance(budget, Learner) else None
+        self._looks = decoder.drafter.free                      # proposals may be compared that nobody reads
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
         self._learning = 0.0                                    # seconds that the last watched round was learned from
         self._before: tuple[list[int], list[int]] = ([], [])
@@ -79,11 +80,11 @@ class Watch:
 
     def step(self) -> None:
         """One round."""
-        learner = self.learner
+        learner, rows = self.learner, self._rows
         if learner is None:
             self._round()
-        elif self._left and self.decoder.running is self._rows and len(self._rows) == len(self._since.written):
-            self._unasked()
+        elif self._left and self.decoder.running is rows and len(rows) == len(self._since.written):
+            self._unasked(rows)
         else:
             self.wake()
             self._asked(learner)
@@ -102,19 +103,19 @@ class Watch:
             self._spent = None
         self._left, self._took, self._given, self._stood = 0, [], [], []
 
-    def _unasked(self) -> None:
+    def _unasked(self, rows: list[Running]) -> None:
         """A round of the same rows and with as many nodes as the one before: nothing is done but what a fixed number does."""
+        decoder, clock, nodes = self.decoder, self.clock, self._nodes
         self._left -= 1
-        before, emitted = self.clock.total, self.decoder.stats.emitted
-        self._round(self._nodes)
-        self._took.append(self.clock.total - before)
-        if self._nodes:
-            self._given.append(self.decoder.stats.emitted - emitted)
-            stood = self.decoder.stood
-            self._stood = None if self._stood is None or stood is None else self._stood + stood
-        if self.decoder.running is not self._rows:
+        before, emitted = clock.total, decoder.stats.emitted
+        self._round(nodes)
+        self._took.append(clock.total - before)
+        if nodes:
+            self._given.append(decoder.stats.emitted - emitted)
+            self._stood = None if self._stood is None or decoder.stood is None else self._stood + decoder.stood
+        if decoder.running is not rows:
             self.wake()
-        elif not self._nodes:
+        elif self._looks and not nodes:
             self._look_back()
 
     def _look_back(self) -> None:
@@ -123,7 +124,7 @@ class Watch:
             with self.clock.part("draft"):
                 self._stir(self._glimpse.nodes, self._glimpse.compared())
                 self._glimpse = None
-        elif self.decoder.drafter.free and len(self._took) % EVERY == 0:
+        elif len(self._took) % EVERY == 0:
             with self.clock.part("draft"):
                 if (repeating := self.decoder.repeating(CONTEXT + FORETOLD)):
                     self._stir(FORETOLD, self._hindsight(repeating))
@@ -169,7 +170,7 @@ class Watch:
         before = self._spent or self._spend(less=self._learning)
         with self.clock.part("draft"):
             learner.expect(self._ahead(rows))
-            if self.decoder.drafter.free:
+            if self._looks:
                 self._look(learner, rows)
         self._round()
         self._spent = self._spend()

@@ -307,33 +307,33 @@ void draftproof_medusa(const Heads *of, const bf16 *hidden, const int64_t *shape
  * chain stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest `nodes` tokens are kept.
  * tokens [rows, 1 + steps], the root first, `absent` behind the end. turns, likewise, with how many nodes per row each would be
  * kept. reads [rows]: how many tokens of a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more,
- * the root included; no more is read than one lacks. table: embeddings [vocab, size]. work: as for a forward of rows * width
- * tokens, and 2 rows * width * size + rows * vocab more. */
-int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, const Linear *head,
-                         const bf16 *table, const int64_t *text, int64_t room, const int64_t *positions, int64_t *lengths,
-                         int64_t width, int64_t steps, int64_t nodes, const float *noise, const int64_t *places,
-                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens,
-                         int64_t *turns, int64_t *reads, bf16 *work) {
+ * the root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and rows * width * size + rows *
+ * vocab more. */
+int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, const int64_t *text, int64_t room, const int64_t *positions,
+                         int64_t *lengths, int64_t width, int64_t steps, int64_t nodes, const float *noise, const int64_t *places,
+                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
+                         int64_t *reads, bf16 *work) {
+    const Linear *head = model->head;
     int64_t rows = read->rows, vocab = head->outputs, size = head->size, most = width > steps ? width : steps, lack = 1;
-    bf16 *hidden = work, *last = hidden + rows * width * size, *own = last + rows * width * size, *rest = own + rows * vocab;
+    bf16 *last = work, *own = last + rows * width * size, *rest = own + rows * vocab;
     for (int64_t r = 0; r < rows; r++) lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
     width = lack < width ? lack : width;
     nodes = nodes < rows * steps ? nodes : rows * steps;
-    int64_t parents[rows * most], where[rows], found[rows], starts[rows + 1], which[rows], live[rows], going = rows;
+    int64_t parents[rows * most], asked[rows * width], where[rows], found[rows], starts[rows + 1], which[rows], live[rows], going = rows;
     float chance[rows], heat[rows], trust[rows], sums[rows];
     Scored likely[nodes];
     for (int64_t n = 0; n < nodes; n++) likely[n] = (Scored){-INFINITY, -1};
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t node = 0; node < width; node++) {
-            int64_t place = lengths[r] + node, token = place <= positions[r] ? text[r * room + place] : 0;
-            memcpy(hidden + (r * width + node) * size, table + token * size, (size_t)size * sizeof(bf16));
+            int64_t place = lengths[r] + node;
+            asked[r * width + node] = place <= positions[r] ? text[r * room + place] : 0;
             parents[r * width + node] = node - 1;
         }
         for (int64_t d = 0; d <= steps; d++) tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
         tokens[r * (1 + steps)] = text[r * room + positions[r]], sums[r] = 0;
     }
     read->lengths = lengths, read->parents = parents, read->first = 0, read->nodes = width;
-    draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+    draftproof_forward(read, model, stores, asked, last, NULL, NULL, rest);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
         memmove(last + r * size, root, (size_t)size * sizeof(bf16));
@@ -361,7 +361,7 @@ int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *c
         memset(starts, 0, sizeof starts);
         for (int64_t i = 0; i < going; i++) {
             int64_t r = live[i];
-            memcpy(hidden + i * size, table + tokens[r * (1 + steps) + d] * size, (size_t)size * sizeof(bf16));
+            asked[i] = tokens[r * (1 + steps) + d];
             which[i] = d, reads[r] = d + 1, starts[r + 1] = 1;
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -369,7 +369,7 @@ int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *c
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
         read->first = d, read->nodes = d + 1, read->starts = starts, read->which = which;
-        draftproof_forward(read, layers, count, stores, norm, hidden, last, NULL, rest);
+        draftproof_forward(read, model, stores, asked, last, NULL, NULL, rest);
     }
     int64_t longest = 0;
     for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++) turns[likely[n].token] = n / rows + 1;
@@ -382,14 +382,14 @@ int64_t draftproof_chain(Read *read, const Layer *layers, int64_t count, bf16 *c
     return longest;
 }
 
-/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; what is `read`
- * as their tokens; and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
-void draftproof_some(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens, const int64_t *read, int64_t *starts,
-                     int64_t *which, int64_t *some, int64_t *back) {
+/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; their
+ * tokens; and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
+void draftproof_some(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens, int64_t *starts, int64_t *which,
+                     int64_t *some, int64_t *back) {
     int64_t count = starts[0] = 0;
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t node = 0; node < nodes; node++) {
-            if (tokens[r * nodes + node] != absent) which[count] = node, some[count++] = read[r * nodes + node];
+            if (tokens[r * nodes + node] != absent) which[count] = node, some[count++] = tokens[r * nodes + node];
             back[r * nodes + node] = count - 1;
         }
         starts[r + 1] = count;

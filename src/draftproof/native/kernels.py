@@ -75,6 +75,24 @@ class Layer(ctypes.Structure):
     )
 
 
+class Model(ctypes.Structure):
+    """A model: its layers, and what lies between these and tokens; as in lanes.h."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        *((name, ctypes.c_int64) for name in ("count", "vocab")),
+        *((name, ctypes.c_void_p) for name in ("norm", "embeddings")),
+        ("head", ctypes.POINTER(Linear)),
+    )
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], norm: Tensor, embeddings: Tensor, head: Linear | None) -> Model:
+        """norm: [H] the weight of the final norm. embeddings: [V, H]. The caller keeps alive what is named by its place."""
+        behind = ctypes.pointer(head) if head is not None else None
+        places = (norm.data_ptr(), embeddings.data_ptr())
+        return cls((Layer * len(layers))(*layers), len(layers), len(embeddings), *places, behind)
+
+
 class Recurrence(ctypes.Structure):
     """A recurrent draft head; as in drafting.c."""
 
@@ -127,7 +145,7 @@ class Kernels:
         self.linear = library.draftproof_linear
         self.linear.argtypes = (pointer, pointer, pointer, number, number)
         self.forward = library.draftproof_forward
-        self.forward.argtypes = (pointer, pointer, number, *(pointer,) * 6)
+        self.forward.argtypes = (pointer,) * 8
         self._best = library.draftproof_best
         self._best.argtypes = (*(pointer,) * 5, *(number,) * 3, pointer, pointer, number)
         self._top = library.draftproof_top
@@ -138,11 +156,9 @@ class Kernels:
         self._settle.argtypes = (*(pointer,) * 3, *(number,) * 4, *(pointer,) * 2)
         self.chain = library.draftproof_chain
         rooms = (number, *(pointer,) * 2, *(number,) * 3)
-        self.chain.argtypes = (
-            *(pointer,) * 2, number, *(pointer,) * 5, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 4
-        )  # fmt: skip
+        self.chain.argtypes = (*(pointer,) * 4, *rooms, *(pointer,) * 4, ctypes.c_float, number, *(pointer,) * 4)
         self.some = library.draftproof_some
-        self.some.argtypes = (*(number,) * 3, *(pointer,) * 6)
+        self.some.argtypes = (*(number,) * 3, *(pointer,) * 5)
         self._heads = library.draftproof_heads
         self._heads.argtypes = (*(pointer,) * 4, *(number,) * 4)
         self._gumbel = library.draftproof_gumbel

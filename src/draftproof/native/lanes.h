@@ -221,6 +221,14 @@ typedef struct {
     float epsilon;
 } Layer;
 
+/* A model: its layers, the weight of the final norm, embeddings [vocab, size], and what makes logits of the last states, or null. */
+typedef struct {
+    const Layer *layers;
+    int64_t count, vocab;
+    const bf16 *norm, *embeddings;
+    const Linear *head;
+} Model;
+
 void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
                           bf16 *keys, bf16 *values, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
@@ -228,5 +236,5 @@ void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
                       int64_t threads);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads);
-void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
-                        bf16 *last, bf16 *const *kept, bf16 *work);
+void draftproof_forward(const Read *read, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
+                        bf16 *const *kept, bf16 *work);

@@ -66,19 +66,27 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
         }
 }
 
-/* All layers of a model: hidden states [start_of(rows), size] become those behind the final norm, in `last`; the states before
- * layer n go to kept[n] where that is not null, nor kept. stores: keys and values of each layer in turn. work: room for
- * start_of(rows) * (size + the widest inner + heads * head_dim + 3 gates) numbers. */
-void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf16 *const *stores, const bf16 *norm, bf16 *hidden,
-                        bf16 *last, bf16 *const *kept, bf16 *work) {
+/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if they are
+ * wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens the model does not know are read as some
+ * that it knows. stores: keys and values of each layer in turn. work: room for start_of(rows) * (2 size + the widest inner +
+ * heads * head_dim + 3 gates) numbers. */
+void draftproof_forward(const Read *read, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
+                        bf16 *const *kept, bf16 *work) {
+    const Layer *layers = model->layers;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
+    bf16 *hidden = work, *normed = hidden + width * size;
 #pragma omp parallel num_threads(threads) if (width * size * layers->gate_up.outputs > PRODUCTS / 2)
     {
         bf16 *delta = NULL;
-        for (int64_t n = 0; n < count; n++) {
+#pragma omp for nowait                                          /* rows as norms have them */
+        for (int64_t r = 0; r < width; r++) {
+            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < model->vocab ? tokens[r] : model->vocab - 1;
+            memcpy(hidden + r * size, model->embeddings + known * size, (size_t)size * sizeof(bf16));
+        }
+        for (int64_t n = 0; n < model->count; n++) {
             const Layer *layer = layers + n;
             int64_t gates = layer->down.size;
-            bf16 *normed = work, *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
+            bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
             bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
             normed_by_all(hidden, delta, layer->before, layer->epsilon, normed, width, size);
 #pragma omp barrier
@@ -100,6 +108,10 @@ void draftproof_forward(const Read *read, const Layer *layers, int64_t count, bf
             draftproof_multiply(&layer->down, gate, delta, width, threads);
 #pragma omp barrier
         }
-        normed_by_all(hidden, delta, norm, layers->epsilon, last, width, size);
+        normed_by_all(hidden, delta, model->norm, layers->epsilon, last, width, size);
+        if (logits) {
+#pragma omp barrier
+            draftproof_multiply(model->head, last, logits, width, threads);
+        }
     }
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Layer, Read, Stores, kernels
+from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Layer, Model, Read, Stores, kernels
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class Fused:
     def __init__(self, lean: Lean, found: Kernels) -> None:
         self.lean, self.kernels = lean, found
         self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
-        self._layers = _native(lean)
-        self._room = max(                                               # numbers a token needs on its way through a layer
-            (layer.inner.outputs + layer.output.size + 3 * layer.down.size + lean.hidden_size for layer in self._layers or ()),
-            default=0,
+        layers = _native(lean)
+        self._room = 2 * lean.hidden_size + max(                        # numbers a token needs on its way through a layer
+            (layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers), default=0
         )
+        self._model = Model.of(layers, lean.norm_weight, lean.embed.weight, lean.native_head) if layers else None
 
     @staticmethod
     def of(lean: Lean) -> Fused | None:
@@ -59,24 +59,25 @@ class Fused:
     def __call__(
         self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Lean`; tokens are those of the nodes `first:`. In a batch, nodes that are not there are not read."""
-        some = _Some.of(tree, tokens, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
+        """As `Lean`. In a batch, nodes that are not there are not read."""
+        some = _Some.of(tree, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
         parents = tree.parents.contiguous()
         read = self._read(len(tokens), parents, first, cache, some)
-        hidden = F.embedding(tokens if some is None else some.tokens, self.lean.embed.weight)
-        if self._layers is not None and cache.stores is not None:
-            logits, tapped = self._whole(self._layers, cache.stores, read, hidden, last_only, taps)
+        asked = tokens if some is None else some.tokens
+        if self._model is not None and cache.stores is not None:
+            logits, tapped = self._whole(self._model, cache.stores, read, asked, last_only, taps)
         else:
-            logits, tapped = self._by_layers(read, hidden, cache, last_only, taps)
+            logits, tapped = self._by_layers(read, asked, cache, last_only, taps)
         if some is None:
             return logits, tapped
         return some.among_all(logits), some.among_all(tapped) if tapped is not None else None
 
     def _by_layers(
-        self, read: Read, hidden: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+        self, read: Read, tokens: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Layer by layer, whose multiplications are torch's."""
         lean, kernels = self.lean, self.kernels
+        hidden = F.embedding(lean.known(tokens), lean.embed.weight)
         (rows, width, size), threads = hidden.shape, read.threads
         work = rows * width
         room = (rows, width if work > 1 else ALONE)
@@ -112,36 +113,42 @@ class Fused:
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2)
 
     def _whole(
-        self, layers: ctypes.Array[Layer], stores: Stores, read: Read, hidden: Tensor, last_only: bool, taps: tuple[int, ...]
+        self, model: Model, stores: Stores, read: Read, tokens: Tensor, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """All layers in one call."""
-        lean, count = self.lean, len(layers)
-        rows, width, _ = hidden.shape
-        last, work = torch.empty_like(hidden), hidden.new_empty(rows * width * self._room)
-        kept = {tap % (count + 1): torch.empty_like(hidden) for tap in taps if tap % (count + 1) < count}
-        places = (ctypes.c_void_p * count)(*(kept[n].data_ptr() if n in kept else None for n in range(count)))
-        states = (hidden.data_ptr(), last.data_ptr(), places, work.data_ptr())
-        self.kernels.forward(ctypes.addressof(read), layers, count, stores.places, lean.norm_weight.data_ptr(), *states)
+        """All in one call, but for a head of another layout."""
+        lean, count, (rows, width), weight = self.lean, model.count, tokens.shape, self.lean.embed.weight
+        tokens, work = tokens.contiguous(), weight.new_empty(rows * width * self._room)
+        last = weight.new_empty(rows, width, lean.hidden_size)
+        head = None if last_only else lean.native_head
+        logits = weight.new_empty(rows, width, head.outputs) if head is not None else None
+        kept = {tap % (count + 1): torch.empty_like(last) for tap in taps if tap % (count + 1) < count}
+        places = (ctypes.c_void_p * count)(*(kept[n].data_ptr() if n in kept else None for n in range(count))) if kept else None
+        told = logits.data_ptr() if logits is not None else None
+        self.kernels.forward(
+            ctypes.addressof(read), ctypes.addressof(model), stores.places, tokens.data_ptr(), last.data_ptr(), told, places,
+            work.data_ptr(),
+        )  # fmt: skip
         kept[count] = last
-        logits = lean.head(last[:, -1:] if last_only else last)
-        return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2) if taps else None
+        if logits is None:
+            logits = lean.head(last[:, -1:] if last_only else last)
+        tapped = [kept[tap % (count + 1)] for tap in taps]
+        return logits, (tapped[0][:, :, None] if len(tapped) == 1 else torch.stack(tapped, 2)) if taps else None
 
     def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """As `Lean.chain`."""
-        lean, layers, stores, head = self.lean, self._layers, cache.stores, self.lean.native_head
-        if layers is None or stores is None or head is None:
+        lean, model, stores, head = self.lean, self._model, cache.stores, self.lean.native_head
+        if model is None or stores is None or head is None:
             return None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
         read = self._read(rows, text, 0, cache)                                         # the kernel makes parents of its own
         tokens, turns = torch.empty(2, rows, 1 + steps, dtype=torch.int64)
         reads = torch.empty_like(positions)
-        work = lean.embed.weight.new_empty(rows * (width * (2 * head.size + self._room) + head.outputs))
+        work = lean.embed.weight.new_empty(rows * (width * (head.size + self._room) + head.outputs))
         noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
         done = self.kernels.chain(
-            ctypes.addressof(read), layers, len(layers), stores.places, lean.norm_weight.data_ptr(), ctypes.addressof(head),
-            lean.embed.weight.data_ptr(), text.data_ptr(), text.shape[1], positions.data_ptr(), cache.lengths.data_ptr(), width,
-            steps, nodes, noise, places, heats, trusts, contest.floor, ABSENT, tokens.data_ptr(), turns.data_ptr(),
-            reads.data_ptr(), work.data_ptr(),
+            ctypes.addressof(read), ctypes.addressof(model), stores.places, text.data_ptr(), text.shape[1],
+            positions.data_ptr(), cache.lengths.data_ptr(), width, steps, nodes, noise, places, heats, trusts, contest.floor,
+            ABSENT, tokens.data_ptr(), turns.data_ptr(), reads.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(1 + done)
         return Chains(tokens[:, : 1 + done], turns[:, : 1 + done], reads)
@@ -179,8 +186,8 @@ class _Some(NamedTuple):
     back: Tensor
 
     @classmethod
-    def of(cls, tree: TokenTree, everything: Tensor, found: Kernels) -> _Some | None:
-        """If they are fewer than the trees have room for. everything: [B, N] what is read as their tokens."""
+    def of(cls, tree: TokenTree, found: Kernels) -> _Some | None:
+        """If they are fewer than the trees have room for."""
         rows, width = tree.tokens.shape
         count = sum(tree.sizes) + rows
         count += -count % TOGETHER
@@ -188,9 +195,8 @@ class _Some(NamedTuple):
             return None
         tokens = torch.zeros(1, count, dtype=torch.int64)
         nodes, starts, back = torch.empty(3, (rows + 1) * width, dtype=torch.int64)
-        asked = [one.contiguous() for one in (tree.tokens, everything)]
-        places = (one.data_ptr() for one in (*asked, starts, nodes, tokens, back))
-        found.some(rows, width, ABSENT, *places)
+        asked = tree.tokens.contiguous()
+        found.some(rows, width, ABSENT, *(one.data_ptr() for one in (asked, starts, nodes, tokens, back)))
         return cls(tokens, nodes, starts[: rows + 1], back[: rows * width].view(rows, width))
 
     def among_all(self, states: Tensor) -> Tensor:
@@ -198,10 +204,9 @@ class _Some(NamedTuple):
         return states[0].index_select(0, self.back.flatten()).view(*self.back.shape, *states.shape[2:])
 
 
-def _native(lean: Lean) -> ctypes.Array[Layer] | None:
-    """The layers of a model, if our kernels read all that is in them."""
-    made = [
+def _native(lean: Lean) -> list[Layer]:
+    """The layers of a model, if our kernels read all that is in them; otherwise none."""
+    return [
         Layer(*layer.natives, layer.before_weight.data_ptr(), layer.after_weight.data_ptr(), *layer.head_weights, lean.epsilon)
         for layer in lean.layers
     ] if lean.native else []
-    return (Layer * len(made))(*made) if made else None

@@ -142,7 +142,7 @@ class Lean:
     def __call__(
         self, tokens: Tensor, tree: TokenTree, first: int, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Read the nodes `first:`, whose tokens are `tokens` [B, W], into the scratch of the cache.
+        """Read the nodes `first:`, whose tokens are `tokens` [B, W], into the scratch of the cache; absent ones as some token.
 
         Returns logits [B, W, V] (or [B, 1, V]) and tapped hidden states [B, W, T, H], as transformers counts them.
         """
@@ -152,7 +152,11 @@ class Lean:
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
-        return self.forward(tokens, positions, mask, cache, last_only, taps)
+        return self.forward(self.known(tokens), positions, mask, cache, last_only, taps)
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens the model knows, in place of those it does not."""
+        return tokens.clamp(0, len(self.embed.weight) - 1)
 
     def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.

@@ -127,12 +127,12 @@ class Target:
         last_only: return logits of the last node alone. taps: hidden layers to return, counted as transformers does.
         Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H] or None.
         """
-        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
+        tokens = tree.tokens[:, first:] if first else tree.tokens
         if self._lean is not None:
             return Reading(*self._lean(tokens, tree, first, cache, last_only, taps))
         span = cache.write_at(first, tree.tokens.shape[1])
         out: Any = self.model(
-            input_ids=tokens,
+            input_ids=tokens.clamp(0, self.vocab_size - 1),
             attention_mask=self._masks(tree, cache.lengths, span, first),
             position_ids=tree.positions(cache.lengths, self.context)[:, first:],
             past_key_values=cache,
