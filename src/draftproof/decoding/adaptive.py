@@ -51,7 +51,7 @@ draft is made or a text begins."""
 KEPT, AWAKE = 0.25, 1
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
-VAIN, APART, SPARSE, DEAR = 16.0, 2.0, 128.0, 2.0
+VAIN, APART, SPARSE, DEAR = 16.0, 4.0, 128.0, 2.0
 """Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`.
 One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their square."""
 
@@ -331,6 +331,8 @@ class Adaptive:
         self.pauses.drafted(tokens - cost)
         settled = self._plain_rounds > self._enough and tokens <= cost         # one vain draft is no reason to think more
         self._plain_rounds = min(self._plain_rounds, 2 * REST) if settled else 0
+        pause = self._pause() if settled and self.pauses.needed and not self._free else 0
+        self._rest = pause if pause > REST else 0                               # nor is the pause behind it
 
     def _pause(self) -> int:
         """Plain rounds that need no thought: where there is nothing to look at, nearly all before another draft may be made."""
