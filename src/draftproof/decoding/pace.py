@@ -234,11 +234,11 @@ class Pace:
         self.vars[self._struck] += FIRST**2 if self._struck else 0.0
 
     def _tell(self) -> tuple[list[float], list[float]]:
-        indices = range(1, len(self.sizes))
-        known = [(0, 1.0), *((self.sizes[one], math.exp(self.logs[one])) for one in indices if self.seen[one])]
+        measured = {one: math.exp(self.logs[one]) for one in range(1, len(self.sizes)) if self.seen[one]}
+        known = [(0, 1.0), *((self.sizes[one], cost) for one, cost in measured.items())]
         costs, highs, aged = [1.0], [1.0], 0.0 if self.frozen else AGED**2
-        for index in indices:
-            cost = max(1.0, math.exp(self.logs[index]) if self.seen[index] else _on_the_line(known, self.sizes[index]))
+        for index in range(1, len(self.sizes)):
+            cost = max(1.0, measured[index] if index in measured else _on_the_line(known, self.sizes[index]))
             off = math.sqrt(max(0.0, self.vars[index]) + aged * (self.rounds - self.last[index]))
             costs.append(cost)
             highs.append(cost * math.exp(SURE * min(SUPPOSED, off)) if self.seen[index] else 1 + 1.5 * (cost - 1))

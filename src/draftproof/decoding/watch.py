@@ -66,6 +66,7 @@ class Watch:
     def __init__(self, decoder: Decoder, budget: Budget, clock: Clock) -> None:
         self.decoder, self.clock = decoder, clock
         self._round = clock.timed(decoder.step, "decide")
+        self._before_round, self._behind_round = clock.timed(self._prepare, "draft"), clock.timed(self._conclude, "draft")
         self.learner = budget if isinstance(budget, Learner) else None
         self._looks = decoder.drafter.free                      # proposals may be compared that nobody reads
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
@@ -107,7 +108,7 @@ class Watch:
         """A round of the same rows and with as many nodes as the one before: nothing is done but what a fixed number does."""
         decoder, clock, nodes = self.decoder, self.clock, self._nodes
         self._left -= 1
-        before, emitted = clock.total, decoder.stats.emitted
+        before, emitted = clock.total, decoder.stats.emitted if nodes else 0
         self._round(nodes)
         self._took.append(clock.total - before)
         if nodes:
@@ -172,16 +173,19 @@ class Watch:
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
         before = self._spent or self._spend(less=self._learning)
-        with self.clock.part("draft"):
-            learner.expect(self._ahead(rows))
-            if self._looks:
-                self._look(learner, rows)
+        self._before_round(learner, rows)
         self._round()
         self._spent = self._spend()
-        seconds, drafting = (now - then for now, then in zip(self._spent, before, strict=True))
-        with self.clock.part("draft"):
-            learner.learn(self._round_since(len(rows), seconds, drafting, self.decoder.stood))
+        self._behind_round(learner, rows, self._spent[0] - before[0], self._spent[1] - before[1])
         self._learning = self.clock.seconds["draft"] - self._spent[1]
+
+    def _prepare(self, learner: Learner, rows: list[Running]) -> None:
+        learner.expect(self._ahead(rows))
+        if self._looks:
+            self._look(learner, rows)
+
+    def _conclude(self, learner: Learner, rows: list[Running], seconds: float, drafting: float) -> None:
+        learner.learn(self._round_since(len(rows), seconds, drafting, self.decoder.stood))
 
     def _round_since(self, rows: int, seconds: float, drafting: float = 0.0, nodes: list[int] | None = None) -> Round:
         """What the rounds that were not told yet were, as one."""
