@@ -188,8 +188,12 @@ class Medusa(Drafter):
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "the heads read the target's last hidden states"
-        if commit.at_hand and len(self._hidden) == 1:           # far fewer operators, and nothing to copy
-            self._hidden = commit.hidden[0, int(commit.count) - 1]
+        if commit.at_hand and len(commit.rows) == 1:            # far fewer operators
+            state = commit.hidden[0, int(commit.count) - 1]                                 # [1, H]
+            if len(self._hidden) == 1:
+                self._hidden = state
+            else:
+                self._hidden[commit.rows[0]] = state[0]
             return
         states = commit.hidden[:, :, 0]                                                     # [b, D, H]
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])

@@ -1,7 +1,7 @@
 """The lean forward with everything between its linear layers fused: bfloat16, on a CPU with a C compiler.
 
-Half of a small model's step goes into starting operators. Here each layer is four multiplications and four calls, or all
-layers are one call where our kernels multiply as well. Attention sums in the order of the text, so a node has the same bits
+Half of a small model's step goes into starting operators. Here each layer is four multiplications and four calls, or where our
+kernels multiply as well, all from tokens to logits is one. Attention sums in the order of the text, so a node has the same bits
 in a tree as in plain decoding.
 """
 
@@ -47,7 +47,7 @@ class Fused:
         """For a model the kernels can serve, on a machine that has them."""
         sizes = (lean.hidden_size, lean.head_dim, *lean.inner_sizes)
         weights = {weight.dtype for layer in lean.layers for weight in (layer.before_weight, layer.after_weight)}
-        fits = {lean.dtype, *weights} == {torch.bfloat16} and not any(size % 16 for size in sizes)
+        fits = {lean.dtype, lean.embed.weight.dtype, *weights} == {torch.bfloat16} and not any(size % 16 for size in sizes)
         fits &= lean.device.type == "cpu" and lean.head_dim <= WIDEST and (lean.window is None or lean.window > NODES)
         found = kernels() if fits else None
         return Fused(lean, found) if found is not None else None
