@@ -496,6 +496,23 @@ def test_a_pause_behind_a_draft_in_vain_begins_without_a_thought() -> None:
     assert one.time - before < 1.004 * 6000
 
 
+def test_behind_a_rest_a_plain_round_is_not_one_behind_a_draft() -> None:
+    """Even where the rest began with a draft, and ended where a text did."""
+    turned = []
+    for rests in (0, 20):
+        budget = known(0.2)
+        budget._nodes = 4
+        if rests:
+            budget._rest = 40
+            budget.rested(rests, 0.01)
+            budget._rest = 0
+        budget._choose = lambda: 0  # type: ignore[method-assign]
+        budget.expect(Ahead(1, 100, 99))
+        assert budget.nodes(RoundStats(), 1) == 0
+        turned.append(budget._turned)
+    assert turned == [True, False]
+
+
 def test_short_texts_do_not_end_a_rest_before_a_draft_may_be_made() -> None:
     """Behind drafts in vain a new text is no reason to think, except where there is something to look at."""
     thoughts = []

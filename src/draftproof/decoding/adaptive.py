@@ -212,6 +212,7 @@ class Adaptive:
     def rested(self, rounds: int, seconds: float) -> None:
         self._pace.rest(rounds, seconds)
         self._count_rest(rounds)
+        self._nodes = 0                                 # were drafted in the last round
 
     @property
     def holding(self) -> int:
