@@ -14,7 +14,8 @@ import torch
 from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.native import kernels as module
-from draftproof.native.kernels import interleaved, kernels, plain
+from draftproof.native.kernels import kernels
+from draftproof.native.structures import interleaved, plain
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftproof.native import kernels as module
-from draftproof.native.kernels import Kernels, Linear, interleaved, kernels, rounded
+from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.structures import Linear, interleaved, rounded
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100), (100, 4224)]
 NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")

@@ -20,8 +20,9 @@ from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SIZES, WAYS, SuffixDrafter, way
-from draftproof.native.kernels import LANES, Kernels, kernels
+from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.lookup import Twins
+from draftproof.native.structures import LANES
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 

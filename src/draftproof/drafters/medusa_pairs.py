@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import DrafterMismatch
-from draftproof.native import kernels as native
+from draftproof.native import structures as native
 from draftproof.native.kernels import Contest, Kernels
 
 MOST, LEAST = 128, 2

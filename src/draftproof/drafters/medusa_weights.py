@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
-from draftproof.native.kernels import LANES, Heads, Kernels, Linear, Pairs, kernels
+from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.structures import LANES, Heads, Linear, Pairs
 from draftproof.target.pack import PackedLinear
 
 

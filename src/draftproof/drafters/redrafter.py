@@ -27,7 +27,8 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput
-from draftproof.native.kernels import LANES, Linear, Recurrence, kernels
+from draftproof.native.kernels import kernels
+from draftproof.native.structures import LANES, Linear, Recurrence
 from draftproof.target.pack import PackedLinear, pack_linears
 
 STEPS = 5

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.native.lookup import Lookup
-from draftproof.native.pages import enlarge
+from draftproof.native.structures import LANES, Heads, Linear, Pairs, Recurrence
 
 SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "attention.c", "linear.c", "drafting.c", "lookup.c")]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "tiles.h")]
@@ -33,92 +32,6 @@ SWITCH = "DRAFTPROOF_KERNELS"
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""
-STRIP, WORDS = 32, 16
-"""Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded up to."""
-LANES = 16
-"""Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there is a multiple of it."""
-
-
-class Read(ctypes.Structure):
-    """What all layers of one read share; as in lanes.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines", "starts", "which")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class Linear(ctypes.Structure):
-    """A linear layer; as in lanes.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
-        *((name, ctypes.c_int64) for name in ("size", "padded", "outputs")),
-    )
-
-    @classmethod
-    def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
-        """weights as `interleaved` made them; scale and bias of as many outputs as these have. The caller keeps them alive."""
-        places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
-        return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
-
-
-class Layer(ctypes.Structure):
-    """One layer of a model; as in lanes.h."""
-
-    _fields_ = (
-        *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key")),
-        ("epsilon", ctypes.c_float),
-    )
-
-
-class Model(ctypes.Structure):
-    """A model: its layers, and what lies between these and tokens; as in lanes.h."""
-
-    _fields_ = (
-        ("layers", ctypes.POINTER(Layer)),
-        *((name, ctypes.c_int64) for name in ("count", "vocab")),
-        *((name, ctypes.c_void_p) for name in ("norm", "embeddings")),
-        ("head", ctypes.POINTER(Linear)),
-    )
-
-    @classmethod
-    def of(cls, layers: Sequence[Layer], norm: Tensor, embeddings: Tensor, head: Linear | None) -> Model:
-        """norm: [H] the weight of the final norm. embeddings: [V, H]. The caller keeps alive what is named by its place."""
-        behind = ctypes.pointer(head) if head is not None else None
-        places = (norm.data_ptr(), embeddings.data_ptr())
-        return cls((Layer * len(layers))(*layers), len(layers), len(embeddings), *places, behind)
-
-
-class Recurrence(ctypes.Structure):
-    """A recurrent draft head; as in drafting.c."""
-
-    _fields_ = (
-        *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "table")),
-        *((name, ctypes.c_int64) for name in ("hidden", "layers", "recurs", "smooth", "first")),
-    )
-
-
-class Pairs(ctypes.Structure):
-    """Pairs of tokens; as in drafting.c."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("starts", "tokens", "gains", "rest"))
-
-
-class Heads(ctypes.Structure):
-    """Medusa heads that share the target's projection, with pairs; as in drafting.c."""
-
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        ("projection", Linear),
-        ("pairs", Pairs),
-        ("layers", ctypes.c_int64),
-        ("weight", ctypes.c_float),
-    )
 
 
 class Kernels:
@@ -385,24 +298,6 @@ class Stores:
             self.places, self.heads, self.bytes, self.count, self.capacity, self.rows, lengths.data_ptr(), nodes.data_ptr(),
             nodes.shape[1],
         )  # fmt: skip
-
-
-def interleaved(weight: Tensor, fold: int) -> Tensor:
-    """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP))
-    lying = padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2)
-    return enlarge(torch.empty(lying.shape, dtype=weight.dtype)).copy_(lying)
-
-
-def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
-    """[outputs, inputs] what `interleaved` was made of."""
-    return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
-
-
-def rounded(numbers: Tensor) -> Tensor:
-    """One number per output, with zeros for those a weight was rounded up by."""
-    return F.pad(numbers, (0, -len(numbers) % STRIP))
 
 
 @cache

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Layer, Model, Read, Stores, kernels
+from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Stores, kernels
+from draftproof.native.structures import Layer, Model, Read
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import Chains, Contest
-from draftproof.native.kernels import Linear as Native
+from draftproof.native.structures import Linear as Native
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
 from draftproof.target.masks import tree_mask

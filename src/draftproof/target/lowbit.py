@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftproof.native.kernels import LANES, Kernels, Linear, interleaved, kernels, rounded
+from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.structures import LANES, Linear, interleaved, rounded
 from draftproof.target.pack import Whole
 
 GROUP = 32

@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import SWITCH, Linear, interleaved, kernels, plain, rounded
+from draftproof.native.kernels import SWITCH, kernels
 from draftproof.native.pages import release
+from draftproof.native.structures import Linear, interleaved, plain, rounded
 
 M = TypeVar("M", bound=nn.Module)
 
