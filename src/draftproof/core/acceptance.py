@@ -76,7 +76,7 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
 
 
 def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
-    """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well."""
+    """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well; a root stands by itself."""
     rows = len(picks)
     if tree.tokens.shape[1] == 1:
         accepted = Accepted(*_alone(rows), picks[:, 0])
@@ -147,12 +147,6 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     depth = tree.depths.gather(1, here[:, None])[:, 0]
     backup = probs.gather(1, here[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
     return _accepted(tree, here, chance.draw(_normalised(residual, backup), depth))
-
-
-@lru_cache(maxsize=64)
-def _alone(rows: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1] the nodes that stand where only the root was read, and [rows] how many they are. Nobody writes in these."""
-    return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
 
 
 class Rule(NamedTuple):
@@ -233,3 +227,9 @@ def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
 def _accepted(tree: TokenTree, last: Tensor, root: Tensor) -> Accepted:
     count = tree.depths.gather(1, last[:, None])[:, 0] + 1
     return Accepted(tree.path_to(last), count, root)
+
+
+@lru_cache(maxsize=64)
+def _alone(rows: int) -> tuple[Tensor, Tensor]:
+    """[rows, 1] the nodes that stand where only the root was read, and [rows] how many they are. Nobody writes in these."""
+    return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)

@@ -111,18 +111,15 @@ def load(
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         target = target.quantized(quantize, passage, give_up=isinstance(model, (str, Path)))
     itself = itself or _self_draft(drafter, target, quantize_draft, draft_tree, quantised=False)
-    if quantize_draft is not None and not (itself or assistant_model is not None or _is_model(drafter)):
+    draft = assistant_model if assistant_model is not None else drafter if _is_model(drafter) else None
+    if quantize_draft is not None and itself is None and draft is None:
         raise BadInput(f"a draft model in {quantize_draft} was asked for, and there is none; name one, or leave that out")
     if itself is not None:
         drafts: Drafter = itself
-    elif assistant_model is not None:
-        drafts = _draft_model(assistant_model, target, codec, dtype, device, draft_tree, quantize_draft)
-    elif isinstance(drafter, Drafter):
-        drafts = drafter
-    elif _is_model(drafter):
-        drafts = _draft_model(drafter, target, codec, dtype, device, draft_tree, quantize_draft)
+    elif draft is not None:
+        drafts = _draft_model(draft, target, codec, dtype, device, draft_tree, quantize_draft)
     else:
-        drafts = _named(str(drafter or DEFAULT), target, draft_tree)
+        drafts = drafter if isinstance(drafter, Drafter) else _named(str(drafter or DEFAULT), target, draft_tree)
     if compile:
         target = _compiled(target, drafts)
     return Engine(

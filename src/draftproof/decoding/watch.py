@@ -148,7 +148,7 @@ class Watch:
         self._rows, self._since = self.decoder.running, self._counts()
         if any(row.stats.rounds == 0 for row in self._rows):
             learner.begin()
-        if learner.resting > 1:                                 # nor is this one
+        if learner.resting > 1:                                 # a rest that goes on needs not even this one asked for
             self._plain, self._nodes, self._left = learner.plain_step, 0, learner.resting - 1
             self._unasked(self._rows)
             return
