@@ -3,26 +3,28 @@
 
 enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
 
-static void normed(const bf16 *x, const bf16 *weight, float epsilon, float *out, int64_t size) {
+static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+static void normed(const bf16 *x, const bf16 *weight, float epsilon, bf16 *out, int64_t size) {
     lanes squares = {};
     for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
     float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-    for (int64_t i = 0; i < size; i++) out[i] = widen(narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i])));
+    for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * wide(weight + i));
 }
 
-static inline float rotated(float x, bf16 cosine, float other, bf16 sine) {
-    return widen(narrow(widen(narrow(x * widen(cosine))) + other * widen(sine)));
-}
-
-/* One head of one token, normed if there is a weight and turned to its position, in bfloat16's precision. */
-static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, float *out) {
-    int64_t size = read->head_dim, half = size / 2;
-    const bf16 *cosines = read->cosines + position * size, *sines = read->sines + position * size;
-    float plain[WIDEST];
-    if (weight) normed(x, weight, epsilon, plain, size);
-    else for (int64_t i = 0; i < size; i++) plain[i] = widen(x[i]);
-    for (int64_t i = 0; i < half; i++) out[i] = rotated(plain[i], cosines[i], -plain[i + half], sines[i]);
-    for (int64_t i = half; i < size; i++) out[i] = rotated(plain[i], cosines[i], plain[i - half], sines[i]);
+/* One head of one token, normed if there is a weight and turned to its position. */
+static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, bf16 *out) {
+    int64_t size = read->head_dim, half = size / 2, known = position < read->context ? position : read->context - 1;
+    const bf16 *cosines = read->cosines + known * size, *sines = read->sines + known * size;
+    bf16 own[WIDEST], other[WIDEST];
+    if (weight) normed(x, weight, epsilon, own, size), x = own;
+    memcpy(other, x + half, (size_t)half * sizeof *other);
+    memcpy(other + half, x, (size_t)half * sizeof *other);
+    for (int64_t i = 0; i < size; i += LANES) {
+        bits minus = (places + (int32_t)i < (int32_t)half) & INT32_MIN;
+        lanes across = wide(other + i) * wide(sines + i);                                   /* exact, as any product of two */
+        narrowed(out + i, rounded(wide(x + i) * wide(cosines + i)) + (lanes)((bits)across ^ minus));
+    }
 }
 
 static int64_t depth_of(const int64_t *parents, int64_t node) {
@@ -44,7 +46,7 @@ typedef struct Heard Heard;
 /* How that is done: so many queries at a time; of chances in bfloat16, sums of values by so many places of the text, or 1. */
 typedef struct {
     int64_t together, whole;
-    void (*laid)(const Heard *of, int64_t query, const float *head, float scale);
+    void (*laid)(const Heard *of, int64_t query, const bf16 *head, float scale);
     void (*scored)(const Heard *of, float scale);
     void (*summed)(const Heard *of);
 } Way;
@@ -58,16 +60,26 @@ struct Heard {
     void *room;                                 /* for STRETCH / 2 times size numbers */
 };
 
+/* Of the scores of LANES slots from `slot` on, those that are not in [start, end) become those of nothing. */
+static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t end) {
+    bits at = places + (int32_t)slot, outside = (at < (int32_t)start) | (at >= (int32_t)end);
+    lanes x = (lanes)(((bits)loaded(scores + slot) & ~outside) | ((bits)((lanes){} - INFINITY) & outside));
+    memcpy(scores + slot, &x, sizeof x);
+}
+
 /* Scores of a query become chances, summed up in the order of the text: from where its window begins to `length`, then the nodes of
  * its path. Those of other nodes, and of what only others hear, become 0. */
 static void softened(const Heard *of, Query *query, float *scores) {
     int64_t length = of->length, start = query->start, deep = query->deep, coarse = of->way->whole > 1;
+    int64_t apart = query->path[deep - 1] >= deep;              /* whether nodes that are on other paths lie between its own */
     float on[deep];
-    for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
-    memcpy(scores + length, on, sizeof on);
+    if (apart) {
+        for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
+        memcpy(scores + length, on, sizeof on);
+    }
     int64_t first = start / LANES * LANES, end = length + deep, whole = (end + LANES - 1) / LANES * LANES;
-    for (int64_t s = end; s < whole; s++) scores[s] = -INFINITY;
-    for (int64_t s = first; s < start; s++) scores[s] = -INFINITY;
+    bounded(scores, first, start, end);
+    bounded(scores, whole - LANES, start, end);
     lanes most = loaded(scores + first), sum = {};
     for (int64_t s = first; s < whole; s += LANES) most = larger(loaded(scores + s), most);
     float top = largest(most);
@@ -78,15 +90,19 @@ static void softened(const Heard *of, Query *query, float *scores) {
         memcpy(scores + s, &chance, sizeof chance);
     }
     for (int64_t s = of->earliest / of->way->whole * of->way->whole; s < first; s++) scores[s] = 0;
-    memcpy(on, scores + length, sizeof on);
-    memset(scores + length, 0, (size_t)of->nodes * sizeof *scores);
-    for (int64_t d = 0; d < deep; d++) scores[length + query->path[d]] = on[d];
+    if (apart) memcpy(on, scores + length, sizeof on);
+    int64_t kept = apart ? 0 : deep;
+    memset(scores + length + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
+    for (int64_t d = 0; apart && d < deep; d++) scores[length + query->path[d]] = on[d];
     query->share = 1.0f / total(sum);
 }
 
 /* A head of a query as vectors want it. */
-static void laid(const Heard *of, int64_t q, const float *head, float scale) {
-    for (int64_t i = 0; i < of->size; i++) of->heads[q * of->size + i] = head[i] * scale;
+static void laid(const Heard *of, int64_t q, const bf16 *head, float scale) {
+    for (int64_t i = 0; i < of->size; i += LANES) {
+        lanes x = wide(head + i) * scale;
+        memcpy(of->heads + q * of->size + i, &x, sizeof x);
+    }
 }
 
 /* Scores of TOGETHER queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK]. Each a sum along size. */
@@ -160,17 +176,31 @@ static void released(unsigned mode) {
     _mm_setcsr(mode);
 }
 
-/* A head of a query as tiles want it: pairs of its numbers, beside those of BLOCK queries. */
-static void paired(const Heard *of, int64_t q, const float *head, float scale) {
+/* A head of a query as it is. */
+static void copied(const Heard *of, int64_t q, const bf16 *head, float scale) {
     (void)scale;                                                                            /* scores are multiplied by it */
-    uint32_t *pairs = (uint32_t *)of->heads + q / BLOCK * BLOCK * of->size / 2 + q % BLOCK, own[WIDEST / 2];
-    for (int64_t i = 0; i < of->size; i += LANES) narrowed((bf16 *)own + i, loaded(head + i));
-    for (int64_t i = 0; i < of->size / 2; i++) pairs[i * BLOCK] = own[i];
+    memcpy((bf16 *)of->heads + q * of->size, head, (size_t)of->size * sizeof *head);
+}
+
+/* Where queries lie as tiles want them, from the `first` of BLOCK of them on: pairs of numbers, beside those of the others. */
+static inline uint32_t *paired(const Heard *of, int64_t first) {
+    return (uint32_t *)of->heads + (of->padded + first) * (of->size / 2);                  /* behind the heads */
+}
+
+static void all_paired(const Heard *of) {
+    int64_t words = of->size / 2;
+    for (int64_t q = 0; q < of->padded; q += BLOCK)
+        for (int64_t i = 0; i < words; i += LANES) {
+            lanes square[BLOCK];
+            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, (uint32_t *)of->heads + (q + j) * words + i, sizeof *square);
+            transposed(square);
+            memcpy(paired(of, q) + i * BLOCK, square, (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
+        }
 }
 
 /* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys [BLOCK][size] these are. */
 static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys, float scale) {
-    const uint32_t *pairs = (const uint32_t *)of->heads + first * of->size / 2;
+    const uint32_t *pairs = paired(of, first);
     int64_t size = of->size, whole = size / WHOLE * WHOLE;
     lanes square[BLOCK];
     _tile_zero(0);
@@ -195,6 +225,7 @@ static inline void squared(const Heard *of, int64_t first, int64_t slot, const b
 
 static void all_squared(const Heard *of, float scale) {
     int64_t end = of->length + of->nodes;
+    all_paired(of);
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
         const bf16 *keys = of->keys + s * of->size;
         if (end - s < BLOCK) {
@@ -236,9 +267,9 @@ static void multiplied(const Heard *of, int64_t from, int64_t to) {
     }
 }
 
-/* The sums of `some` queries from `first` on go on over `count` places of the text: their slots, and chances [count][some]. */
+/* The sums of `some` queries from `first` on go on over `count` places of the text: slots of their values, and of their chances. */
 static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first, const int some, const int64_t *slots,
-                                                        const float *chances, int64_t count) {
+                                                        const int64_t *chances, int64_t count) {
     int64_t size = of->size;
     for (int64_t i = 0; i < size; i += LANES)
         for (int64_t p = 0; p < count; p += WHOLE) {
@@ -246,9 +277,10 @@ static inline __attribute__((always_inline)) void added(const Heard *of, int64_t
             for (int k = 0; k < some; k++) half[0][k] = half[1][k] = _mm512_setzero_ps();
             for (int64_t s = p; s < p + WHOLE && s < count; s += 2)
                 for (int odd = 0; odd < 2; odd++) {
+                    const float *chance = of->scores + first * of->stride + chances[s + odd];
                     __m512 value = (__m512)wide(of->values + slots[s + odd] * size + i);
                     for (int k = 0; k < some; k++)
-                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chances[(s + odd) * some + k]), value, half[odd][k]);
+                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chance[k * of->stride]), value, half[odd][k]);
                 }
             for (int k = 0; k < some; k++) {
                 float *sums = of->sums + (first + k) * size + i;
@@ -263,18 +295,16 @@ static void all_multiplied(const Heard *of) {
     for (int64_t q = 0; q < of->count; q++) {
         float *chances = of->scores + q * of->stride;
         for (int64_t s = from; s < to; s += LANES) narrowed((bf16 *)chances + s, loaded(chances + s));  /* never overtakes */
+        chances[of->stride - 1] = 0;
     }
     multiplied(of, from, to);
     for (int64_t q = 0, some; q < of->count; q += some) {
         const Query *first = of->queries + q;
-        int64_t count = behind + first->deep, slots[count + 1];
+        int64_t count = behind + first->deep, slots[count + 1], chances[count + 1];
         for (some = 1; some < 4 && q + some < of->count && first[some].place == first->place;) some++;
-        float chances[(count + 1) * some];
-        for (int64_t p = 0; p <= count; p++) {                                              /* one more counts 0 */
-            slots[p] = p < behind ? to + p : of->length + first->path[p < count ? p - behind : 0];
-            for (int64_t k = 0; k < some; k++)
-                chances[p * some + k] = p < count ? of->scores[(q + k) * of->stride + slots[p]] : 0;
-        }
+        for (int64_t p = 0; p < count; p++)
+            slots[p] = chances[p] = p < behind ? to + p : of->length + first->path[p - behind];
+        slots[count] = of->length, chances[count] = of->stride - 1;                         /* one more counts 0 */
         if (some == 1) added(of, q, 1, slots, chances, count);
         else if (some == 2) added(of, q, 2, slots, chances, count);
         else if (some == 3) added(of, q, 3, slots, chances, count);
@@ -282,7 +312,7 @@ static void all_multiplied(const Heard *of) {
     }
 }
 
-static const Way by_tiles = {BLOCK, WHOLE, paired, all_squared, all_multiplied};
+static const Way by_tiles = {BLOCK, WHOLE, copied, all_squared, all_multiplied};
 #endif
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
@@ -305,8 +335,8 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
         int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
         int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
         const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
-        float own[WIDEST];
-        turned(read, x, weight, epsilon, position < read->context ? position : read->context - 1, own);
+        bf16 own[WIDEST];
+        turned(read, x, weight, epsilon, position, own);
         way->laid(&heard, q, own, read->scale);
         for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
@@ -339,11 +369,8 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
         int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
         for (int64_t w = 0; w < some; w++) {
             int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
-            int64_t position = length + depth_of(read->parents + row * read->nodes, node);
             const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
-            float key[WIDEST];
-            turned(read, x, key_weight, epsilon, position < read->context ? position : read->context - 1, key);
-            for (int64_t i = 0; i < size; i++) keys[slot + i] = narrow(key[i]);
+            turned(read, x, key_weight, epsilon, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
             memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
         }
     }

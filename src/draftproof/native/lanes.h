@@ -31,7 +31,13 @@ static inline bf16 narrow(float x) {            /* to the nearest, ties to even 
     return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 
-static inline lanes widened(halves h) { return (lanes)(__builtin_convertvector(h, bits) << 16); }
+static inline lanes widened(halves h) {
+#ifdef __AVX512F__                              /* compilers convert half at a time */
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+    return (lanes)(__builtin_convertvector(h, bits) << 16);
+#endif
+}
 
 static inline lanes wide(const bf16 *from) {
     halves h;
@@ -68,6 +74,9 @@ static inline lanes loaded(const float *from) {
 }
 
 static inline float total(lanes x) {            /* halves to halves */
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
