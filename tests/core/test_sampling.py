@@ -13,7 +13,7 @@ from tiny import paths_of, random_logits, sampler_of
 from torch import Tensor
 
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Sampling
+from draftproof.core.sampling import Paths, Prefix, Sampling
 from draftproof.core.tree import NOTHING, TokenTree, TreeShape
 from draftproof.errors import BadInput
 
@@ -289,3 +289,26 @@ def test_a_kernel_picks_what_operators_pick(heats: tuple[float, ...]) -> None:
         found, wanted = (sampler_of(*wants, at_hand=at_hand).pick(logits.bfloat16(), paths) for at_hand in (True, False))
         assert torch.equal(found, wanted)
         assert found[0, 1] == found[1, 2] == NOTHING and (heats[2] or found[2, 5] == 0)
+
+
+def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
+    """Rows move by different steps, back to earlier positions, and reach further ahead than was asked before."""
+    wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]
+    kept, vocab, made = sampler_of(*wants, at_hand=True), 100, set()
+    text = torch.zeros(3, 200, dtype=torch.int64)
+    rounds = [((3, 5, 9), 4), ((4, 9, 10), 4), ((7, 9, 15), 4), ((8, 10, 16), 40), ((2, 11, 17), 4)]
+    for turn, (moved, ahead) in enumerate(rounds):
+        prefix = Prefix(text, torch.tensor(moved), ahead)
+        tree = TokenTree.shaped(torch.randint(0, vocab, (3, 7)), TreeShape.branching((2, 2)))
+        logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
+        for paths in (Paths(prefix, tree), Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
+            said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
+            assert torch.equal(kept.pick(said, paths), sampler_of(*wants, at_hand=False).pick(said, paths))
+        contest = kept.contest(prefix, ahead, vocab, 0.0)
+        assert contest is not None and contest.noise is not None and contest.places is not None
+        made.add(contest.noise.data_ptr())
+        noise = contest.noise.flatten(0, 1)[contest.places + 1]
+        fresh, pair = sampler_of(*wants, at_hand=False), Paths(prefix, TokenTree.chain(text[:, :2]))
+        wanted = fresh.race(torch.zeros(3, 2, vocab), pair, Role.TARGET)
+        torch.testing.assert_close(noise, wanted[:, 1], rtol=1e-5, atol=1e-5)
+    assert 1 < len(made) < 5

@@ -22,6 +22,9 @@ from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.errors import BadInput
 from draftproof.native.kernels import Contest, Kernels, kernels
 
+STOCK, STOCKED = 64, 1 << 20
+"""Positions of all rows that noise is made for at once, and numbers, where a round does not ask for more."""
+
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
 
@@ -157,11 +160,15 @@ class Sampler:
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
+        self._stocks = STOCK
+        self._stock: _Stock | None = None
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of these rows, in this order."""
-        return Sampler([self.rows[row] for row in rows], self.device, self.at_hand)
+        """The sampler of these rows, in this order: to ask once, for it makes no noise for later rounds."""
+        other = Sampler([self.rows[row] for row in rows], self.device, self.at_hand)
+        other._stocks = 0
+        return other
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
         """Copy to the device now, not in the round that comes, whatever scores of this dtype and width will need."""
@@ -239,8 +246,7 @@ class Sampler:
             return None
         noises, places = None, None
         if not self.greedy:
-            noises = self._noise(prefix, steps - 1, Role.TARGET, vocab)         # [B, D, V]
-            places = noises.shape[1] * torch.arange(len(noises), device=self.device)
+            noises, places = self._stocked(prefix, steps - 1, vocab)
         return Contest(noises, places, *self._heats, log(floor) if floor else -_INF)
 
     @cached_property
@@ -264,12 +270,24 @@ class Sampler:
         return at_hand and all(process == self._heat for process in self._processes)
 
     def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-        """The round's noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
+        """Noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
         if self.greedy:
             return None, None
-        noises = self._noise(paths.prefix, paths.tree.depth_limit, Role.TARGET, vocab)          # [B, D, V]
-        first = noises.shape[1] * torch.arange(len(noises), device=self.device)[:, None]
-        return noises, (first + paths.tree.depths[:, paths.first : paths.first + nodes]).contiguous()
+        noises, roots = self._stocked(paths.prefix, paths.tree.depth_limit, vocab)
+        return noises, roots[:, None] + paths.tree.depths[:, paths.first : paths.first + nodes]
+
+    def _stocked(self, prefix: Prefix, depth: int, vocab: int) -> tuple[Tensor, Tensor]:
+        """The noise of the target's choices [B, D, V], and which of it, flat, is that behind each root [B].
+
+        Where numbers are at hand it is made for more positions than a round asks for, and kept as long as it reaches.
+        """
+        ahead, positions, stock = max(prefix.ahead, depth), prefix.position.tolist(), self._stock
+        if stock is None or not stock.reaches(positions, ahead, vocab):
+            reach = max(1 + ahead, min(self._stocks, STOCKED // vocab) // len(positions))
+            noises = self._made(prefix.position, reach, Role.TARGET, vocab)
+            starts = reach * torch.arange(len(positions), device=self.device) - prefix.position
+            stock = self._stock = _Stock(positions, noises, starts)
+        return stock.noises, stock.starts + prefix.position
 
     @cached_property
     def _heats(self) -> tuple[Tensor, Tensor]:
@@ -288,14 +306,17 @@ class Sampler:
         position, depth = prefix.position, max(prefix.ahead, depth)
         made_for, noises = self._round.get((role, vocab), (None, None))
         if noises is None or made_for is not position or noises.shape[1] <= depth:
-            places = position[:, None] + 1 + torch.arange(depth + 1, device=self.device)
-            origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-            streams = noise.stream(self.keys, role, places, origin, at_hand=self.at_hand)
-            noises = noise.gumbel(streams, vocab, at_hand=self.at_hand)
-            if self._some_greedy:
-                noises.masked_fill_(self._greedy_rows, 0.0)                 # temperature 0 is noise 0
+            noises = self._made(position, depth + 1, role, vocab)
             self._round[role, vocab] = (position, noises)
         return noises
+
+    def _made(self, position: Tensor, reach: int, role: Role, vocab: int) -> Tensor:
+        """[B, reach, V] noise of the choices behind roots at `position` [B]."""
+        places = position[:, None] + 1 + torch.arange(reach, device=self.device)
+        origin = None if role is Role.TARGET else position[:, None].expand_as(places)
+        streams = noise.stream(self.keys, role, places, origin, at_hand=self.at_hand)
+        noises = noise.gumbel(streams, vocab, at_hand=self.at_hand)
+        return noises.masked_fill_(self._greedy_rows, 0.0) if self._some_greedy else noises     # temperature 0 is noise 0
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] processed logits, -inf where a token may not be chosen."""
@@ -478,6 +499,21 @@ class Sampler:
         law = scores.softmax(-1)
         drop = (law < share * law.amax(-1, keepdim=True)) & ~self._greedy_rows
         return scores.masked_fill(drop, -torch.inf)
+
+
+class _Stock(NamedTuple):
+    """Noise [B, D, V] made for roots at `positions` and as far as it reaches. starts: [B] which of it, flat, is that behind a
+    root at position 0."""
+
+    positions: list[int]
+    noises: Tensor
+    starts: Tensor
+
+    def reaches(self, positions: list[int], ahead: int, vocab: int) -> bool:
+        """Whether it holds what stands behind roots at these positions, and so far ahead of them."""
+        room = self.noises.shape[1] - ahead
+        moved = (now - then for now, then in zip(positions, self.positions, strict=True))
+        return self.noises.shape[2] == vocab and all(0 <= far < room for far in moved)
 
 
 class _Banned(NamedTuple):

@@ -221,8 +221,8 @@ class Kernels:
         node's parent and which of its children it is; the tree is then of this shape. The caller keeps what `pairs` names.
         """
         (rows, heads, vocab), logits = logits.shape, logits.contiguous()
-        tokens, parents = torch.empty(2, rows, nodes + 1, dtype=torch.int64)
-        chances, work = torch.empty(rows, nodes + 1), torch.empty(rows * heads * (vocab + LANES))
+        tokens, chances = torch.empty(rows, nodes + 1, dtype=torch.int64), torch.empty(rows, nodes + 1)
+        parents, work = torch.empty_like(tokens), torch.empty(rows * heads * (vocab + LANES))
         where = (None if one is None else one.data_ptr() for one in contest[:4])
         self._paired(
             ctypes.addressof(pairs), weight, None if shape is None else shape.data_ptr(), logits.data_ptr(), roots.data_ptr(),
@@ -237,8 +237,8 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `paired`, by what the first `count` of `heads` say of hidden states [rows, size], contiguous, in bfloat16."""
         (rows, size), vocab = hidden.shape, heads.projection.outputs
-        tokens, parents = torch.empty(2, rows, nodes + 1, dtype=torch.int64)
-        chances, work = torch.empty(rows, nodes + 1), torch.empty(rows * count * (vocab + LANES))
+        tokens, chances = torch.empty(rows, nodes + 1, dtype=torch.int64), torch.empty(rows, nodes + 1)
+        parents, work = torch.empty_like(tokens), torch.empty(rows * count * (vocab + LANES))
         room = hidden.new_empty(rows * count * (2 * size + vocab))
         where = (None if one is None else one.data_ptr() for one in contest[:4])
         self._medusa(

@@ -35,7 +35,7 @@ class Fused:
     """Reads up to `NODES` nodes per row with the layers of a lean forward."""
 
     def __init__(self, lean: Lean, found: Kernels) -> None:
-        self.lean, self.kernels = lean, found
+        self.lean, self.kernels, self._weight = lean, found, lean.embed.weight
         self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
         layers = _native(lean)
         self._room = 2 * lean.hidden_size + max(                        # numbers a token needs on its way through a layer
@@ -117,7 +117,7 @@ class Fused:
         self, model: Model, stores: Stores, read: Read, tokens: Tensor, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """All in one call, but for a head of another layout."""
-        lean, count, (rows, width), weight = self.lean, model.count, tokens.shape, self.lean.embed.weight
+        lean, weight, count, (rows, width) = self.lean, self._weight, model.count, tokens.shape
         tokens, work = tokens.contiguous(), weight.new_empty(rows * width * self._room)
         last = weight.new_empty(rows, width, lean.hidden_size)
         head = None if last_only else lean.native_head
@@ -133,18 +133,18 @@ class Fused:
         if logits is None:
             logits = lean.head(last[:, -1:] if last_only else last)
         tapped = [kept[tap % (count + 1)] for tap in taps]
-        return logits, (tapped[0][:, :, None] if len(tapped) == 1 else torch.stack(tapped, 2)) if taps else None
+        return logits, (tapped[0].unsqueeze(2) if len(tapped) == 1 else torch.stack(tapped, 2)) if taps else None
 
     def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """As `Lean.chain`."""
-        lean, model, stores, head = self.lean, self._model, cache.stores, self.lean.native_head
+        model, stores, head = self._model, cache.stores, self.lean.native_head
         if model is None or stores is None or head is None:
             return None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
         read = self._read(rows, text, 0, cache)                                         # the kernel makes parents of its own
-        tokens, turns = torch.empty(2, rows, 1 + steps, dtype=torch.int64)
-        reads = torch.empty_like(positions)
-        work = lean.embed.weight.new_empty(rows * (width * (head.size + self._room) + head.outputs))
+        tokens, reads = torch.empty(rows, 1 + steps, dtype=torch.int64), torch.empty_like(positions)
+        turns = torch.empty_like(tokens)
+        work = self._weight.new_empty(rows * (width * (head.size + self._room) + head.outputs))
         noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
         done = self.kernels.chain(
             ctypes.addressof(read), ctypes.addressof(model), stores.places, text.data_ptr(), text.shape[1],
@@ -152,7 +152,7 @@ class Fused:
             ABSENT, tokens.data_ptr(), turns.data_ptr(), reads.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(1 + done)
-        return Chains(tokens[:, : 1 + done], turns[:, : 1 + done], reads)
+        return Chains(tokens, turns, reads) if done == steps else Chains(tokens[:, : 1 + done], turns[:, : 1 + done], reads)
 
     def _read(self, rows: int, parents: Tensor, first: int, cache: RowCache, some: _Some | None = None) -> Read:
         lean, layer = self.lean, self.lean.layers[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -77,14 +77,17 @@ class Group:
             raise told[0]
         return told[0]  # type: ignore[return-value]
 
-    @contextmanager
-    def intact(self) -> Iterator[None]:
+    def intact(self) -> AbstractContextManager[None]:
         """Raise RankLost, in one sentence, when another rank goes away inside the block."""
+        return nullcontext() if self.alone else self._watched()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, DraftproofError) as error:
             reason = error.__cause__ if isinstance(error, DraftproofError) else error       # what loading made a sentence of
-            if self.alone or isinstance(error, RankLost) or not _is_about_ranks(reason):
+            if isinstance(error, RankLost) or not _is_about_ranks(reason):
                 raise
             raise RankLost(
                 f"rank {self.rank} of {self.size} cannot reach the others any more, one of them has ended: see what it said, "
