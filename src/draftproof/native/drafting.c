@@ -342,7 +342,7 @@ int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, co
     for (int64_t d = 0;;) {
         for (int64_t i = 0; i < going; i++)
             where[i] = places ? places[live[i]] + d : 0, heat[i] = heats[live[i]], trust[i] = trusts[live[i]];
-        draftproof_linear(head, last, own, going, read->threads);
+        if (!d) draftproof_linear(head, last, own, going, read->threads);
         draftproof_best(own, noise, where, heat, trust, going, vocab, 1, chance, found, read->threads);
         for (int64_t i = 0; i < going; i++) {
             int64_t r = live[i], at = r * (1 + steps) + d + 1;
@@ -369,7 +369,7 @@ int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, co
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
         read->first = d, read->nodes = d + 1, read->starts = starts, read->which = which;
-        draftproof_forward(read, model, stores, asked, last, NULL, NULL, rest);
+        draftproof_forward(read, model, stores, asked, last, own, NULL, rest);
     }
     int64_t longest = 0;
     for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++) turns[likely[n].token] = n / rows + 1;
