@@ -16,7 +16,8 @@ from draftproof.core.sampling import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput
-from draftproof.target import lowbit
+from draftproof.native.kernels import kernels
+from draftproof.target import loading, lowbit
 from draftproof.target.loading import embedded
 from draftproof.target.lowbit import Int4Linear, Int8Linear
 from draftproof.target.quantize import is_quantized
@@ -24,6 +25,8 @@ from draftproof.target.target import Target
 
 needs_int8 = pytest.mark.skipif(not lowbit.works(Int8Linear), reason="no such kernel here")
 needs_int4 = pytest.mark.skipif(not lowbit.works(Int4Linear), reason="no such kernel here")
+_found = kernels()
+needs_kernels = pytest.mark.skipif(_found is None or not _found.int8, reason="there are no kernels for 8 bits here")
 WAYS = [
     pytest.param("int8", None, marks=needs_int8, id="int8"),
     pytest.param("int4", None, marks=[needs_int8, needs_int4], id="int4"),
@@ -111,6 +114,22 @@ def test_a_quantised_draft_never_changes_the_text() -> None:
         drafted = load("demo", drafter=drafter, dtype="float64", quantize_draft=kind, budget=4)
         assert is_quantized(drafted.drafter.model.model) == (kind is not None)
         assert [one.tokens for one in drafted.generate(asked, max_new_tokens=20, sampling=at(DRAWN))] == wanted
+
+
+@needs_kernels
+def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["Once upon a time", "The dog saw a big"]
+
+    def drafts(named: Any, **how: Any) -> tuple[bool, list[str]]:
+        engine = load("demo", assistant_model=named, budget=4, **how)
+        return is_quantized(engine.drafter.model.model), [one.text for one in engine.generate(asked, max_new_tokens=20)]
+
+    eight, written = drafts("demo-draft")
+    whole = loading.load_model("demo-draft", None, None)
+    assert eight and drafts("demo-draft", quantize_draft="none") == drafts(whole) == (False, written)
+    assert not drafts("demo-draft", dtype="float32")[0] and not is_quantized(whole)
+    monkeypatch.setattr("draftproof.decoding.load.NEAR", 0.0)
+    assert drafts("demo-draft") == (False, written)
 
 
 @needs_int8

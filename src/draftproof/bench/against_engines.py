@@ -151,7 +151,9 @@ def compare(plan: Plan, told: Callable[[str], None] = lambda doing: None) -> tup
 def _ours(plan: Plan, files: Files) -> tuple[list[Timed], list[list[int]], int]:
     """Plain and with the draft model around one target; the prompts; the end token."""
     quantize = "int8" if plan.precision == "int8" else None
-    drafting = load(files.folder("target"), assistant_model=files.folder("draft"), quantize=quantize, device="cpu")
+    drafting = load(
+        files.folder("target"), assistant_model=files.folder("draft"), quantize=quantize, quantize_draft="none", device="cpu"
+    )
     plain = Engine(drafting.target, Plain(), codec=drafting.codec, sampling=Sampling(), stop_tokens=drafting.stop_tokens)
     drafting.sampling = Sampling()
     assert drafting.codec is not None, "the folder was written with a tokenizer"

@@ -26,11 +26,12 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
+from draftproof.native.kernels import kernels
 from draftproof.target import loading
 from draftproof.target.group import ALONE, Group, form_group
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
 from draftproof.target.pack import pack_linears
-from draftproof.target.quantize import KINDS, PASSAGE
+from draftproof.target.quantize import KINDS, PASSAGE, is_quantized
 from draftproof.target.quantized_cache import LAYERS
 from draftproof.target.replay import Replayed
 from draftproof.target.sharded import check_engine, load_sharded
@@ -55,6 +56,8 @@ DEFAULT = "portfolio"
 """The one that drafts when nobody says."""
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
+AS_IT_IS, NEAR = "none", 0.02
+"""A draft model keeps its weights; and so many nats per token it may stray on one passage, to get 8-bit ones if nobody says."""
 
 
 def load(
@@ -87,7 +90,8 @@ def load(
     draft_tree: the shape a draft model or Medusa heads draft, or the name of a published one; None is a chain as long as
         the budget for a draft model, and the heads' own tree for Medusa.
     quantize, quantize_draft: "int8", "int4" or "fp8" weights for the target and for the draft model. The text is that of
-        the quantised target; what it lost is in `engine.target.quantization`.
+        the quantised target; what it lost is in `engine.target.quantization`. A draft model named here, of which nobody says
+        it, has 8 bits where our kernels read those sooner and it then says nearly the same; "none" leaves it as it is.
     kv_cache: "int8" or "fp8" keys and values in the target's cache.
     parallel: "tensor" (transformers' own) or "deepspeed" shards the target over the processes that torchrun started, one
         per device; each calls this and asks the same of its engine. The drafter is on every one of them, whole.
@@ -104,16 +108,17 @@ def load(
     _check_names(drafter, quantize, quantize_draft, kv_cache)
     group = _group(parallel, model, drafter, quantize)
     with group.intact():
-        loaded = _model(model, dtype, device, quantize, parallel, group, packs=not compile)
+        loaded = _model(model, dtype, device, parallel, group, packs=not compile and quantize is None)
         target, codec = Target(loaded, kv_cache=kv_cache, group=group), _codec(tokenizer, model, loaded)
-    itself = _self_draft(drafter, target, quantize_draft, draft_tree, quantised=True)
+    few = quantize_draft if quantize_draft != AS_IT_IS else None
+    itself = _self_draft(drafter, target, few, draft_tree, quantised=True)
     if quantize is not None:                                            # the original is given up now, not before
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         target = target.quantized(quantize, passage, give_up=isinstance(model, (str, Path)))
-    itself = itself or _self_draft(drafter, target, quantize_draft, draft_tree, quantised=False)
+    itself = itself or _self_draft(drafter, target, few, draft_tree, quantised=False)
     draft = assistant_model if assistant_model is not None else drafter if _is_model(drafter) else None
-    if quantize_draft is not None and itself is None and draft is None:
-        raise BadInput(f"a draft model in {quantize_draft} was asked for, and there is none; name one, or leave that out")
+    if few is not None and itself is None and draft is None:
+        raise BadInput(f"a draft model in {few} was asked for, and there is none; name one, or leave that out")
     if itself is not None:
         drafts: Drafter = itself
     elif draft is not None:
@@ -154,9 +159,9 @@ def _check_names(drafter: object, quantize: str | None, quantize_draft: str | No
     """Refuse a misspelt name before anything is loaded."""
     if isinstance(drafter, str) and drafter.startswith(PREFIX):
         self_named(drafter)
-    weights = {"quantize": quantize, "quantize_draft": quantize_draft}
-    for name, kind in {**weights, "kv_cache": kv_cache}.items():
-        known = KINDS if name in weights else tuple(LAYERS)
+    drafts = (*KINDS, AS_IT_IS)
+    asked = (("quantize", quantize, KINDS), ("quantize_draft", quantize_draft, drafts), ("kv_cache", kv_cache, tuple(LAYERS)))
+    for name, kind, known in asked:
         if kind is not None and kind not in known:
             raise BadInput(f"{name} was {kind!r}; choose one of {', '.join(known)}")
 
@@ -226,7 +231,7 @@ def _draft_model(
     tree: TreeShape | str | None,
     quantize: str | None,
 ) -> DraftModel:
-    draft = _model(name, dtype, device or str(target.device), quantize, free=True)
+    draft = _model(name, dtype, device or str(target.device), packs=False)
     if draft.device != target.device:
         raise DrafterMismatch(f"the draft model is on {draft.device}, the target on {target.device}; put both on one device")
     own = _codec(None, name, draft)
@@ -235,10 +240,30 @@ def _draft_model(
             f"the draft model {own.name} and the target {codec.name} have different tokenizers "
             f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares the target's"
         )
-    reader = Target(draft)
-    if quantize is not None:
-        reader = reader.quantized(quantize, give_up=isinstance(name, (str, Path)))
+    named = isinstance(name, (str, Path))
+    if quantize is not None and quantize != AS_IT_IS:
+        reader = Target(draft).quantized(quantize, give_up=named)
+    elif (lighter := _in_8_bits(draft, own or codec) if named and quantize is None else None) is not None:
+        reader = lighter
+    else:
+        if named:
+            pack_linears(draft, free=True)
+        reader = Target(draft)
     return DraftModel(reader, target.vocab_size, _shape(tree))
+
+
+def _in_8_bits(draft: PreTrainedModel, codec: Codec | None) -> Target | None:
+    """A draft model with 8-bit weights, if our kernels read these and what it says of one passage hardly changes."""
+    found = kernels() if draft.dtype == torch.bfloat16 and draft.device.type == "cpu" and not is_quantized(draft) else None
+    if found is None or not found.int8 or codec is None:
+        return None
+    reader = Target(draft)
+    passage = torch.tensor(codec.encode(PASSAGE)[: reader.context])
+    with suppress(BadInput):                                            # nothing to quantise
+        lighter = reader.quantized("int8", passage[passage < reader.vocab_size])
+        lost = lighter.quantization
+        return lighter if lost is not None and lost.tokens and lost.kl <= NEAR else None
+    return None
 
 
 def _shape(tree: TreeShape | str | None) -> TreeShape | None:
@@ -260,23 +285,19 @@ def _model(
     model: str | Path | PreTrainedModel,
     dtype: str | torch.dtype | None,
     device: str | None,
-    quantize: str | None,
     parallel: str | None = None,
     group: Group = ALONE,
-    packs: bool = True,
-    free: bool | None = None,
+    *,
+    packs: bool,
 ) -> PreTrainedModel:
-    """A model loaded here is packed for speed, if it will not be quantised; one that was handed in is never changed.
-
-    free: as for `pack_linears`.
-    """
+    """A model loaded here may be packed for speed, if it will not be quantised; one that was handed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
     if parallel is not None and not group.alone:
         return load_sharded(model, dtype, device, parallel, group)
     loaded = loading.load_model(model, dtype, device)
-    if quantize is None and packs:
-        pack_linears(loaded, free=free)
+    if packs:
+        pack_linears(loaded)
     return loaded
 
 
