@@ -65,6 +65,21 @@ def test_noise_is_that_of_the_operators() -> None:
     assert float(wanted.max()) > 12 and float(wanted.min()) < -2.5
 
 
+def test_a_gate_of_any_size_lets_through_what_silu_lets_through() -> None:
+    """Far below zero nothing, however far: exponentials there are beyond any number."""
+    found = kernels()
+    assert found is not None
+    for sign in (-1, 1):
+        gate = sign * torch.logspace(-2, 38, 1600).bfloat16()
+        up, out = torch.full_like(gate, 2.0), torch.empty_like(gate)
+        both = torch.cat([gate, up])
+        found.gate(both.data_ptr(), out.data_ptr(), 1, len(gate), 1)
+        torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=0.01, atol=1e-30)
+    broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
+    found.gate(broken.data_ptr(), out.data_ptr(), 1, 16, 1)
+    assert out[:16].isnan().all()
+
+
 def test_kernels_are_optional(tmp_path: Path) -> None:
     """Without a compiler, or switched off, torch's operators serve."""
     code = "from draftproof.native.kernels import kernels; import torch; print(kernels())"

@@ -82,9 +82,14 @@ static inline float total(lanes x) {            /* halves to halves */
     return x[0];
 }
 
-static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87 */
+static inline lanes smaller(lanes a, lanes b) { /* b where one is NaN */
+    bits less = a < b;
+    return (lanes)(((bits)a & less) | ((bits)b & ~less));
+}
+
+static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, infinite from 88.4 on */
     bits low = x < -87.0f;
-    x = (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low));
+    x = smaller((lanes){} + 89.0f, (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low)));
     lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     x = x - n * 0.693359375f + n * 2.12194440e-4f;
     lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
