@@ -420,7 +420,7 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     else memset(more, 0, (size_t)all * sizeof(bf16));
     for (int64_t i = 0; i < all; i += LANES) {
         lanes v = rounded(wide(x + i) + wide(more + i));
-        narrowed(x + i, head->recurs && head->smooth ? v / (1.0f + expo(-v)) : v);
+        narrowed(x + i, head->recurs && head->smooth ? silu(v) : v);
     }
 }
 

@@ -82,14 +82,9 @@ static inline float total(lanes x) {            /* halves to halves */
     return x[0];
 }
 
-static inline lanes smaller(lanes a, lanes b) { /* b where one is NaN */
-    bits less = a < b;
-    return (lanes)(((bits)a & less) | ((bits)b & ~less));
-}
-
-static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, infinite from 88.4 on */
+static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
     bits low = x < -87.0f;
-    x = smaller((lanes){} + 89.0f, (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low)));
+    x = (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low));
     lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     x = x - n * 0.693359375f + n * 2.12194440e-4f;
     lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -123,6 +118,18 @@ static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike
 static inline lanes larger(lanes a, lanes b) {
     bits more = a > b;
     return (lanes)(((bits)a & more) | ((bits)b & ~more));
+}
+
+/* x / (1 + e^-x), by a reciprocal up to its last bits; below -88 what it is there, next to nothing. NaN stays NaN. */
+static inline lanes silu(lanes x) {
+    x = larger((lanes){} - 88.0f, x);
+    lanes below = 1.0f + expo(-x);
+#ifdef __AVX512F__
+    lanes part = (lanes)_mm512_rcp14_ps((__m512)below);
+    return x * (part * (2.0f - below * part));
+#else
+    return x / below;
+#endif
 }
 
 static inline float largest(lanes x) {

@@ -41,8 +41,7 @@ static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t s
             const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
             bf16 *y = out + r * size;
             for (int64_t i = part; i < part + PART && i < size; i += LANES) {
-                lanes g = wide(gate + i);
-                narrowed(y + i, rounded(g / (1.0f + expo(-g))) * wide(up + i));
+                narrowed(y + i, rounded(silu(wide(gate + i))) * wide(up + i));
             }
         }
 }

@@ -393,8 +393,7 @@ void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads) {
     draftproof_linear(layer, inputs, beside, rows, threads);
     for (int64_t i = 0; i < rows * layer->outputs; i += LANES) {
-        lanes x = wide(beside + i);
-        narrowed(inputs + i, wide(inputs + i) + rounded(x / (1.0f + expo(-x))));
+        narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
     }
 }
 
