@@ -235,7 +235,7 @@ MUTANTS = (
            "[want.seed for want in wants]", "[0 for want in wants]"),
     Mutant("samples of a prompt share their noise", "15: vLLM #6038", SAMPLER + "__init__",
            "[row.sample for row in rows]", "[0 for row in rows]"),
-    Mutant("all rows draw with the first row's noise", "4: one generator per batch", SAMPLER + "_noise",
+    Mutant("all rows draw with the first row's noise", "4: one generator per batch", SAMPLER + "_made",
            "noise.stream(self.keys,", "noise.stream(self.keys[:1].expand_as(self.keys),"),
     Mutant("noise by slot in the tree, not by position", "24: call-order randomness", SAMPLER + "race",
            "depths = paths.tree.depths[:, paths.first :, None]",
