@@ -128,7 +128,7 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(monkeypatc
     whole = loading.load_model("demo-draft", None, None)
     assert eight and drafts("demo-draft", quantize_draft="none") == drafts(whole) == (False, written)
     assert not drafts("demo-draft", dtype="float32")[0] and not is_quantized(whole)
-    monkeypatch.setattr("draftproof.decoding.load.NEAR", 0.0)
+    monkeypatch.setattr("draftproof.target.target.NEAR", 0.0)
     assert drafts("demo-draft") == (False, written)
 
 

@@ -26,12 +26,11 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
-from draftproof.native.kernels import kernels
 from draftproof.target import loading
 from draftproof.target.group import ALONE, Group, form_group
 from draftproof.target.loading import PreTrainedModel, PreTrainedTokenizerBase
 from draftproof.target.pack import pack_linears
-from draftproof.target.quantize import KINDS, PASSAGE, is_quantized
+from draftproof.target.quantize import KINDS, PASSAGE
 from draftproof.target.quantized_cache import LAYERS
 from draftproof.target.replay import Replayed
 from draftproof.target.sharded import check_engine, load_sharded
@@ -56,8 +55,8 @@ DEFAULT = "portfolio"
 """The one that drafts when nobody says."""
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
-AS_IT_IS, NEAR = "none", 0.02
-"""A draft model keeps its weights; and so many nats per token it may stray on one passage, to get 8-bit ones if nobody says."""
+AS_IT_IS = "none"
+"""A draft model keeps its weights."""
 
 
 def load(
@@ -240,30 +239,20 @@ def _draft_model(
             f"the draft model {own.name} and the target {codec.name} have different tokenizers "
             f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares the target's"
         )
-    named = isinstance(name, (str, Path))
-    if quantize is not None and quantize != AS_IT_IS:
-        reader = Target(draft).quantized(quantize, give_up=named)
-    elif (lighter := _in_8_bits(draft, own or codec) if named and quantize is None else None) is not None:
-        reader = lighter
-    else:
-        if named:
-            pack_linears(draft, free=True)
-        reader = Target(draft)
+    reader = _reader(draft, own or codec, quantize, isinstance(name, (str, Path)))
     return DraftModel(reader, target.vocab_size, _shape(tree))
 
 
-def _in_8_bits(draft: PreTrainedModel, codec: Codec | None) -> Target | None:
-    """A draft model with 8-bit weights, if our kernels read these and what it says of one passage hardly changes."""
-    found = kernels() if draft.dtype == torch.bfloat16 and draft.device.type == "cpu" and not is_quantized(draft) else None
-    if found is None or not found.int8 or codec is None:
-        return None
-    reader = Target(draft)
-    passage = torch.tensor(codec.encode(PASSAGE)[: reader.context])
-    with suppress(BadInput):                                            # nothing to quantise
-        lighter = reader.quantized("int8", passage[passage < reader.vocab_size])
-        lost = lighter.quantization
-        return lighter if lost is not None and lost.tokens and lost.kl <= NEAR else None
-    return None
+def _reader(draft: PreTrainedModel, codec: Codec | None, quantize: str | None, named: bool) -> Target:
+    """What reads a draft model: in few bits as asked; in 8 if nobody says, and kernels and its law allow; else as it is."""
+    if quantize is not None and quantize != AS_IT_IS:
+        return Target(draft).quantized(quantize, give_up=named)
+    lighter = Target(draft).lighter(codec.encode(PASSAGE)) if named and codec and quantize is None else None
+    if lighter is not None:
+        return lighter
+    if named:
+        pack_linears(draft, free=True)
+    return Target(draft)
 
 
 def _shape(tree: TreeShape | str | None) -> TreeShape | None:

@@ -76,10 +76,11 @@ static inline lanes loaded(const float *from) {
 static inline float total(lanes x) {            /* halves to halves */
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
-#endif
+#else
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
+#endif
 }
 
 static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */

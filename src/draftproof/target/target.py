@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.sampling import Prefix
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
-from draftproof.native.kernels import Chains, Contest
+from draftproof.native.kernels import Chains, Contest, kernels
 from draftproof.target.cache import LayerShape, RowCache, RowLayer
 from draftproof.target.group import ALONE, Group
 from draftproof.target.lean import Lean, Tables
@@ -31,6 +32,8 @@ from draftproof.target.twin import first_layers
 
 UNLIMITED = 1 << 30
 """The context of a model whose configuration names no limit."""
+NEAR = 0.02
+"""Nats per token that a draft model may stray when it is made lighter without being asked."""
 
 
 class Target:
@@ -80,6 +83,18 @@ class Target:
         other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
         other._lean = self._lean.of(other.model) if self._lean is not None else None
         return other
+
+    def lighter(self, text: Sequence[int]) -> Target | None:
+        """This target with 8-bit weights, for drafting: where our kernels read those and what it says of a text stays near."""
+        plain = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not is_quantized(self.model)
+        found, known = kernels() if plain else None, [token for token in text[: self.context] if token < self.vocab_size]
+        if found is None or not found.int8 or not known:
+            return None
+        try:
+            other = self.quantized("int8", torch.tensor(known))
+        except BadInput:                                                # nothing to quantise
+            return None
+        return other if other.quantization is not None and other.quantization.kl <= NEAR else None
 
     def compiled(self, backend: str = "inductor") -> Target:
         """This target with its forward compiled by torch.compile, for each shape it meets.
