@@ -1,4 +1,6 @@
 /* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums of values. */
+#include <omp.h>
+
 #include "tiles.h"
 
 enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
@@ -46,7 +48,6 @@ typedef struct Heard Heard;
 /* How that is done: so many queries at a time; of chances in bfloat16, sums of values by so many places of the text, or 1. */
 typedef struct {
     int64_t together, whole;
-    void (*laid)(const Heard *of, int64_t query, const bf16 *head, float scale);
     void (*scored)(const Heard *of, float scale);
     void (*summed)(const Heard *of);
 } Way;
@@ -54,9 +55,10 @@ typedef struct {
 struct Heard {
     const Way *way;
     Query *queries;
-    const bf16 *keys, *values;                  /* [slots][size] */
-    int64_t size, count, padded, stride, earliest, length, nodes;
-    float *heads, *scores, *sums;               /* [padded][size]; [padded][stride], later chances; [padded][size] */
+    const bf16 *keys, *values, *next;           /* [slots][size]; the keys this thread needs after these */
+    int64_t size, count, padded, stride, earliest, length, nodes, capacity;
+    bf16 *heads;                                /* [padded][size] */
+    float *scores, *sums;                       /* [padded][stride], later chances; [padded][size] */
     void *room;                                 /* for STRETCH / 2 times size numbers */
 };
 
@@ -97,38 +99,91 @@ static void softened(const Heard *of, Query *query, float *scores) {
     query->share = 1.0f / total(sum);
 }
 
-/* A head of a query as vectors want it. */
-static void laid(const Heard *of, int64_t q, const bf16 *head, float scale) {
-    for (int64_t i = 0; i < of->size; i += LANES) {
-        lanes x = wide(head + i) * scale;
-        memcpy(of->heads + q * of->size + i, &x, sizeof x);
+/* `CALL(n)` with the number that `some` is, 1 to TOGETHER: sums of so many stay in registers. */
+#define WITH_NUMBER(some, CALL)                                                                                        \
+    switch (some) {                                                                                                    \
+    case 1: CALL(1); break;                                                                                            \
+    case 2: CALL(2); break;                                                                                            \
+    case 3: CALL(3); break;                                                                                            \
+    case 4: CALL(4); break;                                                                                            \
+    case 5: CALL(5); break;                                                                                            \
+    case 6: CALL(6); break;                                                                                            \
+    case 7: CALL(7); break;                                                                                            \
+    default: CALL(8);                                                                                                  \
+    }
+
+/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size / 2][BLOCK] pairs. Each a sum along size. */
+static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first, const int some, int64_t slot, const bits *keys,
+                                                         float scale) {
+    int64_t count = of->size / 2;
+    const bf16 *heads = of->heads + first * of->size;
+    lanes sum[TOGETHER] = {};
+    for (int64_t i = 0; i < count; i++)
+        for (int q = 0; q < some; q++) {
+            int32_t pair;
+            memcpy(&pair, heads + q * of->size + 2 * i, sizeof pair);
+            sum[q] = paired(sum[q], keys[i], pair);
+        }
+    for (int q = 0; q < some; q++) {
+        sum[q] *= scale;
+        memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
     }
 }
 
-/* Scores of TOGETHER queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK]. Each a sum along size. */
-static inline void scored(const Heard *of, int64_t first, int64_t slot, const lanes *keys) {
-    const float *heads = of->heads + first * of->size;
-    lanes sum[TOGETHER] = {};
-    for (int64_t i = 0; i < of->size; i++)
-        for (int q = 0; q < TOGETHER; q++) sum[q] += heads[q * of->size + i] * keys[i];
-    for (int q = 0; q < TOGETHER; q++) memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
+/* Ask memory for what is wanted next of the BLOCK slots from `slot` on: their values, and what this thread scores thereafter. */
+static inline void ahead(const Heard *of, int64_t slot) {
+    const bf16 *values = of->values + slot * of->size, *next = of->next + slot * of->size;
+    for (int64_t i = 0; i < BLOCK * of->size; i += 2 * LANES) __builtin_prefetch(values + i), __builtin_prefetch(next + i);
+}
+
+/* Pairs of numbers of BLOCK keys [.][size] beside those of the others: [size / 2][BLOCK]. */
+static inline void beside(const bf16 *keys, int64_t size, lanes *tile) {
+    for (int64_t i = 0; i < size; i += 2 * LANES, tile += BLOCK) {
+        lanes square[BLOCK];
+        if (i + 2 * LANES <= size)
+            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, keys + j * size + i, sizeof *square);
+        else
+            for (int64_t j = 0; j < BLOCK; j++) square[j] = half_loaded(keys + j * size + i);
+        transposed(square);
+        memcpy(tile, square, sizeof square);
+    }
 }
 
 static void all_scored(const Heard *of, float scale) {
-    (void)scale;                                                                            /* is in the heads */
     lanes *tile = of->room;
     int64_t end = of->length + of->nodes;
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        int64_t left = end - s < BLOCK ? end - s : BLOCK;
-        for (int64_t i = 0; i < of->size; i += LANES) {
-            for (int64_t j = 0; j < BLOCK; j++) tile[i + j] = j < left ? wide(of->keys + (s + j) * of->size + i) : (lanes){};
-            transposed(tile + i);
+        const bf16 *keys = of->keys + s * of->size;
+        ahead(of, s);
+        if (s + BLOCK > of->capacity) {                         /* what lies behind may be nobody's */
+            bf16 *last = memset((float *)of->room + STRETCH / 4 * of->size, 0, (size_t)(BLOCK * of->size) * sizeof *last);
+            keys = memcpy(last, keys, (size_t)((end - s) * of->size) * sizeof *last);
         }
-        for (int64_t q = 0; q < of->padded; q += TOGETHER) scored(of, q, s, tile);
+        beside(keys, of->size, tile);
+#define SCORED(n) scored(of, q, n, s, (const bits *)tile, scale)
+        for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
     }
 }
 
-/* Sums of the values of all slots that are not for nodes on no path, which may never have been written. */
+/* Sums of the values of `some` queries from `first` on, over what is committed and these `count` slots behind it. */
+static inline __attribute__((always_inline)) void summed(const Heard *of, int64_t first, const int some, const int64_t *slots,
+                                                         int64_t count) {
+    const float *chances = of->scores + first * of->stride;
+    for (int64_t i = 0; i < of->size; i += LANES) {
+        lanes sum[TOGETHER] = {};
+        for (int64_t s = of->earliest; s < of->length; s++) {
+            lanes value = wide(of->values + s * of->size + i);
+            for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + s] * value;
+        }
+        for (int64_t n = 0; n < count; n++) {
+            lanes value = wide(of->values + slots[n] * of->size + i);
+            for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + slots[n]] * value;
+        }
+        for (int q = 0; q < some; q++) memcpy(of->sums + (first + q) * of->size + i, &sum[q], sizeof sum[q]);
+    }
+}
+
+/* Of all slots that are not for nodes on no path, which may never have been written. */
 static void all_summed(const Heard *of) {
     int64_t wanted[of->nodes], slots[of->nodes], some = 0;
     memset(wanted, 0, sizeof wanted);
@@ -136,25 +191,11 @@ static void all_summed(const Heard *of) {
         for (int64_t d = 0; d < of->queries[q].deep; d++) wanted[of->queries[q].path[d]] = 1;
     for (int64_t n = 0; n < of->nodes; n++)
         if (wanted[n]) slots[some++] = of->length + n;
-    for (int64_t q = of->count; q < of->padded; q++)
-        memset(of->scores + q * of->stride, 0, (size_t)(of->length + of->nodes) * sizeof(float));
-    for (int64_t q = 0; q < of->padded; q += TOGETHER)
-        for (int64_t i = 0; i < of->size; i += LANES) {
-            const float *chances = of->scores + q * of->stride;
-            lanes sum[TOGETHER] = {};
-            for (int64_t s = of->earliest; s < of->length; s++) {
-                lanes value = wide(of->values + s * of->size + i);
-                for (int k = 0; k < TOGETHER; k++) sum[k] += chances[k * of->stride + s] * value;
-            }
-            for (int64_t n = 0; n < some; n++) {
-                lanes value = wide(of->values + slots[n] * of->size + i);
-                for (int k = 0; k < TOGETHER; k++) sum[k] += chances[k * of->stride + slots[n]] * value;
-            }
-            for (int k = 0; k < TOGETHER; k++) memcpy(of->sums + (q + k) * of->size + i, &sum[k], sizeof sum[k]);
-        }
+#define SUMMED(n) summed(of, q, n, slots, some)
+    for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
-static const Way by_vectors = {TOGETHER, 1, laid, all_scored, all_summed};
+static const Way by_vectors = {TOGETHER, 1, all_scored, all_summed};
 
 #if TILES
 /* By tiles: a sum of values is, of WHOLE places of the text after another, the sum of those at even places and of those at odd
@@ -176,31 +217,25 @@ static void released(unsigned mode) {
     _mm_setcsr(mode);
 }
 
-/* A head of a query as it is. */
-static void copied(const Heard *of, int64_t q, const bf16 *head, float scale) {
-    (void)scale;                                                                            /* scores are multiplied by it */
-    memcpy((bf16 *)of->heads + q * of->size, head, (size_t)of->size * sizeof *head);
-}
-
 /* Where queries lie as tiles want them, from the `first` of BLOCK of them on: pairs of numbers, beside those of the others. */
-static inline uint32_t *paired(const Heard *of, int64_t first) {
-    return (uint32_t *)of->heads + (of->padded + first) * (of->size / 2);                  /* behind the heads */
+static inline uint32_t *woven(const Heard *of, int64_t first) {
+    return (uint32_t *)(of->heads + (of->padded + first) * of->size);                      /* behind the heads */
 }
 
-static void all_paired(const Heard *of) {
+static void all_woven(const Heard *of) {
     int64_t words = of->size / 2;
     for (int64_t q = 0; q < of->padded; q += BLOCK)
         for (int64_t i = 0; i < words; i += LANES) {
             lanes square[BLOCK];
-            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, (uint32_t *)of->heads + (q + j) * words + i, sizeof *square);
+            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, of->heads + (q + j) * of->size + 2 * i, sizeof *square);
             transposed(square);
-            memcpy(paired(of, q) + i * BLOCK, square, (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
+            memcpy(woven(of, q) + i * BLOCK, square, (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
         }
 }
 
 /* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys [BLOCK][size] these are. */
 static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys, float scale) {
-    const uint32_t *pairs = paired(of, first);
+    const uint32_t *pairs = woven(of, first);
     int64_t size = of->size, whole = size / WHOLE * WHOLE;
     lanes square[BLOCK];
     _tile_zero(0);
@@ -225,9 +260,10 @@ static inline void squared(const Heard *of, int64_t first, int64_t slot, const b
 
 static void all_squared(const Heard *of, float scale) {
     int64_t end = of->length + of->nodes;
-    all_paired(of);
+    all_woven(of);
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
         const bf16 *keys = of->keys + s * of->size;
+        ahead(of, s);
         if (end - s < BLOCK) {
             memset(of->room, 0, (size_t)(BLOCK * of->size) * sizeof(bf16));
             keys = memcpy(of->room, keys, (size_t)((end - s) * of->size) * sizeof(bf16));
@@ -312,32 +348,30 @@ static void all_multiplied(const Heard *of) {
     }
 }
 
-static const Way by_tiles = {BLOCK, WHOLE, copied, all_squared, all_multiplied};
+static const Way by_tiles = {BLOCK, WHOLE, all_squared, all_multiplied};
 #endif
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
 static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values,
-                     const bf16 *inner, const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
+                     const bf16 *next, const bf16 *inner, const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
     int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
-    float *heads = scratch(padded * (stride + 2 * size) + STRETCH / 2 * size), *sums = heads + padded * size;
-    float *scores = sums + padded * size;
+    float *sums = scratch(padded * (stride + 2 * size) + STRETCH / 2 * size), *scores = sums + padded * size;
+    bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 2 * padded * size;
     Heard heard = {
-        .way = way, .keys = keys, .values = values, .size = size, .count = count, .padded = padded, .stride = stride, .earliest = length,
-        .length = length, .nodes = nodes, .heads = heads, .scores = scores, .sums = sums, .room = scores + padded * stride,
+        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count, .padded = padded, .stride = stride, .earliest = length,
+        .length = length, .nodes = nodes, .capacity = read->capacity, .heads = heads, .scores = scores, .sums = sums, .room = room,
     };
     Query queries[count];
     int64_t paths[count][nodes];
     heard.queries = queries;
-    memset(heads, 0, (size_t)(padded * size) * sizeof(float));
+    memset(heads + count * size, 0, (size_t)((padded - count) * size) * sizeof *heads);
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
         int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
         const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
-        bf16 own[WIDEST];
-        turned(read, x, weight, epsilon, position, own);
-        way->laid(&heard, q, own, read->scale);
+        turned(read, x, weight, epsilon, position, heads + q * size);
         for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         if (read->window && position >= read->window) queries[q].start = position + 1 - read->window;
@@ -352,6 +386,19 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     }
 }
 
+/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys normed if there is a weight, and turned. */
+static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner, const bf16 *weight, float epsilon, bf16 *keys,
+                    bf16 *values) {
+    int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads, length = read->lengths[row];
+    int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
+    for (int64_t w = 0; w < some; w++) {
+        int64_t node = node_at(read, row, w), slot = (length + node) * size;
+        const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
+        turned(read, x, weight, epsilon, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
+        memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
+    }
+}
+
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads, head_dim]: turn them, write keys
  * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
  * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for each
@@ -359,21 +406,17 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
 void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
                           bf16 *keys, bf16 *values, bf16 *out) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
-    int64_t queries = (read->nodes - read->first) * group, lines = read->heads + 2 * read->key_heads;
+    int64_t queries = (read->nodes - read->first) * group;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
     each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each;
+    int64_t store = read->capacity * size;
+    if (parts > 1) {                                            /* several threads read what one has written */
 #pragma omp for
-    for (int64_t one = 0; one < shared; one++) {
-        int64_t row = one / read->key_heads, head = one % read->key_heads, length = read->lengths[row];
-        int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
-        for (int64_t w = 0; w < some; w++) {
-            int64_t node = node_at(read, row, w), slot = (one * read->capacity + length + node) * size;
-            const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
-            turned(read, x, key_weight, epsilon, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
-            memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
-        }
+        for (int64_t one = 0; one < shared; one++)
+            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, epsilon, keys + one * store, values + one * store);
     }
+    int64_t team = omp_get_num_threads();
     const Way *way = &by_vectors;
 #if TILES
     unsigned mode = draftproof_tiles ? tiled() : 0;
@@ -381,11 +424,13 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
 #endif
 #pragma omp for schedule(static, 1) nowait
     for (int64_t one = 0; one < shared * parts; one++) {
-        int64_t which = one / parts, row = which / read->key_heads, store = which * read->capacity * size;
+        int64_t which = one / parts, row = which / read->key_heads, head = which % read->key_heads;
         int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
+        int64_t next = one + team < shared * parts ? (one + team) / parts : which;
+        bf16 *held = keys + which * store, *meant = values + which * store;
+        if (parts == 1) written(read, row, head, inner, key_weight, epsilon, held, meant);
         if (from < own)
-            attended(read, way, row, which % read->key_heads, keys + store, values + store, inner, query_weight, epsilon, out, from,
-                     from + each < own ? from + each : own);
+            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, epsilon, out, from, from + each < own ? from + each : own);
     }
 #if TILES
     if (draftproof_tiles) released(mode);

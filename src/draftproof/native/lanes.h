@@ -73,6 +73,27 @@ static inline lanes loaded(const float *from) {
     return x;
 }
 
+/* Half of that, and zeros behind; of half as many bytes. */
+static inline lanes half_loaded(const void *from) {
+#ifdef __AVX512F__                              /* compilers write half, and wait for it */
+    return (lanes)_mm512_zextsi256_si512(_mm256_loadu_si256(from));
+#else
+    lanes x = {};
+    memcpy(&x, from, sizeof x / 2);
+    return x;
+#endif
+}
+
+/* sum[l] += the product of numbers 2 l and 2 l + 1 with the same two others, as bfloat16. */
+static inline lanes paired(lanes sum, bits pairs, int32_t same) {
+#ifdef __AVX512BF16__
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(same));
+#else
+    union { int32_t i; float f; } even = {(int32_t)((uint32_t)same << 16)}, odd = {same & ~0xffff};
+    return sum + (lanes)(pairs << 16) * even.f + (lanes)(pairs & ~0xffff) * odd.f;
+#endif
+}
+
 static inline float total(lanes x) {            /* halves to halves */
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
@@ -83,9 +104,22 @@ static inline float total(lanes x) {            /* halves to halves */
 #endif
 }
 
+static inline lanes larger(lanes a, lanes b) {           /* the second where either is NaN */
+#ifdef __AVX512F__
+    return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    bits more = a > b;
+    return (lanes)(((bits)a & more) | ((bits)b & ~more));
+#endif
+}
+
 static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
+#ifdef __AVX512F__
+    __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+#else
     bits low = x < -87.0f;
     x = (lanes)(((bits)x & ~low) | ((bits)((lanes){} - 87.0f) & low));
+#endif
     lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     x = x - n * 0.693359375f + n * 2.12194440e-4f;
     lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -94,8 +128,12 @@ static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike
     y = y * x + 1.6666665459e-1f;
     y = y * x + 5.0000001201e-1f;
     y = y * (x * x) + x + 1.0f;
+#ifdef __AVX512F__
+    return (lanes)_mm512_maskz_scalef_ps(kept, (__m512)y, (__m512)n);
+#else
     bits power = (__builtin_convertvector(n, bits) + 127) << 23;
     return (lanes)((bits)(y * (lanes)power) & ~low);
+#endif
 }
 
 static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike, for normal numbers */
@@ -116,11 +154,6 @@ static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike
     return m + y + n * 0.693359375f;
 }
 
-static inline lanes larger(lanes a, lanes b) {
-    bits more = a > b;
-    return (lanes)(((bits)a & more) | ((bits)b & ~more));
-}
-
 /* x / (1 + e^-x), by a reciprocal up to its last bits; below -88 what it is there, next to nothing. NaN stays NaN. */
 static inline lanes silu(lanes x) {
     x = larger((lanes){} - 88.0f, x);
@@ -134,9 +167,16 @@ static inline lanes silu(lanes x) {
 }
 
 static inline float largest(lanes x) {
+#ifdef __AVX512F__
+    x = larger((lanes)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xee), x);                 /* halves to halves */
+    x = larger((lanes)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x55), x);
+    x = larger((lanes)_mm512_permute_ps((__m512)x, 0xee), x);
+    return larger((lanes)_mm512_permute_ps((__m512)x, 0x55), x)[0];
+#else
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
     return x[0];
+#endif
 }
 
 static inline lanes absolute(lanes x) { return (lanes)((bits)x & 0x7fffffff); }
@@ -157,6 +197,7 @@ static inline int some_of(bits x) {
 #endif
 }
 
+#ifndef __AVX512F__
 #ifdef __clang__
 #define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -169,9 +210,28 @@ static inline int some_of(bits x) {
         lanes a = (square)[i], b = (square)[i + (step)]; \
         (square)[i] = SHUFFLED(a, b, BARE upper), (square)[i + (step)] = SHUFFLED(a, b, BARE lower); \
     }
+#endif
 
-/* Rows become columns of a square, in halves of halves: what is off the diagonal changes places. */
+/* Rows become columns of a square. */
 static inline void transposed(lanes *square) {
+#ifdef __AVX512F__
+    __m512i one[LANES], two[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        __m512i a = (__m512i)square[i], b = (__m512i)square[i + 1];
+        one[i] = _mm512_unpacklo_epi32(a, b), one[i + 1] = _mm512_unpackhi_epi32(a, b);
+    }
+    for (int i = 0; i < LANES; i += 4)                          /* part l of two[i + k]: column 4 l + k of rows i to i + 3 */
+        for (int k = 0; k < 2; k++) {
+            two[i + 2 * k] = _mm512_unpacklo_epi64(one[i + k], one[i + 2 + k]);
+            two[i + 2 * k + 1] = _mm512_unpackhi_epi64(one[i + k], one[i + 2 + k]);
+        }
+    for (int k = 0; k < 4; k++) {
+        __m512i even = _mm512_shuffle_i32x4(two[k], two[4 + k], 0x88), more = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(two[k], two[4 + k], 0xdd), rest = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0xdd);
+        square[k] = (lanes)_mm512_shuffle_i32x4(even, more, 0x88), square[8 + k] = (lanes)_mm512_shuffle_i32x4(even, more, 0xdd);
+        square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88), square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
+    }
+#else                                                           /* in halves of halves: what is off the diagonal changes places */
     SWAPPED(square, 1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
             (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
     SWAPPED(square, 2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
@@ -180,6 +240,7 @@ static inline void transposed(lanes *square) {
             (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
     SWAPPED(square, 8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
             (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#endif
 }
 
 /* Room for so many numbers, this thread's own, until it asks again. */
