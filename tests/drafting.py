@@ -15,8 +15,8 @@ from tiny import VOCAB, prompts, target
 
 from draftproof.core import tree
 from draftproof.core.messages import Commit, Frontier
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix

@@ -13,8 +13,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftproof.core.sampling import Paths, Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling, Wishes
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 VOCAB = 40

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftproof.core.lossy import Typical
     from draftproof.core.messages import Accepted, Commit, Frontier, Reading
-    from draftproof.core.sampling import Sampling
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+    from draftproof.core.wishes import Sampling
     from draftproof.decoding.adaptive import Adaptive
     from draftproof.decoding.budget import Budget, Confidence, Fixed
     from draftproof.decoding.engine import Chunk, Completion, Engine
@@ -88,7 +88,7 @@ __all__ = [
 _HOME = {
     "draftproof.core.lossy": ("Typical",),
     "draftproof.core.messages": ("Accepted", "Commit", "Frontier", "Reading"),
-    "draftproof.core.sampling": ("Sampling",),
+    "draftproof.core.wishes": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
     "draftproof.decoding.adaptive": ("Adaptive",),
     "draftproof.decoding.budget": ("Budget", "Confidence", "Fixed"),

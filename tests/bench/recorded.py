@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.bench.measure import Bare, Bench, Chunk, Clock, Reads, Setting, Shape, Task, Written
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.stats import RoundStats
 
 

@@ -13,7 +13,7 @@ from recorded import Time
 
 import draftproof as dp
 from draftproof.bench.never_slower import SLICE, Case, Way, _line, _measure, _ways
-from draftproof.core.sampling import Wishes
+from draftproof.core.wishes import Wishes
 from draftproof.decoding.sequence import Running
 
 NEW, ENDS = 5 * SLICE, (7, 11, 23, 30)

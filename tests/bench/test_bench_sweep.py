@@ -6,7 +6,7 @@ import pytest
 from tiny import prompts, target
 
 from draftproof.bench.sweep import Preset, picture, presets, sweep, table
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.redrafter import ReDrafterHead

@@ -16,8 +16,9 @@ from draftproof.bench.against_transformers import Generate
 from draftproof.bench.measure import Bench, Setting, Shape, Task
 from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_bytes
 from draftproof.core.messages import Frontier
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.load import load

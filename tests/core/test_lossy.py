@@ -15,8 +15,8 @@ from draftproof.core.acceptance import accept_by_matching
 from draftproof.core.lossy import Typical, accept_by_typicality
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.errors import BadInput
 from draftproof.proof.law import Law, Text, constant, distance, likeliest, one_hot, random_law, target_laws, text_law
 

@@ -20,8 +20,10 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.drafters.draft_model import DraftModel
 
 ALARM = 1e-6

@@ -19,8 +19,8 @@ from test_decoder import Counted
 from tiny import VOCAB, prompts, target
 
 from draftproof.core.messages import Frontier, Reading
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding import stats
 from draftproof.decoding.adaptive import (
     GLANCED,

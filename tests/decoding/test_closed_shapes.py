@@ -13,8 +13,8 @@ from drafting import DRAFTERS, LEARNERS, medusa_head, redrafter_head, texts
 from tiny import fresh, prompts, target
 
 from draftproof.core.messages import Commit, Frontier
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.budget import Fixed
 from draftproof.decoding.engine import Engine

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier
-from draftproof.core.sampling import Sampling, Wishes
 from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding import decoder as decoder_module
 from draftproof.decoding.budget import Budget, Fixed, Script
 from draftproof.decoding.decoder import Decoder

@@ -11,7 +11,7 @@ from drafting import DRAFTERS, Fading, accepted_share, assert_counts, texts
 from tiny import VOCAB, model, prompts, target
 from torch import Tensor
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.errors import BadInput, BrokenModel
 from draftproof.target.target import Target

@@ -8,8 +8,8 @@ from drafting import DRAFTERS, Fading, Hinted, Oracle, Watch, accepted_share, te
 from tiny import build, model, prompts, shared, target
 from transformers import PreTrainedModel
 
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.drafters.draft_model import DraftModel

@@ -14,8 +14,8 @@ from scipy.stats import chi2
 from tiny import target
 
 from draftproof.core.messages import Frontier
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel

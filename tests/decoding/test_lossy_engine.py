@@ -13,7 +13,7 @@ from tiny import prompts, target
 
 from draftproof.core.acceptance import RULES, Rule
 from draftproof.core.lossy import Typical
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.budget import Fixed
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.stats import RoundStats

@@ -12,7 +12,7 @@ from drafting import DRAFTERS, Fading, Hinted, Oracle, Watch, accepted_share, te
 from tiny import fresh, model, prompts, target
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput

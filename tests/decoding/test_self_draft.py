@@ -8,8 +8,8 @@ from drafting import Watch, accepted_share, texts
 from tiny import VOCAB, fresh, model, prompts, target
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.decoding.self_draft import SelfDraft, self_named

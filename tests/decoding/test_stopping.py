@@ -8,7 +8,7 @@ import pytest
 from drafting import DRAFTERS, Oracle, assert_counts, texts
 from tiny import VOCAB, prompts, target
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.errors import ContextOverflow

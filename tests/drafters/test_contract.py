@@ -12,8 +12,10 @@ from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
-from draftproof.core.sampling import Prefix, Sampler, Sampling
+from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel

@@ -11,8 +11,10 @@ import transformers
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
-from draftproof.core.sampling import Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding.budget import Budget, Confidence, Fixed
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.stats import RoundStats

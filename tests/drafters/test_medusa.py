@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.messages import Commit, Features, Frontier
-from draftproof.core.sampling import Paths, Prefix, Sampling
+from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.medusa import EXACT, NODES, Medusa, MedusaConfig, MedusaHead, candidates

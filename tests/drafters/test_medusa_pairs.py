@@ -13,8 +13,9 @@ from tiny import paths_of, sampler_of
 from torch import Tensor
 
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Sampling
+from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.drafters.medusa_pairs import LEAST, MOST, PRIOR, WEIGHT, Pairs, Table
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.errors import DrafterMismatch

@@ -12,8 +12,9 @@ from drafting import DRAFTERS, Oracle, Watch, medusa_head
 from tiny import build, model, prompts, sampler_of, shared, target
 
 from draftproof.core.messages import Commit, Frontier
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.drafters.base import Drafter

@@ -8,8 +8,9 @@ from drafting import Watch, assert_well_formed
 from tiny import prompts, sampler_of, target
 
 from draftproof.core.messages import Frontier
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
 

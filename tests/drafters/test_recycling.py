@@ -12,8 +12,9 @@ from drafting import Watch, assert_well_formed
 from tiny import prompts, sampler_of, target
 
 from draftproof.core.messages import Commit, Frontier, Successors
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.recycling import BEST, DEPTH, TOLD, TokenRecycling

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Prefix, Sampling
+from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.losses import head_loss

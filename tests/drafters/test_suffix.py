@@ -12,8 +12,9 @@ from tiny import VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Lanes, way
 from draftproof.errors import BadInput

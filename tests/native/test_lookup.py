@@ -13,8 +13,9 @@ from tiny import sampler_of
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Successors
-from draftproof.core.sampling import Prefix, Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.core.wishes import Sampling
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from draftproof import embedded
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.proof import adapters, signatures
 from draftproof.proof.audit import Audit, Drafting, Law, Text, audit

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.proof import bits

@@ -11,7 +11,7 @@ import torch
 from tiny import fresh
 from transformers import GenerationConfig
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, TokenizerMismatch, UnsupportedModel
 from draftproof.target import loading

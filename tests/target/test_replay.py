@@ -11,8 +11,8 @@ import torch
 from drafting import DRAFTERS, texts
 from tiny import VOCAB, model, prompts, target
 
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.shapes import Shapes
 from draftproof.drafters.base import Drafter

@@ -10,7 +10,7 @@ import torch
 from tiny import VOCAB, fresh, prompts, target
 
 from draftproof import embedded
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.medusa import MedusaHead

@@ -12,7 +12,7 @@ from tiny import VOCAB, prompts, target
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.costs import CostCurve
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary

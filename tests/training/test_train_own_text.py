@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lessons import saved_model
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput

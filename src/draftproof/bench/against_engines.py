@@ -33,7 +33,7 @@ from draftproof.bench.machine import facts
 from draftproof.bench.measure import Bare, Bench, Reads, Setting, Task, Way
 from draftproof.bench.ours import Ours
 from draftproof.bench.workloads import GENERAL, STORIES, chosen
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.load import load
 from draftproof.drafters.plain import Plain

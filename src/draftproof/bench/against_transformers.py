@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Task, Written
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.target.loading import PreTrainedModel, stop_tokens
 
 

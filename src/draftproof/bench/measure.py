@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from draftproof.bench.machine import Energy, peak_of
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.stats import RoundStats
 
 Clock = Callable[[], float]

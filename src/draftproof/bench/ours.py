@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Task, Written
 from draftproof.core.messages import Commit, Frontier, Reading
-from draftproof.core.sampling import Prefix
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.decoding.costs import measure_costs
 from draftproof.decoding.engine import Completion, Engine

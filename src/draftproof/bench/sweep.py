@@ -25,7 +25,7 @@ from rich.table import Table
 import draftproof as dp
 from draftproof.bench import plots
 from draftproof.bench.workloads import GENERAL, STORIES, read
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine, Prompt
 from draftproof.decoding.load import HEADS
 from draftproof.decoding.stats import RoundStats

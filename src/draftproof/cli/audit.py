@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.wishes import Sampling
     from draftproof.proof.audit import Audit, Drafting
     from draftproof.proof.audit import Sampler as Engine
 
@@ -69,7 +69,7 @@ def audit(
             raise BadInput("give one engine to audit: --hf MODEL, --hf-style STYLE, --endpoint URL or --python MODULE:NAME")
         from transformers.utils import logging
 
-        from draftproof.core.sampling import Sampling
+        from draftproof.core.wishes import Sampling
 
         logging.set_verbosity_error()
 

@@ -23,7 +23,7 @@ from draftproof.cli.setup import Setup, as_chat, sampling
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.wishes import Sampling
     from draftproof.decoding.engine import Completion, Engine, Prompt
 
 WINDOW = 8

@@ -128,7 +128,7 @@ def _tell(console: Console, engine: Engine) -> None:
 
 def _race(console: Console, lanes: list[Lane], title: str, wishes: dict[str, Any]) -> None:
     """Every opening with every drafter in turn, so that a change of the machine's speed hits all alike."""
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.wishes import Sampling
 
     wanted = Sampling(**wishes)
     for lane in lanes:

@@ -57,7 +57,7 @@ def _cases(setup: Setup) -> Iterator[Setup]:
 
 
 def _rehearsed(case: Setup) -> dict[str, Any]:
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.wishes import Sampling
     from draftproof.decoding.budget import Fixed
     from draftproof.decoding.rehearse import rehearse
 

@@ -15,7 +15,7 @@ from draftproof.cli.setup import Setup, as_chat, as_on_gaudi, described, lost, p
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.wishes import Sampling
     from draftproof.decoding.engine import Completion, Engine, Prompt
 
 WARM_UP = 8

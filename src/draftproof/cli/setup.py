@@ -16,8 +16,8 @@ from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
 
 if TYPE_CHECKING:
     from draftproof.core.lossy import Typical
-    from draftproof.core.sampling import Sampling
     from draftproof.core.tree import TreeShape
+    from draftproof.core.wishes import Sampling
     from draftproof.decoding.engine import Engine
     from draftproof.decoding.shapes import Shapes
     from draftproof.target.group import Group

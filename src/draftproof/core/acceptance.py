@@ -21,7 +21,8 @@ from torch import Tensor
 from draftproof.core import noise
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, winner
+from draftproof.core.prefix import Paths
+from draftproof.core.sampling import winner
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native.kernels import Kernels
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftproof.core import acceptance
 from draftproof.core.acceptance import Chance, Rule
 from draftproof.core.messages import Accepted, Frontier
-from draftproof.core.sampling import Paths
+from draftproof.core.prefix import Paths
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftproof.core.sampling import Prefix, Sampler
+from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import kernels
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
-from draftproof.core.sampling import Paths, Prefix, Sampler
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
 from draftproof.decoding.budget import Budget, Confident, room
 from draftproof.decoding.ranks import Ranks

@@ -12,8 +12,8 @@ import torch
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.lossy import Typical
-from draftproof.core.sampling import LogitsProcessor, Sampling, Wishes
 from draftproof.core.tree import CHUNKS
+from draftproof.core.wishes import LogitsProcessor, Sampling, Wishes
 from draftproof.decoding.adaptive import Adaptive
 from draftproof.decoding.budget import Budget, Fixed, Learner, Script
 from draftproof.decoding.decoder import Decoder

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from draftproof.core.acceptance import RULES, Rule
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.budget import Budget
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.engine import Engine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from draftproof.core.sampling import Wishes
+from draftproof.core.wishes import Wishes
 from draftproof.decoding.stats import RoundStats
 from draftproof.errors import DraftproofError
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Prefix
+from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import DrafterMismatch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Frontier
-from draftproof.core.sampling import Prefix
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths
+from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner

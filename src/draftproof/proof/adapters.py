@@ -22,8 +22,10 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftproof.core.sampling import Paths, Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.proof.audit import Drafting, Law, Setting, Text
 from draftproof.proof.audit import Sampler as Engine

@@ -19,8 +19,10 @@ from draftproof.core import acceptance
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES, Chance, Rule
 from draftproof.core.messages import Accepted, Frontier
-from draftproof.core.sampling import Paths
+from draftproof.core.prefix import Paths
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.decoding.budget import Fixed
 from draftproof.drafters.base import Drafter

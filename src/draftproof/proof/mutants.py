@@ -16,8 +16,8 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from draftproof.core.sampling import Sampling
 from draftproof.core.tree import TreeShape
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.proof.bits import prove_bits
@@ -140,7 +140,8 @@ def _catcher() -> str:
     return ""
 
 
-ACCEPT, SAMPLER, DECODER = "core.acceptance:", "core.sampling:Sampler.", "decoding.decoder:Decoder."
+ACCEPT, DECODER = "core.acceptance:", "decoding.decoder:Decoder."
+SAMPLER, PROCESSING = "core.sampling:Sampler.", "core.processing:Processing."
 DRAFT, RUNNING = "drafters.draft_model:DraftModel.", "decoding.sequence:Running."
 
 MUTANTS = (
@@ -206,29 +207,29 @@ MUTANTS = (
            "(scores > -torch.inf) & (frontier.sampler.probs(logits, paths)[:, parents]"
            ".gather(2, children[..., None])[..., 0] > 0.3) &"),
     # What the sampler is asked
-    Mutant("penalties dropped on verified tokens", "12: vLLM #18902, #42744, TensorRT-LLM #17701", SAMPLER + "filtered",
+    Mutant("penalties dropped on verified tokens", "12: vLLM #18902, #42744, TensorRT-LLM #17701", PROCESSING + "filtered",
            "in self._processes:", "in self._processes[0 if scores.shape[1] == 1 else -1 :]:"),
-    Mutant("penalties see the committed text only", "13: history-dependent processors", "core.sampling:Paths.lengths",
+    Mutant("penalties see the committed text only", "13: history-dependent processors", "core.prefix:Paths.lengths",
            " + self.tree.depths[:, self.first :]", ""),
-    Mutant("penalties see siblings too", "13: flat draft list in a tree", "core.sampling:Paths.sequences",
+    Mutant("penalties see siblings too", "13: flat draft list in a tree", "core.prefix:Paths.sequences",
            "sees = self.tree.ancestors[:, self.first :]",
            "sees = torch.ones_like(self.tree.ancestors).tril()[:, self.first :]"),
-    Mutant("presence penalty counts the prompt", "12: vLLM #42802", SAMPLER + "_penalise_presence", "prompt=False",
+    Mutant("presence penalty counts the prompt", "12: vLLM #42802", PROCESSING + "_penalise_presence", "prompt=False",
            "prompt=True"),
-    Mutant("minimum length held one token too long", "12: min_new_tokens", SAMPLER + "_hold_stop_tokens", "] < first",
+    Mutant("minimum length held one token too long", "12: min_new_tokens", PROCESSING + "_hold_stop_tokens", "] < first",
            "] <= first"),
-    Mutant("temperature after the filters", "12: order of processors", SAMPLER + "_processes",
+    Mutant("temperature after the filters", "12: order of processors", PROCESSING + "_processes",
            '(self._any("temperature"), self._heat),\n        '
            '(self._any("top_k"), self._keep_top_k),\n        (self._any("top_p"), '
            "self._keep_top_p),",
            '(self._any("top_k"), self._keep_top_k),\n        '
            '(self._any("top_p"), self._keep_top_p),\n        (self._any("temperature"), '
            "self._heat),"),
-    Mutant("temperature of another row", "16: batch leakage", SAMPLER + "_heat",
+    Mutant("temperature of another row", "16: batch leakage", PROCESSING + "_heat",
            'self._column("temperature", scores.dtype)', 'self._column("temperature", scores.dtype)[:1]'),
-    Mutant("the row behind the draft escapes the grammar", "14: vLLM #44292, #36138", SAMPLER + "_ask_user",
+    Mutant("the row behind the draft escapes the grammar", "14: vLLM #44292, #36138", PROCESSING + "_ask_user",
            "for node in range(scores.shape[1])", "for node in range(scores.shape[1] - 1 or 1)"),
-    Mutant("the grammar sees the same text at every node", "14: vLLM #44297, #53777", SAMPLER + "_ask_user",
+    Mutant("the grammar sees the same text at every node", "14: vLLM #44297, #53777", PROCESSING + "_ask_user",
            "paths.sequences[row, node, : lengths[row][node]]", "paths.sequences[row, 0, : lengths[row][0]]"),
     # Randomness
     Mutant("the request's seed ignored", "15: vLLM #6038, #13196", SAMPLER + "__init__",

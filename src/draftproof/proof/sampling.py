@@ -25,8 +25,10 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Prefix, Sampler, Sampling, Wishes
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel

@@ -26,8 +26,10 @@ from draftproof.core import acceptance
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Paths, Sampler, Sampling, Wishes, winner
+from draftproof.core.prefix import Paths
+from draftproof.core.sampling import Sampler, winner
 from draftproof.core.tree import NOTHING
+from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding import decoder as decoding
 from draftproof.decoding.budget import Budget
 from draftproof.decoding.sequence import Running

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.core.sampling import Prefix
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native.kernels import WIDEST, Chains, Contest, Kernels, Stores, kernels
 from draftproof.native.structures import Layer, Model, Read

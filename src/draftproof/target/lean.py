@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftproof.core.sampling import Prefix
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import Chains, Contest
 from draftproof.native.structures import Linear as Native

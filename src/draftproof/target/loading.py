@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
 from draftproof.target.device import Device
 

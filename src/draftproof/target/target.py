@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from draftproof.core.messages import Features, Reading
-from draftproof.core.sampling import Prefix
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.native.kernels import Chains, Contest, kernels

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.noise import Role
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.costs import WIDTHS, CostCurve, measure_costs
 from draftproof.decoding.engine import Completion, Engine
 from draftproof.decoding.stats import RoundStats

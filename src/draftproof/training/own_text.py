@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.wishes import Sampling
 from draftproof.decoding.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.target.text import Codec

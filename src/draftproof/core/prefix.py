@@ -1,0 +1,59 @@
+"""The text that rows have, and the text that each node of a tree stands at the end of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from draftproof.core.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is true of each row: the committed tokens and, behind them, the root.
+
+    tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, what lies beyond is scratch.
+    position: [B] int64, the root's place: the number of committed tokens.
+    ahead: how far a draft may reach beyond the root; the round's noise is made for all of it at once.
+    longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
+    """
+
+    tokens: Tensor
+    position: Tensor
+    ahead: int = 0
+    longest: int | None = None
+
+    @cached_property
+    def root(self) -> Tensor:
+        """[B] the token the target has chosen but not yet read."""
+        return self.tokens.gather(1, self.position[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The text each of the nodes `first:` of a tree stands at the end of."""
+
+    prefix: Prefix
+    tree: TokenTree
+    first: int = 0
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B, N] tokens up to and including the node; also the position of the token chosen there."""
+        return self.prefix.position[:, None] + self.tree.depths[:, self.first :] + 1
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[B, N, S] int64: the whole text of each node; what lies beyond its length is meaningless."""
+        position, tokens = self.prefix.position, self.prefix.tokens
+        length = tokens.shape[1] + self.tree.depth_limit + 1
+        rows, nodes = self.tree.tokens.shape
+        sees = self.tree.ancestors[:, self.first :]                                           # [B, n, N]
+        text = torch.nn.functional.pad(tokens, (0, length - tokens.shape[1] + 1))
+        text = text[:, None].repeat(1, sees.shape[1], 1)
+        place = torch.where(sees, (position[:, None] + self.tree.depths)[:, None], length)    # unseen → dump
+        drafted = self.tree.tokens.clamp(min=0)[:, None].expand(rows, sees.shape[1], nodes)
+        return text.scatter_(2, place, drafted)[..., :length]
