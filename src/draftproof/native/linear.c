@@ -11,11 +11,12 @@
 #endif
 
 /* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row: of a tile, or so many that they stay in the
- * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for. */
+ * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for, and, for the second cache, where
+ * MANY rows leave time for it, those wanted FAR later. */
 #if TILES
 enum { FOUR = 4, MOST = 16, CHUNKS = 8, BLOCK = 16, STRIPS = 2, AHEAD = 64 };
 #else
-enum { FOUR = 4, MOST = 12, CHUNKS = 8, BLOCK = 256, STRIPS = 4, AHEAD = 192 };
+enum { FOUR = 4, MOST = 12, CHUNKS = 8, BLOCK = 256, STRIPS = 4, AHEAD = 64, FAR = 192, MANY = 6 };
 #endif
 
 /* Activations are read in words of 32 bits, two numbers or four codes. Those of `beside` rows lie block by block, a block of
@@ -203,6 +204,8 @@ static inline bits dotted(bits sum, bits weights, int32_t activations) { return 
 #define HAS_BF16 0                                  /* oneDNN is as quick then */
 #endif
 
+#define BEYOND ((FAR - AHEAD) * 2 * sizeof(bits))
+
 /* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. `words` are those of one block; every sum
  * runs in their order, on from what `to` holds. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
 #define MULTIPLY(R, NAME, SUMS, ADDED)                                                                                 \
@@ -216,6 +219,7 @@ static inline bits dotted(bits sum, bits weights, int32_t activations) { return 
                 bits weight[2];                                                                                        \
                 memcpy(weight, weights, sizeof weight);                                                                \
                 __builtin_prefetch(ahead), __builtin_prefetch(ahead + sizeof(bits));                                   \
+                if (R >= MANY) __builtin_prefetch(ahead + BEYOND, 0, 2), __builtin_prefetch(ahead + BEYOND + sizeof(bits), 0, 2); \
                 _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                 \
                     held[r][0] = ADDED(held[r][0], weight[0], words[r * BLOCK]);                                       \
                     held[r][1] = ADDED(held[r][1], weight[1], words[r * BLOCK]);                                       \
