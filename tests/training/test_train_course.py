@@ -18,6 +18,8 @@ from lessons import Silent, saved_model
 from draftproof.decoding.load import load
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.errors import BadInput
+from draftproof.target.pack import Whole
+from draftproof.training import material
 from draftproof.training.course import Course, train
 from draftproof.training.joint import Together
 from draftproof.training.lock import alone_in
@@ -149,6 +151,23 @@ def test_the_target_writes_its_own_texts_for_several_heads(ground: Path, tmp_pat
     assert first.progress and not second.progress and first.progress[-1].tokens == 800
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     assert record["counted"] >= 750 and "target wrote" in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_on_a_cpu_the_target_writes_by_a_packed_copy(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What learns is not changed: training needs the layers as they were."""
+    packed = []
+
+    def seen(*args: Any, **options: Any) -> Any:
+        engine = load(*args, **options)
+        packed.append(sum(isinstance(module, Whole) for module in engine.target.model.modules()))
+        return engine
+
+    monkeypatch.setattr(material, "load", seen)
+    writing = Writing(tokens=200, rows_at_a_time=8)
+    followed(course_of(ground, tmp_path, writing=writing, plan=Plan(steps=2), dtype="bfloat16"))
+    assert len(packed) == 1 and packed[0] > 0
 
 
 def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(ground: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def _ground(course: Course, make_head: MakeHead, guide: Guide) -> Ground | None:
     if _is_done(course.out, settings):
         return None
     file = (course.writing.file if course.writing else None) or course.out / "own_text.jsonl"
-    material = gather(course.sources, model, target, codec, length, plan.seed, course.writing, file, guide.wrote)
+    material = gather(course.sources, model, target, codec, length, plan.seed, course.writing, file, guide.wrote, course.model)
     return Ground(model, target, codec, material, head, plan, {**settings, "rows": material.train.digest})
 
 

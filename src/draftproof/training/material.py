@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput
@@ -82,9 +82,12 @@ class Material(NamedTuple):
 
 def gather(
     sources: Sources, model: PreTrainedModel, target: Target, codec: Codec, length: int, seed: int,
-    writing: Writing | None, file: Path, told: Told,
+    writing: Writing | None, file: Path, told: Told, name: str | None = None,
 ) -> Material:  # fmt: skip
-    """Read all there is; `file` holds what the target writes."""
+    """Read all there is; `file` holds what the target writes.
+
+    name: what the model was loaded by. On a CPU it writes by a copy, packed, that is given up when all is written.
+    """
     if length > target.context:
         raise BadInput(f"length was {length} and {target.name} reads at most {target.context} tokens; make rows shorter")
     parts = sources.split(seed)
@@ -92,7 +95,7 @@ def gather(
         end = next(iter(loading.stop_tokens(model)), None)
         rows = [Rows((one for document in part for one in marked(document, codec, end)), length) for part in parts]
     else:
-        rows = _written(sources, parts, model, target, codec, length, seed, writing, file, told)
+        rows = _written(sources, parts, model, codec, length, seed, writing, file, told, name)
     for name, found in zip(("to train on", "to examine with"), rows, strict=True):
         if not len(found):
             hint = "" if writing else "; prompts without answers need --self-generate"
@@ -102,15 +105,18 @@ def gather(
 
 
 def _written(
-    sources: Sources, parts: Split, model: PreTrainedModel, target: Target, codec: Codec, length: int, seed: int,
-    writing: Writing, file: Path, told: Told,
+    sources: Sources, parts: Split, model: PreTrainedModel, codec: Codec, length: int, seed: int,
+    writing: Writing, file: Path, told: Told, name: str | None,
 ) -> list[Rows]:  # fmt: skip
     """What the target makes of the documents' beginnings."""
     identity = {"model": fingerprint(model), "data": sources.hashes(), "chat": sources.chat}
     own = OwnText(file, identity, Wanted(writing.tokens, length, writing.temperatures, writing.rows_at_a_time, seed))
     if not (own.is_complete(True) and own.is_complete(False)):
-        engine = load(model, assistant_model=writing.assistant_model, drafter=None if writing.assistant_model else "none",
-                      tokenizer=codec.tokenizer)  # fmt: skip
+        written_by: dict[str, Any] = {"model": model}
+        if name is not None and model.device.type == "cpu":
+            written_by = {"model": name, "dtype": model.dtype, "device": "cpu"}
+        drafter = None if writing.assistant_model else "none"
+        engine = load(**written_by, assistant_model=writing.assistant_model, drafter=drafter, tokenizer=codec.tokenizer)
         own.write(engine, parts.held_out, True, told)
         own.write(engine, parts.train, False, told)
     return [Rows(own.marked(held_out), length) for held_out in (False, True)]
