@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.native.kernels import has_amx, kernels
+from draftproof.native.kernels import SWITCH, has_amx, kernels
+from draftproof.target import pack
 from draftproof.target.exactness import probe
 from draftproof.target.fused import NODES
 from draftproof.target.pack import PackedLinear, pack_linears
@@ -69,13 +70,32 @@ def read_by(way: str, family: str) -> Target:
 
 
 @ALL
-def test_our_kernels_read_every_layer_unless_bits_of_the_originals_are_wanted() -> None:
+def test_our_kernels_read_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, or all of them if the environment says so or there are tiles; drafters in any case."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert found is not None
+    monkeypatch.setattr(found, "tiles", False)
     small = model("llama")
     layers = [layer for layer in small.modules() if type(layer) is torch.nn.Linear and layer is not small.lm_head]
-    for wanted, native in (({}, True), ({"free": False}, False)):
+    size = sum(layer.weight.nbytes for layer in (*layers, small.lm_head))
+    for large, said, free, native in (
+        (size, None, None, True),
+        (size + 1, None, None, False),
+        (size + 1, "all", None, True),
+        (size + 1, None, True, True),
+        (size, None, False, False),
+    ):
+        monkeypatch.setattr(pack, "LARGE", large)
+        monkeypatch.setenv(SWITCH, said) if said else monkeypatch.delenv(SWITCH, raising=False)
         own = copy.deepcopy(small)
-        assert pack_linears(own, **wanted) >= len(layers)
+        assert pack_linears(own, free=free) >= len(layers)
         assert {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)} == {native}
+    monkeypatch.setattr(found, "tiles", True)
+    for free in (None, True, False):
+        own = copy.deepcopy(small)
+        pack_linears(own, free=free)
+        wholes = {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)}
+        assert wholes == {free is not False}
 
 
 def readings(target: Target) -> torch.Tensor:
@@ -143,28 +163,13 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(fam
     assert ours < 1.5 * theirs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
-    """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
-    target, tokens = read_by(way, family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
-    read = []
-    for capacity in (53, 128):
-        cache = target.new_cache(2, capacity)
-        with torch.inference_mode():
-            target.read(TokenTree.chain(tokens[:, :50]), cache)
-            cache.keep(None, torch.tensor([50, 50]))
-            read.append(target.read(TokenTree.chain(tokens[:, 50:]), cache).logits)
-    assert torch.equal(*read)
-
-
-@pytest.mark.parametrize("free", [pytest.param(False, marks=TILES), True])
-def test_a_single_row_of_wide_layers_has_the_bits_of_several(free: bool) -> None:
+def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
     """With layers as wide as these a single row would take another kernel, and plain decoding alone would round its own way."""
     torch.manual_seed(0)
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
     config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own, free=free)
+    pack_linears(own)
     found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
     assert not found.differ and len(found.same) == 11
 

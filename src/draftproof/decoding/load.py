@@ -251,7 +251,7 @@ def _reader(draft: PreTrainedModel, codec: Codec | None, quantize: str | None, n
     if lighter is not None:
         return lighter
     if named:
-        pack_linears(draft)
+        pack_linears(draft, free=True)
     return Target(draft)
 
 

@@ -28,7 +28,7 @@ from draftproof.native.structures import LANES, Heads, Linear, Pairs, Recurrence
 SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "attention.c", "linear.c", "drafting.c", "lookup.c")]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "tiles.h")]
 SWITCH = "DRAFTPROOF_KERNELS"
-"""Set to 0 in the environment to do without."""
+"""Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""

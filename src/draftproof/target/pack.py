@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import kernels
+from draftproof.native.kernels import SWITCH, kernels
 from draftproof.native.pages import release
 from draftproof.native.structures import Linear, interleaved, plain, rounded
 
@@ -17,6 +18,12 @@ M = TypeVar("M", bound=nn.Module)
 
 ROWS = 8
 """Rows per forward the packing is laid out for; others work as well."""
+LARGE = 1 << 26
+"""Bytes of linear layers that no cache holds. Reading them from memory is then all that counts, and our kernels take 65 to
+95 % of the time (`python -m draftproof.bench.linears`). Smaller models keep the bits of their own layers, unless the
+environment says `ALL` or the processor multiplies by tiles: oneDNN then sums a row in another order where there are many."""
+ALL = "all"
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers beside each other that read the same inputs."""
 
@@ -43,8 +50,8 @@ class Whole(nn.Module):
 class PackedLinear(Whole):
     """A bfloat16 linear layer on the CPU whose weight lies as it is read; several layers in one if they share inputs.
 
-    free: by our own kernel where there is one: quicker, and in the same order whatever is read beside a row, but not that of
-    the originals. By oneDNN otherwise, which gives their bits.
+    free: by our own kernel where there is one, quicker but rounded in another order. By oneDNN otherwise, which gives the
+    bits of the originals.
     """
 
     def __init__(self, *linears: nn.Linear, free: bool = False) -> None:
@@ -85,14 +92,16 @@ class PackedPart(nn.Module):
         return self.whole.part(inputs, self.start, self.stop)
 
 
-def pack_linears(model: nn.Module, *, free: bool = True) -> int:
+def pack_linears(model: nn.Module, *, free: bool | None = None) -> int:
     """Pack every plain bfloat16 linear layer of `model` in place; return how many.
 
-    free: as for `PackedLinear`. Layers that share their inputs become one. The originals are given up, page by page: for
-    models loaded here, never for one that a user holds. Weights shared with another module (tied embeddings) stay: a packed
-    copy would hold them twice.
+    free: in whatever order of rounding is quickest, as for drafters, whose bits nobody reads; None decides (`LARGE`).
+    Layers that share their inputs become one. The originals are given up, page by page: for models loaded here, never
+    for one that a user holds. Weights shared with another module (tied embeddings) stay: a packed copy would hold them
+    twice.
     """
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    free = _ours(model) if free is None else free
     packed = 0
     for module in list(model.modules()):
         groups = _groups(module, owners)
@@ -102,6 +111,15 @@ def pack_linears(model: nn.Module, *, free: bool = True) -> int:
             _pack(module, names, free)
             packed += len(names)
     return packed
+
+
+def _ours(model: nn.Module) -> bool:
+    """Whether our kernels are to read a target's layers."""
+    found = kernels()
+    if found is not None and found.tiles:
+        return True
+    size = sum(module.weight.nbytes for module in model.modules() if type(module) is nn.Linear)
+    return size >= LARGE or os.environ.get(SWITCH) == ALL
 
 
 def _groups(module: nn.Module, owners: Counter[int]) -> list[dict[str, nn.Linear]]:
