@@ -163,13 +163,28 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(fam
     assert ours < 1.5 * theirs
 
 
-def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
+    """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
+    target, tokens = read_by(way, family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    read = []
+    for capacity in (53, 128):
+        cache = target.new_cache(2, capacity)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(tokens[:, :50]), cache)
+            cache.keep(None, torch.tensor([50, 50]))
+            read.append(target.read(TokenTree.chain(tokens[:, 50:]), cache).logits)
+    assert torch.equal(*read)
+
+
+@pytest.mark.parametrize("free", [pytest.param(False, marks=TILES), True])
+def test_a_single_row_of_wide_layers_has_the_bits_of_several(free: bool) -> None:
     """With layers as wide as these a single row would take another kernel, and plain decoding alone would round its own way."""
     torch.manual_seed(0)
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
     config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own)
+    pack_linears(own, free=free)
     found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
     assert not found.differ and len(found.same) == 11
 
