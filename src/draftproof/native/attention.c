@@ -360,8 +360,9 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     float *sums = scratch(padded * (stride + 2 * size) + STRETCH / 2 * size), *scores = sums + padded * size;
     bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 2 * padded * size;
     Heard heard = {
-        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count, .padded = padded, .stride = stride, .earliest = length,
-        .length = length, .nodes = nodes, .capacity = read->capacity, .heads = heads, .scores = scores, .sums = sums, .room = room,
+        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count, .padded = padded,
+        .stride = stride, .earliest = length, .length = length, .nodes = nodes, .capacity = read->capacity,
+        .heads = heads, .scores = scores, .sums = sums, .room = room,
     };
     Query queries[count];
     int64_t paths[count][nodes];
@@ -386,7 +387,8 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     }
 }
 
-/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys normed if there is a weight, and turned. */
+/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys normed if there is a weight, and
+ * turned. */
 static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner, const bf16 *weight, float epsilon, bf16 *keys,
                     bf16 *values) {
     int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads, length = read->lengths[row];
@@ -414,7 +416,8 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
     if (parts > 1) {                                            /* several threads read what one has written */
 #pragma omp for
         for (int64_t one = 0; one < shared; one++)
-            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, epsilon, keys + one * store, values + one * store);
+            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, epsilon, keys + one * store,
+                    values + one * store);
     }
     int64_t team = omp_get_num_threads();
     const Way *way = &by_vectors;
@@ -430,7 +433,8 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
         bf16 *held = keys + which * store, *meant = values + which * store;
         if (parts == 1) written(read, row, head, inner, key_weight, epsilon, held, meant);
         if (from < own)
-            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, epsilon, out, from, from + each < own ? from + each : own);
+            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, epsilon, out, from,
+                     from + each < own ? from + each : own);
     }
 #if TILES
     if (draftproof_tiles) released(mode);

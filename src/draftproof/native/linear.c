@@ -11,8 +11,8 @@
 #endif
 
 /* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row: of a tile, or so many that they stay in the
- * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for, and, for the second cache, where
- * MANY rows leave time for it, those wanted FAR later. */
+ * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for,
+ * and, where MANY rows leave time, those wanted FAR later for the second cache. */
 #if TILES
 enum { FOUR = 4, MOST = 16, CHUNKS = 8, BLOCK = 16, STRIPS = 2, AHEAD = 64 };
 #else
@@ -201,7 +201,7 @@ static inline bits dotted(bits sum, bits weights, int32_t activations) { return 
 #ifdef __AVX512BF16__
 #define HAS_BF16 1
 #else
-#define HAS_BF16 0                                  /* oneDNN is as quick then */
+#define HAS_BF16 0
 #endif
 
 #define BEYOND ((FAR - AHEAD) * 2 * sizeof(bits))
