@@ -125,6 +125,25 @@ def test_a_machine_that_was_busy_for_a_moment_has_its_kernels_still() -> None:
 
 
 @needs_int8
+def test_kernels_are_judged_by_one_thread() -> None:
+    """Several wait for each other while something else runs, as no user of the kernel would see it on a quiet machine."""
+    seen: list[int] = []
+
+    class Tells(Int8Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return super().forward(inputs)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert lowbit.works(Tells)
+        assert seen[-1] == 1 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_int8
 def test_wrong_and_slow_kernels_are_found_out() -> None:
     assert lowbit.works(Int8Linear)
     assert not lowbit.works(_Saturates) and not lowbit.works(_Crawls)
