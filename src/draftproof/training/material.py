@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from draftproof.decoding.load import load
 from draftproof.errors import BadInput
@@ -82,7 +82,7 @@ class Material(NamedTuple):
 
 def gather(
     sources: Sources, model: PreTrainedModel, target: Target, codec: Codec, length: int, seed: int,
-    writing: Writing | None, file: Path, told: Told, name: str | None = None,
+    writing: Writing | None, file: Path, told: Told, name: str,
 ) -> Material:  # fmt: skip
     """Read all there is; `file` holds what the target writes.
 
@@ -106,17 +106,15 @@ def gather(
 
 def _written(
     sources: Sources, parts: Split, model: PreTrainedModel, codec: Codec, length: int, seed: int,
-    writing: Writing, file: Path, told: Told, name: str | None,
+    writing: Writing, file: Path, told: Told, name: str,
 ) -> list[Rows]:  # fmt: skip
     """What the target makes of the documents' beginnings."""
     identity = {"model": fingerprint(model), "data": sources.hashes(), "chat": sources.chat}
     own = OwnText(file, identity, Wanted(writing.tokens, length, writing.temperatures, writing.rows_at_a_time, seed))
     if not (own.is_complete(True) and own.is_complete(False)):
-        written_by: dict[str, Any] = {"model": model}
-        if name is not None and model.device.type == "cpu":
-            written_by = {"model": name, "dtype": model.dtype, "device": "cpu"}
-        drafter = None if writing.assistant_model else "none"
-        engine = load(**written_by, assistant_model=writing.assistant_model, drafter=drafter, tokenizer=codec.tokenizer)
+        writer, drafter = name if model.device.type == "cpu" else model, None if writing.assistant_model else "none"
+        engine = load(writer, dtype=model.dtype, device=str(model.device), assistant_model=writing.assistant_model,
+                      drafter=drafter, tokenizer=codec.tokenizer)  # fmt: skip
         own.write(engine, parts.held_out, True, told)
         own.write(engine, parts.train, False, told)
     return [Rows(own.marked(held_out), length) for held_out in (False, True)]
