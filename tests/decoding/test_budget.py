@@ -774,7 +774,7 @@ def test_a_tree_of_another_order_ends_what_ranked_ones_told() -> None:
 
 
 def test_a_choice_is_kept_for_a_while_where_drafting_is_settled() -> None:
-    """Thinking takes time; but a round that the bank cannot afford is never drafted, nor one that has less to write."""
+    """Thinking takes time; but a round that the bank cannot afford is never drafted."""
     budget, thought = known(0.1), []
     choose = budget._choose
     budget._choose = lambda: thought.append(1) or choose()  # type: ignore[method-assign, func-returns-value]
@@ -787,17 +787,18 @@ def test_a_choice_is_kept_for_a_while_where_drafting_is_settled() -> None:
 @pytest.mark.parametrize(
     ("streak", "slack", "remaining", "unread", "tokens", "kept"),
     [
-        (40, 8.0, 100, 0, 1, 7), (40, 8.0, 100, 0, 9, 7), (40, 3.0, 100, 0, 1, 2), (40, 3.0, 100, 0, 9, 3),
-        (40, 1.0, 100, 0, 1, 0), (40, 8.0, 30, 0, 1, 2), (40, 8.0, 9, 0, 1, 0), (40, 8.0, 100, 50, 1, 0),
-        (9, 8.0, 100, 0, 1, 1), (8, 8.0, 100, 0, 1, 0), (13, 8.0, 100, 0, 1, 3),
+        (40, 8.0, 200, 0, 1, 7), (40, 8.0, 200, 0, 9, 8), (40, 20.0, 200, 0, 9, 15), (40, 3.0, 100, 0, 1, 2),
+        (40, 3.0, 100, 0, 9, 3), (40, 1.0, 100, 0, 1, 0), (40, 8.0, 30, 0, 1, 5), (40, 8.0, 30, 0, 9, 4),
+        (40, 8.0, 9, 0, 5, 0), (40, 8.0, 100, 50, 1, 0), (9, 8.0, 100, 0, 1, 1), (8, 8.0, 100, 0, 1, 0), (13, 8.0, 100, 0, 1, 3),
     ],
 )  # fmt: skip
 def test_a_choice_is_kept_no_longer_than_can_be_afforded(
     streak: int, slack: float, remaining: int, unread: int, tokens: int, kept: int
 ) -> None:
-    """If nothing stands in any of its rounds, or all in all; never where there is something to set up; longer by and by."""
+    """If nothing stands in any of its rounds, or as much as expected; never where there is something to set up; longer by and
+    by."""
     budget = known(0.1)                                                 # eight tokens cost 0.96 plain steps more than none
-    budget._streak, budget.bank.slack = streak, slack
+    budget._streak, budget.bank.slack, budget._expected = streak, slack, 5.0
     budget._choose = lambda: 8  # type: ignore[method-assign]
     budget.expect(Ahead(1, 100, remaining, unread))
     assert budget.nodes(RoundStats(), 1) == 8 and budget.holding == 0

@@ -39,7 +39,7 @@ SETTLED, GLANCED, REST = 8, 2, 15
 1 + `REST` rounds: thinking takes time as well."""
 TIRED, GUIDED = 8, 4
 """What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
-HELD = 7
+HELD = 15
 """Rounds that a choice is kept for, at most, where drafting was chosen `SETTLED` times in a row; the bank must afford them
 all, for nobody is asked or told meanwhile."""
 THOUGHT, LONGEST, SOON = 0.0025, 256, 16
@@ -193,6 +193,7 @@ class Adaptive:
         self._rest = self._rested = 0                   # rounds not to be thought about, and how many of them were made
         self._owed = self._stirred = 0                  # rounds still to pay for the last thought; rests that ended early
         self._streak = self._hold = 0                   # choices in a row that drafted, rounds that the last is kept for
+        self._expected = 1.0                            # tokens that a round of it gives each row
         self._turned = self._looked = False
         self._unheld = False                            # whether the last hold was granted and not made use of
         self._free = False                              # whether somebody asks for looks
@@ -275,11 +276,11 @@ class Adaptive:
 
     def _stretch(self, tokens: float) -> int:
         """Rounds that the last choice may be kept for, behind one that gave so many tokens: if nothing stands, the bank affords
-        all of them, and if all does, there is still so much to write. None where there is something to set up."""
+        all of them, and if as much as expected does, there is so much to write. None where there is something to set up."""
         if self._streak <= SETTLED or self._unread():
             return 0
         high = self._pace.high[self.sizes.index(self._nodes)]
-        rounds = (self._ahead.remaining - tokens - self._nodes) / (1 + self._nodes)
+        rounds = (self._ahead.remaining - tokens) / self._expected
         slack = self.bank.slack - max(0.0, high - tokens)
         return max(0, int(min(HELD, (self._streak - SETTLED + 1) // 2, rounds, slack / (high - 1) if high > 1 else HELD)))
 
@@ -298,7 +299,7 @@ class Adaptive:
         for index in affordable:
             price = costs[index] / tokens[index] + setup / remaining
             if price < least:
-                best, least = self.sizes[index], price
+                best, least, self._expected = self.sizes[index], price, tokens[index]
         self._streak = self._streak + 1 if best else 0
         return 0 if best and self._doubtful(least) else best
 

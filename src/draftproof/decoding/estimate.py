@@ -10,7 +10,7 @@ from random import Random
 
 from draftproof.decoding.budget import Round
 
-FORGET, FORGET_PLAIN = 0.98, 0.98 ** (1 / 16)
+FORGET, FORGET_PLAIN = 0.99, 0.98 ** (1 / 16)
 """What is left of every count after a round that drafted, and after one that did not."""
 POOL = 4.0
 """Observations that the pooled rate counts for at each depth, and what is supposed of further nodes, in rounds."""

@@ -25,7 +25,7 @@ OUTLIER = 3.0
 """Standard deviations at which a surprise is cut off."""
 TOO_LONG, READ = 2.5, 0.05
 """Times what was supposed that are too long to be believed at once; plain steps that a token of a set-up is thought to take."""
-STALE, COLD = 96, 0.2
+STALE, COLD = 384, 0.2
 """Rounds after which the plain step is measured again, and by how much the first ones may have been overrated."""
 NEAR = 256
 """Texts up to this length cost the same."""
