@@ -37,6 +37,8 @@ UNLIMITED = 1e9
 SETTLED, GLANCED, REST = 8, 2, 15
 """After so many plain rounds in a row (`GLANCED` where looks tell), decide and measure only now and then, at least once in
 1 + `REST` rounds: thinking takes time as well."""
+CALM = 3
+"""Rounds of the rest that measures a plain step where it is due: thought about, or behind a draft, a round takes longer."""
 TIRED, GUIDED = 8, 4
 """What part of the plain rounds in a row such a rest is: where only a draft can tell, and where looks do."""
 HELD = 15
@@ -296,8 +298,9 @@ class Adaptive:
             return 0
         tokens, costs = self.acceptance.draw(remaining), pace.draw(self._dice)
         best, least = 0, 1 / (1 + MARGIN)
+        thought = 0.0 if self._streak > SETTLED else self._took[False]          # before every round, as long as none is held
         for index in affordable:
-            price = costs[index] / tokens[index] + setup / remaining
+            price = (costs[index] + thought) / tokens[index] + setup / remaining
             if price < least:
                 best, least, self._expected = self.sizes[index], price, tokens[index]
         self._streak = self._streak + 1 if best else 0
@@ -320,13 +323,14 @@ class Adaptive:
             beside = took if looked else min(took, self.bank.rate)              # what is spent in any case no draft has to pay
             self.bank.settle(cost + beside, tokens)
             self._owed = int(min(took / THOUGHT, LONGEST))
-            self._rest = max(self._pause(), self._owed) if self._plain_rounds >= self._enough else 0
+            calm = CALM if self._pace.plain_is_due else 0
+            self._rest = max(self._pause(), self._owed) if self._plain_rounds >= self._enough else calm
             self.acceptance.fade(FORGET_PLAIN ** (1 + self._rest))
             return
         self.acceptance.learn(self._nodes, done)
         self._stirred = 0
         on_the_house, self._hold = not self.costs.knows_setups, self._stretch(tokens)
-        cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds)
+        cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds - done.drafting)
         self.bank.settle(cost, tokens, setup, on_the_house)
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
             self.acceptance.fade(KEPT)

@@ -55,8 +55,8 @@ class Round(NamedTuple):
     rows: that ran. tried: by depth, in how many rows a token was drafted whose ancestors all stood. stood: by depth, in
     how many rows one stood. chain: no row drafted a tree, nor more because another drafted less.
     emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: of these, what a round
-    without drafter and budget would not have taken. nodes: which stood, of all rows together, if smaller drafts would have been
-    the beginnings of these; or None.
+    without drafter and budget would not have taken; of a round that drafted, what its draft has not: thinking, looks.
+    nodes: which stood, of all rows together, if smaller drafts would have been the beginnings of these; or None.
     """
 
     rows: int

@@ -25,8 +25,9 @@ OUTLIER = 3.0
 """Standard deviations at which a surprise is cut off."""
 TOO_LONG, READ = 2.5, 0.05
 """Times what was supposed that are too long to be believed at once; plain steps that a token of a set-up is thought to take."""
-STALE, COLD = 384, 0.2
-"""Rounds after which the plain step is measured again, and by how much the first ones may have been overrated."""
+STALE, COLD, WANTED = 384, 0.2, 2
+"""Rounds after which the plain step is measured again, by how much the first ones may have been overrated, and how many are
+measured before anything is compared with them: the first may be cold."""
 NEAR = 256
 """Texts up to this length cost the same."""
 
@@ -70,12 +71,10 @@ class Pace:
         self.rounds, self.plains = 0, 0                         # so far, and plain steps among them that were measured
         self.speed_then = 0.0                                   # when that was done last
         self.frozen = False
-        self._wanted = 2                                        # the first plain step may be cold
         self._doubt = Doubt()
         self._strikes, self._struck = 0, 0                      # surprises in a row, and the last one's size
         self._told: tuple[list[float], list[float]] | None = None
         if like is not None:
-            self._wanted = 1
             self.seen = [False, *like.seen[1:]]
             self.logs = list(like.logs)
             self.vars = [0.0, *(var + BORROWED**2 for var in like.vars[1:TURNED]), *like.vars[TURNED:]]
@@ -101,7 +100,7 @@ class Pace:
         if self.frozen:
             return False
         cold = self.plains < 4 and self.risen < -COLD           # what came later says that the first ones were slow
-        return self.plains < self._wanted or cold or self._strikes > 1 or self.since_plain >= STALE
+        return self.plains < WANTED or cold or self._strikes > 1 or self.since_plain >= STALE
 
     @property
     def risen(self) -> float:

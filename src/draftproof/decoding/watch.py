@@ -174,15 +174,18 @@ class Watch:
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
         before = self._spent or self._spend(less=self._learning)
         self._before_round(learner, rows)
-        self._round()
+        thought = self.clock.seconds["draft"]
+        self._round(self._nodes)
         self._spent = self._spend()
-        self._behind_round(learner, rows, self._spent[0] - before[0], self._spent[1] - before[1])
+        beside = (thought if self._nodes else self._spent[1]) - before[1]
+        self._behind_round(learner, rows, self._spent[0] - before[0], beside)
         self._learning = self.clock.seconds["draft"] - self._spent[1]
 
     def _prepare(self, learner: Learner, rows: list[Running]) -> None:
         learner.expect(self._ahead(rows))
         if self._looks:
             self._look(learner, rows)
+        self._nodes = self.decoder.budget.nodes(self.decoder.stats, len(rows))
 
     def _conclude(self, learner: Learner, rows: list[Running], seconds: float, drafting: float) -> None:
         learner.learn(self._round_since(len(rows), seconds, drafting, self.decoder.stood))
