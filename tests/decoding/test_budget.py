@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -707,6 +708,23 @@ def test_a_thought_is_no_cost_of_the_draft_behind_it() -> None:
         budget.learn(Round(1, [1] * 8, [1] * 8, chain=True, emitted=9, seconds=0.02 + thought, drafting=thought))
         costs.append(budget.costs.pace(1, 100).cost)
     assert costs[0] == pytest.approx(costs[1])
+
+
+@pytest.mark.parametrize("nodes", [0, 8])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_look_is_paid_for_whatever_the_round_drafts(nodes: int, looks: bool) -> None:
+    """A thought costs the bank no more than what a token earns."""
+    slack = []
+    for took in (0.0, 0.004):
+        budget = known(0.1)
+        budget.costs.pace(1, 100).speed = math.log(0.01)
+        budget.expect(Ahead(1, 100, 500))
+        budget._choose = lambda: nodes  # type: ignore[method-assign]
+        budget.nodes(RoundStats(), 1)
+        budget._looked = looks
+        budget.learn(Round(1, [1] * nodes, [0] * nodes, chain=True, emitted=1, seconds=0.02 + took, drafting=took))
+        slack.append(budget.bank.slack)
+    assert slack[0] - slack[1] == pytest.approx(0.4 if looks else RATE, abs=RATE + 1e-9)
 
 
 @pytest.mark.parametrize(("thought", "streak", "drafts"), [(0.0, 0, True), (0.6, 0, False), (0.6, 9, True)])

@@ -199,7 +199,7 @@ class Adaptive:
         self._turned = self._looked = False
         self._unheld = False                            # whether the last hold was granted and not made use of
         self._free = False                              # whether somebody asks for looks
-        self._took = [0.0, 0.0]                         # by the last plain round beside its step, without and with a look
+        self._took = [0.0, 0.0]                         # besides the last round, in plain steps, without and with a look
         self._doubts = (Doubt(), Doubt())
         begin = sum(size <= BEGIN for size in self.sizes) - 1
         self._to_begin_with = range(begin, begin + 1) if begin else range(0)
@@ -313,15 +313,12 @@ class Adaptive:
 
     def learn(self, done: Round) -> None:
         tokens = done.emitted / done.rows
-        looked, self._looked = self._looked, False
+        took, spent = self._beside(done.drafting)
         if self._nodes == 0:
             self._plain_rounds += 1
             self.pauses.wait(1)
             cost = self._pace.observe(TURNED if self._turned else ASKED, done.seconds - done.drafting)
-            doubt, most = self._doubts[looked], 1 + TOO_LONG * self._took[looked]
-            took = self._took[looked] = doubt.believed(self._in_steps(done.drafting), most)
-            beside = took if looked else min(took, self.bank.rate)              # what is spent in any case no draft has to pay
-            self.bank.settle(cost + beside, tokens)
+            self.bank.settle(cost + spent, tokens)
             self._owed = int(min(took / THOUGHT, LONGEST))
             calm = CALM if self._pace.plain_is_due else 0
             self._rest = max(self._pause(), self._owed) if self._plain_rounds >= self._enough else calm
@@ -331,7 +328,7 @@ class Adaptive:
         self._stirred = 0
         on_the_house, self._hold = not self.costs.knows_setups, self._stretch(tokens)
         cost, setup = self._learn_cost(self.sizes.index(self._nodes), done.seconds - done.drafting)
-        self.bank.settle(cost, tokens, setup, on_the_house)
+        self.bank.settle(cost + spent, tokens, setup, on_the_house)
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
             self.acceptance.fade(KEPT)
         self.pauses.drafted(tokens - cost)
@@ -339,6 +336,14 @@ class Adaptive:
         self._plain_rounds = min(self._plain_rounds, 2 * REST) if settled else 0
         pause = self._pause() if settled and self.pauses.needed and not self._free else 0
         self._rest = pause if pause > REST else 0                               # nor is the pause behind it
+
+    def _beside(self, seconds: float) -> tuple[float, float]:
+        """What drafter and budget took besides a round, in plain steps, and what of that drafts have to pay: what is spent in
+        any case they have not."""
+        looked, self._looked = self._looked, False
+        most = 1 + TOO_LONG * self._took[looked]
+        took = self._took[looked] = self._doubts[looked].believed(self._in_steps(seconds), most)
+        return took, took if looked else min(took, self.bank.rate)
 
     def _pause(self) -> int:
         """Plain rounds that need no thought: where there is nothing to look at, nearly all before another draft may be made."""
