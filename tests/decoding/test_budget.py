@@ -458,9 +458,9 @@ def test_pauses_end_with_the_first_draft_that_pays() -> None:
     assert pauses.left == 0 and not pauses.needed
     for _ in range(3):
         pauses.drafted(-0.1)
-    assert pauses.left == 12 and pauses.needed
-    pauses.wait(8)
-    assert pauses.left == 4
+    assert pauses.left == 32 and pauses.needed
+    pauses.wait(24)
+    assert pauses.left == 8
     pauses.begin(anew=False)
     assert pauses.left == 0 and pauses.needed, "half of it is enough where a text began"
     for _ in range(5000):
@@ -476,13 +476,24 @@ def test_pauses_end_with_the_first_draft_that_pays() -> None:
 
 def test_a_draft_that_loses_much_counts_for_several() -> None:
     cheap, dear = Pauses(), Pauses()
-    for _ in range(20):
+    for _ in range(5):
         cheap.drafted(-0.1)
         dear.drafted(-2.0)
-    assert (cheap.left, dear.left) == (16, 256)
+    assert (cheap.left, dear.left) == (0, 64)
     for _ in range(5000):
+        cheap.drafted(-0.1)
         dear.drafted(-2.0)
-    assert dear.left == 16 * SPARSE
+    assert (cheap.left, dear.left) == (SPARSE, 16 * SPARSE)
+
+
+def test_hopeless_drafts_are_soon_given_up_in_short_texts_too() -> None:
+    """Every text begins with new hope, but pauses double: some thirty drafts in vain are enough."""
+    for seed in range(12):
+        budget, one = known(0.1, seed), world(0.0, 0.1, seed=seed)
+        for _ in range(100):
+            budget.begin()
+            one.run(budget, 8)
+        assert sum(size > 0 for size in one.sizes) <= 40
 
 
 def test_a_pause_behind_a_draft_in_vain_begins_without_a_thought() -> None:

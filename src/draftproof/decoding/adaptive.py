@@ -54,8 +54,9 @@ KEPT, AWAKE = 0.25, 1
 """What is left of the counts when a text begins while drafting seemed not to pay, and how many plain rounds are thought about
 again before any rest: another text may repeat itself."""
 VAIN, APART, SPARSE, DEAR = 16.0, 4.0, 128.0, 2.0
-"""Drafts that may follow each other in vain. Each further one puts `APART` more plain rounds before the next, up to `SPARSE`.
-One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their square."""
+"""Drafts that may follow each other in vain. Then come 2 `APART` plain rounds, and twice as many behind each further one, up to
+`SPARSE`. One that loses more than 1 / `DEAR` plain steps counts for several, and the longest pause grows with their
+square."""
 
 
 def presets(most: int) -> tuple[int, ...]:
@@ -103,8 +104,8 @@ class Pauses:
         self._since, self._begun = 0, False
         weight = max(1.0, -DEAR * gain)
         most = SPARSE * weight * weight
-        self._vain = self._vain / 4 if gain > 0 else min(self._vain + weight, VAIN + most / APART)
-        self._pause = max(0.0, min(APART * (self._vain - VAIN), most))
+        self._vain = self._vain / 4 if gain > 0 else min(self._vain + weight, VAIN + math.log2(most / APART))
+        self._pause = min(APART * 2 ** (self._vain - VAIN), most) if self._vain > VAIN else 0.0
 
 
 class Bank:
