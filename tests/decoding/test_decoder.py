@@ -172,6 +172,25 @@ def test_a_draft_reads_each_prompt_token_once() -> None:
             assert int(drafter.cache.lengths[0]) <= int(one.cache.lengths[0])
 
 
+class Roomy(Counted):
+    """A target that must know of every read that its cache holds it: else operators read it, whose last bits are others."""
+
+    def read(self, tree: TokenTree, cache: RowCache, **options: Any) -> Any:
+        assert cache.holds(tree.tokens.shape[1])
+        return super().read(tree, cache, **options)
+
+
+def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
+    """A row begins while another fills the cache nearly to the end."""
+    one = Decoder(Roomy(target()), PromptLookup(), RULES["match"], Fixed(3), 2, 64)
+    one.admit([running(list(range(2, 10)), limit=50)])
+    while len(one.running[0].tokens) < 44:
+        one.step()
+    one.admit([running(list(range(2, 22)), limit=8)])
+    while one.running:
+        one.step()
+
+
 def test_rows_leave_and_join_in_any_order() -> None:
     """Rows of every length of life, admitted whenever there is room: each writes what it writes alone."""
     asked = prompts(12, seed=3)

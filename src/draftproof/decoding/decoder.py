@@ -115,7 +115,7 @@ class Decoder:
         view.lengths.zero_()
         start = 0
         while start < len(prompt):
-            view.bound(self.cache.capacity if self.shapes.closed else max(start, self._longest()))
+            view.bound(self.cache.capacity if self.shapes.closed else start)
             width = self.shapes.chunk(len(prompt) - start)
             text = prompt[start : start + width]
             tree = TokenTree.chain(torch.tensor([[*text, *[ABSENT] * (width - len(text))]], device=device))
