@@ -19,7 +19,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding import decoder as decoder_module
 from draftproof.decoding.budget import Budget, Fixed, Script
-from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.decoder import SHORT, Decoder
 from draftproof.decoding.engine import Engine
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.shapes import Shapes
@@ -28,6 +28,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.errors import DrafterMismatch
 from draftproof.target.cache import RowCache
+from draftproof.target.fused import NODES
 from draftproof.target.target import Target
 
 SYNCING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "unique2", "_unique2", "item")
@@ -213,6 +214,55 @@ def test_rows_leave_and_join_in_any_order() -> None:
                 one.step()
         assert [row.tokens for row in rows] == [row.tokens for row in alone]
         assert not one.cache.lengths.any(), "an empty batch has an empty cache"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
+    """Side by side, the shorter ones padded, with several samples, two that end at once: rows and drafter learn the same."""
+    asked, limits = [prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))], (20, 30, 25, 1)
+    found = []
+    for together in (True, False):
+        requests = [
+            [running(prompt, limit=limit, temperature=0.8, seed=index, sample=sample) for sample in range(1 + index % 2)]
+            for index, (prompt, limit) in enumerate(zip(asked, limits, strict=True))
+        ]
+        own = Counted(target())
+        one = decoder(DRAFTERS[name](target()), rows=7, budget=6, own=own)
+        one.admit([running(asked[3], limit=6)])                                 # somebody is there before them
+        one.step()
+        own.reads.clear()
+        if together:
+            one.admit(*requests)
+            assert [tokens.shape for tokens, _ in own.reads] == [(4, max(len(prompt) for prompt in asked))]
+        for request in [] if together else requests:
+            one.admit(request)
+        assert len(own.reads) == (1 if together else 4)
+        unread = one.unread
+        while one.running:
+            one.step()
+        assert not one.cache.lengths.any(), "an empty batch has an empty cache"
+        found.append((unread, [(row.tokens, row.stats.rounds, row.stats.drafted) for request in requests for row in request]))
+    assert found[0] == found[1]
+
+
+def test_prompts_that_are_read_together_are_read_by_the_same_layers_as_alone() -> None:
+    assert SHORT <= NODES
+
+
+def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = decoder(PromptLookup(), rows=6)
+    short, long, longer = ([running([3] * tokens)] for tokens in (3, 60, 70))
+    twice = [running([3, 4, 5]), running([3, 4, 5], sample=1)]
+    assert [one.room_for(waiting) for waiting in ([], [short], [short] * 3, [long] * 9)] == [0, 1, 1, 1]
+    monkeypatch.setattr(Target, "skips_absent", True)
+    assert [one.room_for([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
+    assert one.room_for([twice] * 4) == 3 and one.room_for([short, short, [*twice, *twice, *short]]) == 2
+    assert one.room_for([long] * 6) == 4 and one.room_for([*[short] * 4, long]) == 4, "five would be 300 with padding"
+    assert one.room_for([longer] * 2) == 1 and one.room_for([short, longer]) == 1
+    one.admit([running([3, 4, 5]) for _ in range(5)])
+    assert one.room_for([short, short]) == 1 and one.room_for([twice, short]) == 0
+    one.at_hand = False
+    assert one.room_for([short, short]) == 1
 
 
 def test_a_round_commits_the_root_and_what_stood() -> None:

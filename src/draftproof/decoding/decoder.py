@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ REMEMBERED = 1 << 14
 """Tokens of a row among which is looked for what repeats itself."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
+SHORT, TOGETHER = 64, 256
+"""Tokens of a prompt that is read beside others, in one pass, and of all of these, each as long as the longest: longer ones
+gain little, and fused layers, to which padding is nothing, read no wider."""
 
 
 class _Given(NamedTuple):
@@ -98,48 +101,69 @@ class Decoder:
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, commit, accepted, chosen)
 
+    def room_for(self, waiting: Iterable[Sequence[Running]]) -> int:
+        """How many of the first requests that wait may be admitted at once: those with short prompts are read side by side."""
+        free, found, longest = len(self.text) - len(self.running), 0, 0
+        several = self.at_hand and self.target.skips_absent
+        for samples in waiting:
+            free, longest = free - len(samples), max(longest, len(samples[0].prompt))
+            beside = several and longest <= min(SHORT, TOGETHER // (found + 1))
+            if free < 0 or (found and not beside):
+                break
+            found += 1
+        return found
+
     @torch.inference_mode()
-    def admit(self, samples: Sequence[Running]) -> None:
-        """Prefill one prompt and start its `samples`, each a row of its own behind the running ones."""
-        row, others = len(self.running), range(len(self.running))
+    def admit(self, *requests: Sequence[Running]) -> None:
+        """Prefill the prompt of each request and start its samples, each a row of its own behind the running ones.
+
+        Several at once have to be as few as `room_for` says.
+        """
+        first, others = len(self.running), range(len(self.running))
         if self.twins is not None:
             self._arrange(others)
-        logits = self._prefill(row, samples[0].prompt)
-        self.running += samples
-        self._arrange([*others, *[row] * len(samples)])
-        self._choose_first(row, logits)
+        logits = self._prefill(first, [samples[0].prompt for samples in requests])
+        copies = [place for place, samples in enumerate(requests) for _ in samples]
+        self.running += [row for samples in requests for row in samples]
+        self._arrange([*others, *[first + place for place in copies]])
+        self._choose_first(first, logits[copies] if len(requests) > 1 else logits.expand(len(copies), -1, -1))
 
-    def _prefill(self, row: int, prompt: Sequence[int]) -> Tensor:
-        """Read a prompt in chunks into one row; return the logits [1, 1, V] at its end."""
-        view, device = self.nursery or self.cache.rows(row, row + 1), self.text.device
+    def _prefill(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts in chunks into the rows from `first` on; return the logits [b, 1, V] at their ends."""
+        view, device = self.nursery or self.cache.rows(first, first + len(prompts)), self.text.device
         view.lengths.zero_()
-        start = 0
-        while start < len(prompt):
+        start, longest = 0, max(len(prompt) for prompt in prompts)
+        while start < longest:
             view.bound(self.cache.capacity if self.shapes.closed else start)
-            width = self.shapes.chunk(len(prompt) - start)
-            text = prompt[start : start + width]
-            tree = TokenTree.chain(torch.tensor([[*text, *[ABSENT] * (width - len(text))]], device=device))
-            start += len(text)
-            last_only = not self.shapes.closed or start < len(prompt)               # behind padding lies no last one
+            width = self.shapes.chunk(longest - start)
+            texts = [prompt[start : start + width] for prompt in prompts]
+            padded = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
+            tree, start = TokenTree.chain(torch.tensor(padded, device=device)), start + width
+            last_only = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # behind padding lies no last one
             reading = self.target.read(tree, view, last_only=last_only, taps=self._taps)
-            count = torch.tensor([len(text)], device=device)
+            count = torch.tensor([len(text) for text in texts], device=device)
             view.keep(None, count)
-            everything = Accepted(torch.arange(width, device=device)[None], count, tree.tokens[:, 0])
-            self.drafter.observe(Commit.of([row], tree, reading, everything, at_hand=self.at_hand))
-        place = torch.tensor([row], device=device)
-        self.text.index_copy_(0, place, torch.tensor([[*prompt, *[0] * (self.text.shape[1] - len(prompt))]], device=device))
+            for place, text in enumerate(texts):
+                own, deep = slice(place, place + 1), len(text) if len(prompts) > 1 else width
+                chain = TokenTree.chain(tree.tokens[own, :deep])
+                read = Reading(reading.logits[own], reading.hidden[own, :deep] if reading.hidden is not None else None)
+                everything = Accepted(torch.arange(deep, device=device)[None], count[own], chain.tokens[:, 0])
+                self.drafter.observe(Commit.of([first + place], chain, read, everything, at_hand=self.at_hand))
+        places = torch.arange(first, first + len(prompts), device=device)
+        lines = [[*prompt, *[0] * (self.text.shape[1] - len(prompt))] for prompt in prompts]
+        self.text.index_copy_(0, places, torch.tensor(lines, device=device))
         if self.nursery is not None:
-            self.cache.take(place, self.nursery)
-        return reading.logits if last_only else reading.logits.index_select(1, count - 1)
+            self.cache.take(places, self.nursery)
+        logits = reading.logits
+        return logits if last_only else logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
-        """The target's choice behind the prompt becomes the root of the rows from `first` on."""
+        """The target's choice behind the prompt, by these logits [b, 1, V], becomes the root of the rows from `first` on."""
         new = self.running[first:]
         sampler = self.sampler.select(range(first, len(self.running)))
         last = self._view.lengths[first:] - 1
         prefix = Prefix(self.text[first : first + len(new)], last)
         tree = TokenTree.root(prefix.root)
-        logits = logits.expand(len(new), -1, -1)
         picks = self.ranks.picks(sampler.pick(logits, Paths(prefix, tree)))
         prefix.tokens.scatter_(1, last[:, None] + 1, picks.clamp(min=0))
         scores = _logprobs(logits, torch.zeros_like(picks), picks, self.device.widest) if self._wants_logprobs else None

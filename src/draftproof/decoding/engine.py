@@ -205,10 +205,10 @@ class Engine:
         begun: list[tuple[Running, dict[str, float]]] = []
         try:
             while waiting or decoder.running:
-                if waiting and len(decoder.running) + len(waiting[0]) <= rows:
-                    begun += [(row, dict(clock.seconds)) for row in waiting[0]]
+                if admitted := [waiting.popleft() for _ in range(decoder.room_for(waiting))]:
+                    begun += [(row, dict(clock.seconds)) for request in admitted for row in request]
                     with clock.part("prefill", whole=True), self.target.group.intact():
-                        decoder.admit(waiting.popleft())
+                        decoder.admit(*admitted)
                 else:
                     with self.target.group.intact():
                         watch.step()

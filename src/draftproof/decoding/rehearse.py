@@ -112,9 +112,9 @@ class _Decoder(Decoder):
     def _stored(self) -> list[int]:
         return [store.data_ptr() for layer in self.cache.layers for store in layer.stores]
 
-    def admit(self, samples: Sequence[Running]) -> None:
+    def admit(self, *requests: Sequence[Running]) -> None:
         self.prefix = "prompt: "
-        super().admit(samples)
+        super().admit(*requests)
         self.prefix = ""
 
     def _arrange(self, *args: Any) -> None:
