@@ -24,7 +24,9 @@ from draftproof import embedded
 from draftproof.core.wishes import Sampling
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.proof import adapters, signatures
-from draftproof.proof.audit import Audit, Drafting, Law, Text, audit
+from draftproof.proof.audit import Audit, audit
+from draftproof.proof.likeness import Drafting
+from draftproof.proof.outcomes import Law, Text
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftproof.core.wishes import Sampling
-    from draftproof.proof.audit import Audit, Drafting
-    from draftproof.proof.audit import Sampler as Engine
+    from draftproof.proof.audit import Audit
+    from draftproof.proof.likeness import Drafting
+    from draftproof.proof.outcomes import Sampler as Engine
 
 PROMPT = "Once upon a time"
 
@@ -192,7 +193,7 @@ class _Plan:
     def _drafting(self, name: str | None) -> Drafting | None:
         """The law of a draft model that the engine is said to use."""
         from draftproof.proof.adapters import ModelLaw
-        from draftproof.proof.audit import Drafting
+        from draftproof.proof.likeness import Drafting
         from draftproof.target.loading import load_model
 
         if name is None:

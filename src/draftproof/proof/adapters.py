@@ -27,8 +27,10 @@ from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.core.wishes import Sampling, Wishes
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.proof.audit import Drafting, Law, Setting, Text
-from draftproof.proof.audit import Sampler as Engine
+from draftproof.proof.audit import Setting
+from draftproof.proof.likeness import Drafting
+from draftproof.proof.outcomes import Law, Text
+from draftproof.proof.outcomes import Sampler as Engine
 from draftproof.proof.signatures import Array
 from draftproof.target.loading import load_model
 
