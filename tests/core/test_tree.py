@@ -72,6 +72,25 @@ def _ancestors(parents: list[int], node: int) -> list[int]:
     return [] if node < 0 else [*_ancestors(parents, parents[node]), node]
 
 
+@pytest.mark.parametrize("length", [2, 5, 9])
+def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
+    """Whichever is wider: of each row the nodes, depths and ancestors that it has alone."""
+    chains = torch.randint(9, (2, length))
+    chains[1, 1:] = ABSENT
+    for shape in SHAPES:
+        tree = TokenTree.shaped(torch.randint(9, (3, len(shape))), shape)
+        both, (one, other) = tree.above(chains), (tree, TokenTree.chain(chains))
+        width = both.tokens.shape[1]
+        assert width == max(len(shape), length) and both.is_chain == shape.is_chain
+        assert both.depth_limit >= max(tree.depth_limit, length - 1)
+        assert torch.equal(both.present[:3, : len(shape)], tree.present) and not both.present[:3, len(shape) :].any()
+        assert torch.equal(both.present[3:, :length], other.present) and not both.present[3:, length:].any()
+        for mine, rows, nodes in ((one, slice(3), len(shape)), (other, slice(3, None), length)):
+            assert torch.equal(both.tokens[rows, :nodes], mine.tokens) and torch.equal(both.parents[rows, :nodes], mine.parents)
+            assert torch.equal(both.depths[rows, :nodes], mine.depths)
+            assert torch.equal(both.ancestors[rows, :nodes, :nodes], mine.ancestors)
+
+
 def test_depths_of_deep_chains() -> None:
     """Squaring reaches every depth, also where it is no power of two."""
     for length in range(1, 20):

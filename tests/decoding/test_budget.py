@@ -915,6 +915,40 @@ def test_rounds_of_a_kept_choice_count_as_those_that_are_asked_for() -> None:
     assert kept.acceptance.together.total() == pytest.approx(asked.acceptance.together.total(), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("streak", "slack", "unread", "rest", "nodes"),
+    [(9, 8.0, 0, 0, 8), (8, 8.0, 0, 0, None), (9, 0.9, 0, 0, None), (9, 8.0, 50, 0, None), (0, 0, 0, 5, 0), (9, 8.0, 0, 5, 0)],
+)
+def test_prompts_are_read_beside_drafts_where_drafting_is_settled_or_at_rest(
+    streak: int, slack: float, unread: int, rest: int, nodes: int | None
+) -> None:
+    """Where nobody need be asked what to draft; as for a kept choice the bank must afford it."""
+    budget = known(0.1)                                                 # eight tokens cost 0.96 plain steps more than none
+    budget._choose = lambda: 8  # type: ignore[method-assign]
+    budget.expect(Ahead(1, 100, 200))
+    budget.nodes(RoundStats(), 1)
+    budget._streak, budget.bank.slack, budget._rest = streak, slack, rest
+    assert budget.steady(Ahead(1, 100, 200, unread)) == nodes
+    assert known(0.1).steady(Ahead(1, 100, 200)) is None
+
+
+def test_rounds_that_tell_no_seconds_change_no_cost() -> None:
+    """What they gave is learned, and what they are believed to have cost is paid."""
+    budget = Adaptive(8, costs=_learning())
+    world(0.9, 0.1).run(budget, 300)
+    budget._choose = lambda: 8  # type: ignore[method-assign]
+    budget.expect(Ahead(1, 100, 500))
+    budget.nodes(RoundStats(), 1)
+    pace, slack = budget.costs.pace(1, 100), 5.0
+    believed, learned, rounds, budget.bank.slack = list(pace.logs), budget.acceptance.together.total(), pace.rounds, slack
+    budget.held(Round(1, [1] * 3, [1, 0, 0], chain=True, emitted=2, seconds=0.0), [2])
+    assert pace.logs == believed and pace.rounds == rounds + 1 and budget.acceptance.together.total() != learned
+    assert budget.bank.slack == pytest.approx(slack + 2 * (1 + RATE) - pace.cost[pace.sizes.index(8)])
+    budget._rest, step = 7, pace.plain_step
+    budget.rested(1, 0.0)
+    assert budget.resting == 6 and pace.plain_step == step and pace.rounds == rounds + 2
+
+
 def test_who_asks_before_every_round_is_told_what_rounds_cost() -> None:
     """Ranks do. A choice may be kept, and nobody keeps it; so what it costs is measured in the rounds that are asked for."""
     budget = Adaptive(8, costs=_learning())
@@ -986,6 +1020,9 @@ class Wild:
 
     def held(self, done: Round, given: Sequence[int]) -> None:
         raise AssertionError("it never keeps a choice")
+
+    def steady(self, ahead: Ahead) -> int | None:
+        return None
 
     def expect(self, ahead: Ahead) -> None:
         self.aheads.append(ahead)
@@ -1352,6 +1389,48 @@ def test_most_rounds_of_a_kept_choice_are_not_asked_for(together: int, drafter: 
     assert {done.nodes is None for done in held} == {done.nodes is None for done in budget.rounds}
     assert all(done.nodes is None or len(done.nodes) == sum(done.stood) for done in held)
     assert {done.chain for done in held} == {done.chain for done in budget.rounds}
+
+
+class Welcoming(Steady):
+    """Lets prompts be read beside so many nodes; None: never."""
+
+    def __init__(self, nodes: int | None) -> None:
+        super().__init__(6, 1)
+        self.beside, self.plain_step, self.asked_aside = nodes, 2.0, list[Ahead]()
+        self.plain = list[tuple[int, float]]()
+
+    def steady(self, ahead: Ahead) -> int | None:
+        self.asked_aside.append(ahead)
+        return self.beside
+
+    def rested(self, rounds: int, seconds: float) -> None:
+        self.plain.append((rounds, seconds))
+
+
+@pytest.mark.parametrize("nodes", [None, 0, 3])
+def test_a_budget_says_whether_prompts_are_read_beside_drafts(nodes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a round is told like one of a rest or of a kept choice, but for its seconds; without any texts are the same."""
+    monkeypatch.setattr(Target, "skips_absent", True)
+    asked = [Sampling(max_new_tokens=count) for count in (65, 9, 34, 2, 67, 20)]
+    wanted = texts(Engine(target()), prompts(6, seed=2), sampling=asked)
+    budget, own, seen = Welcoming(nodes), Counted(target()), list[Running]()
+    engine = Engine(own, DRAFTERS["target itself"](target()), budget=budget)
+    for rows in engine.rounds(prompts(6, seed=2), sampling=asked, batch_size=3):
+        seen = seen or rows
+    assert [(row.tokens, row.finish_reason) for row in seen] == wanted
+    assert all(row.stats.plain_seconds == 2.0 * row.stats.emitted for row in seen)
+    unclocked = [(done, given) for done, given in budget.kept if not done.seconds]
+    assert len(unclocked) == (len(budget.asked_aside) if nodes == 3 else 0) and all(len(given) == 1 for _, given in unclocked)
+    assert budget.plain == ([(1, 0.0)] * len(budget.asked_aside) if nodes == 0 else [])
+    assert all(ahead.rows == 2 and ahead.remaining > 0 for ahead in budget.asked_aside) and len(budget.asked_aside) == 3
+    alone = [tokens.tolist() for tokens, _ in own.reads if tokens.tolist() in [[prompt] for prompt in prompts(6, seed=2)]]
+    assert len(alone) == (3 if nodes is None else 0), "the first three come together"
+    assert (engine.clock.seconds["prefill"] > 0) and len(budget.rounds) == budget.asked
+    stats = RoundStats()
+    for row in seen:
+        stats.add(row.stats)
+    told = [*budget.rounds, *(done for done, _ in budget.kept)]
+    assert sum(done.emitted for done in told) == stats.emitted - (stats.by_width.get(0, 0) if nodes == 0 else 0)
 
 
 class Nothing(Drafter):

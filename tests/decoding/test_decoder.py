@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy
 import pytest
 import torch
-from drafting import DRAFTERS, LEARNERS, Fading
+from drafting import DRAFTERS, LEARNERS, Fading, Oracle
 from tiny import VOCAB, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -263,6 +263,72 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch
     assert one.room_for([short, short]) == 1 and one.room_for([twice, short]) == 0
     one.at_hand = False
     assert one.room_for([short, short]) == 1
+
+
+def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, short, long = decoder(PromptLookup()), [running([3] * SHORT)], [running([3] * (SHORT + 1))]
+    monkeypatch.setattr(Target, "skips_absent", True)
+    assert not one.takes([short]), "nobody runs"
+    one.admit([running([3, 4, 5])])
+    assert one.takes([short]) and one.takes([short, [*short, *short]])
+    assert not one.takes([long]) and not one.takes([short, long])
+    one.at_hand = False
+    assert not one.takes([short])
+    one.at_hand = True
+    monkeypatch.setattr(Target, "skips_absent", False)
+    assert not one.takes([short])
+
+
+@pytest.mark.parametrize("sizes", [(6,), (0, 6), (0, 0, 2)], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, ...]) -> None:
+    """In each round some join: long and short ones, with several samples, one that ends at once, where others just ended.
+
+    Rows have another order then, so drafters that learn from all of them draft something else."""
+    limits, found = (20, 1, 7, 30, 12, 5, 9, 15, 3), []
+    for beside in (True, False):
+        requests = [
+            [running(prompt[: 3 + 2 * index], limit=limit, temperature=0.8, seed=index, sample=sample) for sample in samples]
+            for index, (prompt, limit) in enumerate(zip(prompts(9, seed=3), limits, strict=True))
+            for samples in [range(1 + index % 2)]
+        ]
+        own, waiting, unread = Counted(target()), list(requests), list[int]()
+        one = decoder(DRAFTERS[name](target()), rows=5, budget=Script(sizes * 40), own=own)
+        one.admit(waiting.pop(0))
+        while one.running:
+            free = 5 - len(one.running)
+            coming = [waiting.pop(0) for _ in range(min(2, len(waiting), free // 2))]
+            own.reads.clear()
+            if beside:
+                one.step(None, coming)
+                assert len(own.reads) == 1
+            else:
+                one.step()
+                if coming:
+                    one.admit(*coming)
+            unread.append(one.unread)
+            for place, row in enumerate(one.running):
+                text = [*row.prompt, *row.tokens]
+                assert int(one.cache.lengths[place]) == len(text) - 1 and one.text[place, : len(text)].tolist() == text
+        assert not waiting and not one.cache.lengths.any()
+        rows = [row for request in requests for row in request]
+        rounds = [(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS else []
+        found.append((unread, [row.tokens for row in rows], rounds))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("committed", "nodes", "apart"), [(44, 3, False), (45, 3, True), (20, SHORT - 1, False), (20, SHORT, True)]
+)
+def test_who_joins_is_read_apart_where_there_is_no_room(committed: int, nodes: int, apart: bool) -> None:
+    """Where the longest row leaves less than the prompt takes, or where what is drafted is wider than fused layers read."""
+    own, joins = Counted(target()), running([5] * 20, limit=8)
+    one = Decoder(own, Oracle({}), RULES["match"], Script([nodes]), 2, 64 if nodes == 3 else 128)
+    one.admit([running([3] * committed, limit=9)])
+    own.reads.clear()
+    one.step(None, [[joins]])
+    assert [tokens.shape for tokens, _ in own.reads] == ([(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))])
+    assert len(one.running) == 2 and len(joins.tokens) == 1
 
 
 def test_a_round_commits_the_root_and_what_stood() -> None:

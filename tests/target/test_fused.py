@@ -261,6 +261,35 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
     assert same.isfinite().all() and alike.isfinite().all()
 
 
+@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
+@pytest.mark.parametrize("shape", [SHAPE, TreeShape.chain(10)], ids=["tree", "chain"])
+def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(way: str, shape: TreeShape) -> None:
+    """And so have the drafts: logits, hidden states, keys and values."""
+    target, dice, read = read_by(way, "llama"), torch.Generator().manual_seed(2), []
+    prompts, drafted = (torch.randint(96, size, generator=dice) for size in ((2, 30), (2, 11)))
+    prompts[1, 17:], tree = ABSENT, TokenTree.shaped(drafted, shape)
+    for beside in (True, False):
+        cache = target.new_cache(4, 128)
+        old, new = cache.rows(0, 2), cache.rows(2, 4)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(torch.arange(80).view(2, 40)), old)
+            old.keep(None, torch.tensor([40, 23]))
+            if beside:
+                both = target.read(tree.above(prompts), cache, taps=(0, -1))
+                readings = [both.part(slice(2), 11), both.part(slice(2, None), 30)]
+            else:
+                readings = [target.read(tree, old, taps=(0, -1))]
+                readings.append(target.read(TokenTree.chain(prompts), new, taps=(0, -1)))
+                alone = target.read(TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4), last_only=True, taps=(0, -1))
+                assert torch.equal(alone.logits[0, -1], readings[1].logits[1, 16])
+        there = [tree.present, prompts != ABSENT]
+        stored = [layer.stores[part][row, :, : length + many] for layer in cache.layers for part in (0, 1)
+                  for row, (length, many) in enumerate([(40, 11), (23, 11), (0, 30), (0, 17)])]  # fmt: skip
+        taps = [reading.hidden[mask] for reading, mask in zip(readings, there, strict=True) if reading.hidden is not None]
+        read.append([*taps, *(reading.logits[mask] for reading, mask in zip(readings, there, strict=True)), *stored])
+    assert len(read[0]) == len(read[1]) > 4 and all(torch.equal(one, other) for one, other in zip(*read, strict=True))
+
+
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
     slides = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=NODES))

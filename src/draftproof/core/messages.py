@@ -22,6 +22,10 @@ class Reading(NamedTuple):
     logits: Tensor
     hidden: Tensor | None = None
 
+    def part(self, rows: slice, width: int) -> Reading:
+        """Of these rows, and of their first nodes."""
+        return Reading(self.logits[rows, :width], self.hidden[rows, :width] if self.hidden is not None else None)
+
 
 @dataclass(frozen=True)
 class Features:

@@ -171,6 +171,16 @@ class TokenTree:
         tree.__dict__["depths"] = depths
         return tree
 
+    def above(self, tokens: Tensor) -> TokenTree:
+        """This tree with further rows below it, each a chain of its own: `tokens` [b, M], ABSENT behind the shorter ones."""
+        width = max(self.tokens.shape[1], tokens.shape[1])
+        mine, theirs = (F.pad(part, (0, width - part.shape[1]), value=ABSENT) for part in (self.tokens, tokens))
+        both = torch.cat([mine, theirs])
+        if self.is_chain:
+            return TokenTree.chain(both)
+        parents = torch.cat([F.pad(self.parents, (0, width - self.parents.shape[1])), _line(*theirs.shape, tokens.device)[0]])
+        return TokenTree(both, parents, max(self.depth_limit, tokens.shape[1] - 1))
+
     @classmethod
     def shaped(
         cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, odds: Tensor | None = None

@@ -214,7 +214,10 @@ class Adaptive:
         return self._rest
 
     def rested(self, rounds: int, seconds: float) -> None:
-        self._pace.rest(rounds, seconds)
+        if seconds:
+            self._pace.rest(rounds, seconds)
+        else:
+            self._pace.skip(rounds)
         self._count_rest(rounds)
         self._nodes = 0                                 # were drafted in the last round
 
@@ -226,13 +229,20 @@ class Adaptive:
         rows, index = done.rows / len(given), self.sizes.index(self._nodes)
         self.acceptance.fade(FORGET ** (len(given) - 1))
         self.acceptance.learn(self._nodes, done)
-        self._pace.skip(len(given) - 1)
-        cost = self._pace.observe(index, done.seconds)
+        self._pace.skip(len(given) - (done.seconds > 0))
+        cost = self._pace.observe(index, done.seconds) if done.seconds else self._pace.cost[index]
         for tokens in given:
             self.bank.settle(cost, tokens / rows)
             self.pauses.drafted(tokens / rows - cost)
         self._plain_rounds = self._stirred = self._hold = 0
         self._unheld = False
+
+    def steady(self, ahead: Ahead) -> int | None:
+        self.expect(ahead)
+        if self._rest:
+            return 0
+        kept = self._nodes and self._streak > SETTLED and not self._unread() and not self._pace.plain_is_due
+        return self._nodes if kept and self.bank.affords(self._pace.high[self.sizes.index(self._nodes)] - 1, 0.0) else None
 
     def _count_rest(self, rounds: int) -> None:
         self._rest, self._owed = max(0, self._rest - rounds), max(0, self._owed - rounds)

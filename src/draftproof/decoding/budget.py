@@ -54,8 +54,9 @@ class Round(NamedTuple):
 
     rows: that ran. tried: by depth, in how many rows a token was drafted whose ancestors all stood. stood: by depth, in
     how many rows one stood. chain: no row drafted a tree, nor more because another drafted less.
-    emitted: tokens of all rows together, after stop rules. seconds: the whole round. drafting: of these, what a round
-    without drafter and budget would not have taken; of a round that drafted, what its draft has not: thinking, looks.
+    emitted: tokens of all rows together, after stop rules. seconds: the whole round; 0 if that tells nothing. drafting: of
+    these, what a round without drafter and budget would not have taken; of one that drafted, what its draft has not: thinking,
+    looks.
     nodes: which stood, of all rows together, if smaller drafts would have been the beginnings of these; or None.
     """
 
@@ -81,7 +82,7 @@ class Learner(Protocol):
         ...
 
     def rested(self, rounds: int, seconds: float) -> None:
-        """So many plain rounds were made that `nodes` was not asked for. seconds: the median of them."""
+        """So many plain rounds were made that `nodes` was not asked for. seconds: the median of them; 0 if it tells nothing."""
         ...
 
     @property
@@ -94,6 +95,12 @@ class Learner(Protocol):
     def held(self, done: Round, given: Sequence[int]) -> None:
         """Such rounds were made. done: of all of them together, `rows` too; its `seconds` are the median of them. given: the
         tokens that each gave, of all rows."""
+        ...
+
+    def steady(self, ahead: Ahead) -> int | None:
+        """What a round should draft that reads prompts besides, so that its time tells nothing; None if none should come now.
+
+        It counts as one of a rest or a hold: `rested` or `held` is told of it, with no seconds."""
         ...
 
     def begin(self) -> None:

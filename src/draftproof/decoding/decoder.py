@@ -20,6 +20,7 @@ from draftproof.decoding.shapes import OPEN, Shapes
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput, BrokenModel, DrafterMismatch, DraftproofError
+from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
@@ -82,14 +83,18 @@ class Decoder:
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
-    def step(self, nodes: int | None = None) -> None:
-        """One round for every running row: draft, verify, commit. nodes: so many are drafted, whatever the budget would say."""
+    def step(self, nodes: int | None = None, joining: Sequence[Sequence[Running]] = ()) -> None:
+        """One round for every running row: draft, verify, commit. nodes: so many are drafted, whatever the budget would say.
+
+        joining: requests that `takes` allows; they are admitted meanwhile, their prompts read beside what was drafted.
+        """
         if self.shapes.closed and self.twins is None:
             self._fill()
         self.allowed = self.budget.nodes(self.stats, len(self.running)) if nodes is None else nodes
         frontier = self._frontier(self.allowed)
         tree = self.ranks.tree(self._draft(frontier))
-        reading = self.target.read(tree, self._view, taps=self._taps)
+        prompts = [samples[0].prompt for samples in joining]
+        reading, beside = self._read(tree, prompts)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
         answers = frontier.budget > 0 and self._rereads                 # what it read of its proposal, if only the root
@@ -100,6 +105,21 @@ class Decoder:
         self._observe(commit, reading.logits if later else None)
         chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
         self._deliver(tree, reading, commit, accepted, chosen)
+        if joining:
+            first = len(self.running)
+            self._start(joining, self._prefill(first, prompts) if beside is None else self._begun(first, prompts, beside))
+        self._retire()
+
+    def _read(self, tree: TokenTree, prompts: Sequence[Sequence[int]]) -> tuple[Reading, Reading | None]:
+        """What the target says of a tree and, where there is room to read them beside it, of prompts."""
+        rows, width, longest = *tree.tokens.shape, max(map(len, prompts), default=0)
+        wide = max(width, longest)
+        if not prompts or wide > SHORT or not self.cache.holds(wide):           # what is read otherwise has other bits
+            return self.target.read(tree, self._view, taps=self._taps), None
+        view = self.cache.rows(0, rows + len(prompts))
+        view.lengths[rows:] = 0
+        both = self.target.read(tree.above(self._padded(prompts, longest)), view, taps=self._taps)
+        return both.part(slice(rows), width), both.part(slice(rows, None), longest)
 
     def room_for(self, waiting: Iterable[Sequence[Running]]) -> int:
         """How many of the first requests that wait may be admitted at once: those with short prompts are read side by side."""
@@ -119,10 +139,23 @@ class Decoder:
 
         Several at once have to be as few as `room_for` says.
         """
-        first, others = len(self.running), range(len(self.running))
         if self.twins is not None:
-            self._arrange(others)
-        logits = self._prefill(first, [samples[0].prompt for samples in requests])
+            self._arrange(range(len(self.running)))
+        self._start(requests, self._prefill(len(self.running), [samples[0].prompt for samples in requests]))
+        self._retire()
+
+    def takes(self, requests: Sequence[Sequence[Running]]) -> bool:
+        """Whether these, as few as `room_for` says, may join in a round: where padding costs nothing short prompts may."""
+        if not (self.running and self.at_hand and self.target.skips_absent):
+            return False
+        return all(len(samples[0].prompt) <= SHORT for samples in requests)
+
+    def _start(self, requests: Sequence[Sequence[Running]], logits: Tensor) -> None:
+        """Start the samples of requests whose prompts were read, by the logits [b, 1, V] at their ends."""
+        first, others = len(self.running), range(len(self.running))
+        lines = [[*row.prompt, *[0] * (self.text.shape[1] - len(row.prompt))] for row, *_ in requests]
+        places = torch.arange(first, first + len(requests), device=self.text.device)
+        self.text.index_copy_(0, places, torch.tensor(lines, device=self.text.device))
         copies = [place for place, samples in enumerate(requests) for _ in samples]
         self.running += [row for samples in requests for row in samples]
         self._arrange([*others, *[first + place for place in copies]])
@@ -130,32 +163,40 @@ class Decoder:
 
     def _prefill(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read prompts in chunks into the rows from `first` on; return the logits [b, 1, V] at their ends."""
-        view, device = self.nursery or self.cache.rows(first, first + len(prompts)), self.text.device
+        view = self._nest(first, len(prompts))
         view.lengths.zero_()
         start, longest = 0, max(len(prompt) for prompt in prompts)
         while start < longest:
             view.bound(self.cache.capacity if self.shapes.closed else start)
             width = self.shapes.chunk(longest - start)
             texts = [prompt[start : start + width] for prompt in prompts]
-            padded = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
-            tree, start = TokenTree.chain(torch.tensor(padded, device=device)), start + width
+            tree, start = TokenTree.chain(self._padded(texts, width)), start + width
             last_only = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # behind padding lies no last one
-            reading = self.target.read(tree, view, last_only=last_only, taps=self._taps)
-            count = torch.tensor([len(text) for text in texts], device=device)
-            view.keep(None, count)
-            for place, text in enumerate(texts):
-                own, deep = slice(place, place + 1), len(text) if len(prompts) > 1 else width
-                chain = TokenTree.chain(tree.tokens[own, :deep])
-                read = Reading(reading.logits[own], reading.hidden[own, :deep] if reading.hidden is not None else None)
-                everything = Accepted(torch.arange(deep, device=device)[None], count[own], chain.tokens[:, 0])
-                self.drafter.observe(Commit.of([first + place], chain, read, everything, at_hand=self.at_hand))
-        places = torch.arange(first, first + len(prompts), device=device)
-        lines = [[*prompt, *[0] * (self.text.shape[1] - len(prompt))] for prompt in prompts]
-        self.text.index_copy_(0, places, torch.tensor(lines, device=device))
+            logits = self._begun(first, texts, self.target.read(tree, view, last_only=last_only, taps=self._taps))
         if self.nursery is not None:
-            self.cache.take(places, self.nursery)
-        logits = reading.logits
-        return logits if last_only else logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
+            self.cache.take(torch.arange(first, first + 1, device=self.text.device), self.nursery)
+        return logits
+
+    def _nest(self, first: int, count: int) -> RowCache:
+        """Where the prompts of so many rows from `first` on are read."""
+        return self.nursery or self.cache.rows(first, first + count)
+
+    def _padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """[b, width] tokens, ABSENT behind the shorter texts."""
+        return torch.tensor([[*text, *[ABSENT] * (width - len(text))] for text in texts], device=self.text.device)
+
+    def _begun(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
+        """Commit parts of prompts that were read into the rows from `first` on; return the logits [b, 1, V] at their ends."""
+        logits, device = reading.logits, self.text.device
+        count = torch.tensor([len(text) for text in texts], device=device)
+        self._nest(first, len(texts)).keep(None, count)
+        for place, text in enumerate(texts):
+            own, deep = slice(place, place + 1), self.shapes.chunk(len(text))
+            chain = TokenTree.chain(self._padded([text], deep))
+            everything = Accepted(torch.arange(deep, device=device)[None], count[own], chain.tokens[:, 0])
+            commit = Commit.of([first + place], chain, reading.part(own, deep), everything, at_hand=self.at_hand)
+            self.drafter.observe(commit)
+        return logits if logits.shape[1] == 1 else logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
         """The target's choice behind the prompt, by these logits [b, 1, V], becomes the root of the rows from `first` on."""
@@ -173,7 +214,6 @@ class Decoder:
                 self._fail(place, logits)
             else:
                 row.extend([token], said, drafted=0)
-        self._retire()
 
     @torch.inference_mode()
     def preview(self, nodes: int) -> TokenTree:
@@ -300,7 +340,7 @@ class Decoder:
         return rows
 
     def _deliver(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted, chosen: Tensor | None) -> None:
-        """Text, stop rules, statistics, retiring rows. chosen: [B, D] what `_write` wrote; None if that is still to do."""
+        """Text, stop rules, statistics. chosen: [B, D] what `_write` wrote; None if that is still to do."""
         if chosen is None:
             given = self._noted(tree, reading, commit, accepted)
         else:
@@ -321,7 +361,6 @@ class Decoder:
                 stats.record(
                     width=width, drafted=one.drafted, reach=one.reach, accepted=count - 1, emitted=emitted, distance=strayed
                 )
-        self._retire()
 
     def _retire(self) -> None:
         """Let finished rows go; the last rows take their places."""

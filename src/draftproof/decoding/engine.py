@@ -205,13 +205,14 @@ class Engine:
         begun: list[tuple[Running, dict[str, float]]] = []
         try:
             while waiting or decoder.running:
-                if admitted := [waiting.popleft() for _ in range(decoder.room_for(waiting))]:
-                    begun += [(row, dict(clock.seconds)) for request in admitted for row in request]
-                    with clock.part("prefill", whole=True), self.target.group.intact():
-                        decoder.admit(*admitted)
-                else:
-                    with self.target.group.intact():
-                        watch.step()
+                admitted = [waiting.popleft() for _ in range(decoder.room_for(waiting))]
+                begun += [(row, dict(clock.seconds)) for request in admitted for row in request]
+                with self.target.group.intact():
+                    if not admitted or watch.takes(admitted):
+                        watch.step(admitted)
+                    else:
+                        with clock.part("prefill", whole=True):
+                            decoder.admit(*admitted)
                 if len(decoder.running) < len(begun):
                     begun = _clocked(begun, clock)
                 yield

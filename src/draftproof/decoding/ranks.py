@@ -81,6 +81,10 @@ class Led:
         if self.learner:
             self.learner.held(done, given)
 
+    def steady(self, ahead: Ahead) -> int | None:
+        """No such rounds: prompts are read beside drafts by layers that no group has."""
+        return None
+
     @property
     def plain_step(self) -> float:
         return self.learner.plain_step if self.learner else 0.0

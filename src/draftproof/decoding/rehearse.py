@@ -101,11 +101,11 @@ class _Decoder(Decoder):
         self.rule = rule._replace(accept=self.part("accept", rule.accept))
         self.places = self._stored()
 
-    def step(self, nodes: int | None = None) -> None:
+    def step(self, nodes: int | None = None, joining: Sequence[Sequence[Running]] = ()) -> None:
         if self.twins is None:
             self._fill()
         with self.rehearsal.part("round", strict=True), self.rehearsal.reading(1):
-            super().step(nodes)
+            super().step(nodes, joining)
         if self._stored() != self.places:
             raise ForbiddenOnDevice("the KV cache moved in memory; a recorded graph would go on writing to the old place")
 

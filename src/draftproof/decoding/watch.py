@@ -76,14 +76,27 @@ class Watch:
         self._rows, self._plain = list[Running](), 0.0          # of the last round that was asked for; its plain step
         self._since = _Counts(0, 0, 0, [])                      # behind the last round that was told
         self._left = self._nodes = 0                            # rounds to come that nobody asks for; what they draft
+        self._aside: int | None = None                          # what a round drafts that reads prompts besides
         self._took, self._given = list[float](), list[int]()    # of those over: seconds, and tokens
         self._stood: list[int] | None = []                      # and the nodes that stood
 
-    def step(self) -> None:
-        """One round."""
+    def takes(self, joining: Sequence[Sequence[Running]]) -> bool:
+        """Whether the coming round may read the prompts of these requests besides; ask before `step` alone."""
+        if not self.decoder.takes(joining):
+            return False
+        if self.learner is None:
+            return True
+        self.wake()
+        self._aside = self.learner.steady(self._ahead(self.decoder.running))
+        return self._aside is not None
+
+    def step(self, joining: Sequence[Sequence[Running]] = ()) -> None:
+        """One round. joining: requests that `takes` allows, their prompts to be read in it."""
         learner, rows = self.learner, self._rows
         if learner is None:
-            self._round()
+            self._round(None, joining)
+        elif joining:
+            self._joined(learner, joining)
         elif self._left and self.decoder.running is rows and len(rows) == len(self._since.written):
             self._unasked(rows)
         else:
@@ -118,6 +131,20 @@ class Watch:
             self.wake()
         elif self._looks and not nodes:
             self._look_back()
+
+    def _joined(self, learner: Learner, joining: Sequence[Sequence[Running]]) -> None:
+        """A round like those before it, but that it takes longer: prompts are read in it."""
+        self._since, rows, nodes = self._counts(), len(self.decoder.running), self._aside
+        self._plain = learner.plain_step
+        self._round(nodes, joining)
+        if nodes:
+            stood = self.decoder.stood
+            with self.clock.part("draft"):
+                learner.held(self._round_since(rows, 0.0, nodes=stood), [self.decoder.stats.emitted - self._since.emitted])
+        else:
+            learner.rested(1, 0.0)
+        self._reckon()
+        self._spent = None
 
     def _look_back(self) -> None:
         """Whether what was just written shows that a drafter might have known it."""

@@ -7,6 +7,7 @@ committing. The layer class is the seam to transformers: a model writes through 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -74,6 +75,14 @@ class RowLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+@dataclass
+class _Reach:
+    """What the host knows of how far rows reach: none holds more tokens than `longest`; nodes of the last tree read."""
+
+    longest: int = 0
+    read: int = 0
+
+
 class RowCache(transformers.Cache):
     """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with its parent.
 
@@ -81,11 +90,10 @@ class RowCache(transformers.Cache):
     device: every commit may have been a whole tree, until `bound` is told better.
     """
 
-    def __init__(self, layers: Sequence[RowLayer], lengths: Tensor, longest: list[int] | None = None) -> None:
+    def __init__(self, layers: Sequence[RowLayer], lengths: Tensor, reach: _Reach | None = None) -> None:
         super().__init__(layers=list(layers))
         self.lengths = lengths                           # [B] int64
-        self._longest = longest or [0]                   # no row is longer; one number for a cache and its views
-        self._read = 0                                   # nodes of the last tree read
+        self._reach = reach or _Reach()                  # of a cache and all its views
         self._views: dict[tuple[int, int], RowCache] = {}
 
     @classmethod
@@ -124,12 +132,12 @@ class RowCache(transformers.Cache):
 
     def holds(self, nodes: int) -> bool:
         """Whether so many nodes behind any row are within the capacity, as far as the host knows."""
-        return self._longest[0] + nodes <= self.capacity
+        return self._reach.longest + nodes <= self.capacity
 
     def reserve(self, nodes: int) -> int:
         """Note that a tree of so many nodes is read; return how many slots rows and tree may reach."""
-        self._read = nodes
-        return min(-(-(self._longest[0] + nodes) // SPAN) * SPAN, self.capacity)
+        self._reach.read = nodes
+        return min(-(-(self._reach.longest + nodes) // SPAN) * SPAN, self.capacity)
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B] to the lengths.
@@ -140,7 +148,7 @@ class RowCache(transformers.Cache):
         if nodes is not None:
             self._bring(nodes)
         self.lengths.add_(count)
-        self._longest[0] += self._read if nodes is None else nodes.shape[1]
+        self._reach.longest += self._reach.read if nodes is None else nodes.shape[1]
 
     @cached_property
     def stores(self) -> Stores | None:
@@ -149,7 +157,7 @@ class RowCache(transformers.Cache):
 
     def bound(self, longest: int) -> None:
         """No row of this cache or its parent holds more than `longest` tokens."""
-        self._longest[0] = longest
+        self._reach.longest = longest
 
     def take(self, row: Tensor, other: RowCache) -> None:
         """Put the one row of another cache of this capacity into row `row` [1]."""
@@ -176,7 +184,7 @@ class RowCache(transformers.Cache):
             return self
         if (start, stop) not in self._views:
             layers = [type(layer)(*(store[start:stop] for store in layer.stores)) for layer in self.layers]
-            self._views[start, stop] = RowCache(layers, self.lengths[start:stop], self._longest)
+            self._views[start, stop] = RowCache(layers, self.lengths[start:stop], self._reach)
         return self._views[start, stop]
 
     def _bring(self, nodes: Tensor) -> None:

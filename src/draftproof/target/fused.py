@@ -107,7 +107,9 @@ class Fused:
             delta = layer.down(gate)
         added = delta.data_ptr() if delta is not None else None
         kernels.norm(x, added, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
-        logits = lean.head(last[:, width - 1 : width] if last_only else last)[:, :width]
+        wanted_from = max(0, width - ALONE) if last_only else 0
+        logits = lean.head(last[:, wanted_from:])[:, : width - wanted_from]
+        logits = logits[:, -1:] if last_only else logits
         if not taps:
             return logits, None
         kept[count] = last[:, :width]
