@@ -46,11 +46,12 @@ class Recording(DraftModel):
 
     def __init__(self, draft: Target, in_calls: bool = False) -> None:
         super().__init__(draft, VOCAB)
-        self.in_calls, self.at_once = in_calls, 0
+        self.in_calls, self.at_once, self.drafted = in_calls, 0, list[TokenTree]()
         self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []     # reads of each row, and keys up to there
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = super().propose(frontier)
+        self.drafted.append(tree)
         assert isinstance(self.cache, RowCache)
         assert self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
@@ -115,6 +116,19 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling],
         trees = [tree for tree, *_ in once.told if len(tree.tokens) == rows]
         assert all(sum(tree.sizes) <= budget.count * rows for tree in trees)
         assert any(max(tree.sizes) > budget.count > min(tree.sizes) for tree in trees)
+
+
+@pytest.mark.parametrize("in_calls", [True, False], ids=["token by token", "in one call"])
+def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
+    """A batch counts what stands by these; of the most that may be drafted nothing is left to share, and it is told as well."""
+    target, numbers = model(3, free=False), list[list[list[int]]]()
+    for count in (2, 6):
+        drafter = Recording(model(1, free=True), in_calls)
+        written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
+        first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
+        assert first.turns is not None
+        numbers.append([[turn for turn in row if 0 < turn <= 2] for row in (first.turns * first.present).tolist()])
+    assert numbers[0] == numbers[1] and sum(map(len, numbers[0])) == 6
 
 
 def test_a_chain_has_noise_as_far_as_it_goes() -> None:

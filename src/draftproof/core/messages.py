@@ -77,8 +77,8 @@ class Frontier:
     trees: the target reads trees; otherwise only a chain will do.
     floor: a path may end early where it has less than this chance to stand; 0: it may not, since to ask a device costs more
     than it saves, or since the rule must not know.
-    most: how many tokens one row may draft if others draft fewer. Of a tree that tells its odds the likeliest nodes of all rows
-    are read, together as many as `budget` for each.
+    most: how many tokens one row may draft if others draft fewer, 0 if rows share nothing. Of a tree that tells its odds the
+    likeliest nodes of all rows are read, together as many as `budget` for each.
     """
 
     prefix: Prefix

@@ -241,8 +241,8 @@ class Decoder:
     def _frontier(self, budget: int) -> Frontier:
         deepest, looks = self._deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
         shares = budget > 0 and looks and len(self.running) > 1 and self.target.skips_absent
-        most = min(room(budget), self.budget.most) if shares else budget
-        ahead = most if deepest is None else min(most, deepest)
+        most = min(room(budget), self.budget.most) if shares else 0
+        ahead = max(budget, most) if deepest is None else min(max(budget, most), deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest)

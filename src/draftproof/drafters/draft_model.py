@@ -138,7 +138,8 @@ class DraftModel(Drafter):
                     break
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
         known = odds.exp() if odds.shape == tokens.shape else None
-        return TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, known)
+        tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, known)
+        return tree.shared(frontier.budget) if frontier.most and chains else tree
 
     def select(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
@@ -160,7 +161,7 @@ class DraftModel(Drafter):
             return None
         self.behind, self.scratch = [0] * rows, found.read
         tree = TokenTree.chain(found.tokens)
-        return replace(tree, turns=found.turns) if frontier.room > frontier.budget else tree
+        return replace(tree, turns=found.turns) if frontier.most else tree
 
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
