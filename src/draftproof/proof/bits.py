@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -41,7 +41,8 @@ TEXTS = (
     "1, 2, 3, 4, 5,",
     "The sun was",
 )
-ROWS = (1, 8)
+ROWS, JOINING = (1, 8), 3
+"""Rows of the batches whose rows begin together, and of one where the first runs on while the others come and go."""
 NEW_TOKENS, QUICK_NEW_TOKENS = 48, 10
 SLACK = 4.0
 """Times the noise measured on a text that a logit may be off: shapes that were not measured may round a little worse."""
@@ -104,17 +105,20 @@ def prove_bits(
     found, inside, outside, done = Findings(), 0, 0, 0
     stood: dict[str, float] = {}
     for name, want in asked.items():
-        plain = _run(engine, Plain(), 0, prompts, want, new, rows=1)
-        for drafter, rows in ((drafter, rows) for drafter in drafters if drafter != "none" for rows in ROWS):
-            tick(done / (2 * len(ROWS) * len(asked)), f"{drafter}, {name}, batch {rows}")
+        plain = _run(engine, Plain(), 0, prompts, want, [new] * len(prompts), rows=1)
+        several = [(drafter, rows) for drafter in drafters if drafter != "none" for rows in (*ROWS, JOINING)]
+        for drafter, rows in several:
+            tick(done / (len(several) * len(asked)), f"{drafter}, {name}, batch {rows}")
+            limits = [new, *[max(1, new // 4)] * (len(prompts) - 1)] if rows == JOINING else [new] * len(prompts)
             wished = engine.budget.most if drafters[drafter] is engine.drafter else drafters[drafter].default_budget
             budget = min(wished, exact_nodes // rows - 1)
             exact = budget >= 1
             inside, outside = inside + exact, outside + (not exact)
             shape = Shape(rows, (budget if exact else wished) + 1)
-            run = _run(engine, drafters[drafter], shape.nodes - 1, prompts, want, new, rows)
+            run = _run(engine, drafters[drafter], shape.nodes - 1, prompts, want, limits, rows)
             case = f"{name}, {drafter}, batch {rows}, {shape.nodes - 1} drafted"
-            _compare(case, engine, plain, run, prompts, want, shape, exact, found)
+            wanted = replace(plain, tokens=[tokens[:limit] for tokens, limit in zip(plain.tokens, limits, strict=True)])
+            _compare(case, engine, wanted, run, prompts, want, shape, exact, found)
             stood[case] = run.accepted / run.drafted if run.drafted else 0.0
             done += 1
     control = _anchor(engine.target, [*prompts[0], *plain.tokens[0]], found)
@@ -148,13 +152,14 @@ def _prompts(engine: Engine) -> list[list[int]]:
 
 
 def _run(
-    engine: Engine, drafter: Drafter, budget: int, prompts: list[list[int]], want: Sampling, new: int, rows: int
+    engine: Engine, drafter: Drafter, budget: int, prompts: list[list[int]], want: Sampling, limits: Sequence[int], rows: int
 ) -> Run:
-    """Complete all prompts, writing down the logits behind every text that was committed."""
+    """Complete each prompt with at most so many tokens, writing down the logits behind every text that was committed."""
     logits: dict[Text, Tensor] = {}
     own = Engine(engine.target, drafter, budget=budget, stop_tokens=engine.stop_tokens)
     with patch.dict(acceptance.RULES, {"match": _recorded(acceptance.RULES["match"], logits)}):
-        done = [one.checked() for one in own.generate(prompts, max_new_tokens=new, sampling=want, batch_size=rows)]
+        asked = [replace(want, max_new_tokens=limit) for limit in limits]
+        done = [one.checked() for one in own.generate(prompts, sampling=asked, batch_size=rows)]
     stats = [one.stats for one in done]
     return Run([one.tokens for one in done], logits, sum(one.drafted for one in stats), sum(one.accepted for one in stats))
 
