@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +11,16 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.decoding.budget import Budget, Confident, room
+from draftproof.decoding.given import copied, logprobs, looked_at
+from draftproof.decoding.prompts import Prompts
 from draftproof.decoding.ranks import Ranks
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.shapes import OPEN, Shapes
 from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput, BrokenModel, DrafterMismatch, DraftproofError
-from draftproof.target.cache import RowCache
 from draftproof.target.device import Device
 from draftproof.target.target import Target
 
@@ -30,26 +30,6 @@ REMEMBERED = 1 << 14
 """Tokens of a row among which is looked for what repeats itself."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
-SHORT, TOGETHER = 64, 256
-"""Tokens of a prompt that is read beside others, in one pass, and of all of these, each as long as the longest: longer ones
-gain little, and fused layers, to which padding is nothing, read no wider."""
-
-
-class _Given(NamedTuple):
-    """What a round gave one row: the accepted tokens and the next root, and the nodes that stood, root first.
-
-    drafted: nodes. reach: depth of the deepest. path: of a tree whose nodes have no ranks nobody needs it.
-    logprobs, distance: of each token, if somebody asks; they may be longer.
-    """
-
-    drafted: int
-    reach: int
-    tokens: list[int]
-    path: list[int]
-    logprobs: list[float] | None = None
-    distance: list[float] | None = None
-
-
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
@@ -64,7 +44,7 @@ class Decoder:
         self.device = Device(target.device)
         self.at_hand = target.device.type == "cpu" and not shapes.closed             # to look at a number waits for nothing
         self.cache = target.new_cache(rows, capacity)
-        self.nursery = target.new_cache(1, capacity) if shapes.closed else None      # prompts are read there: one shape
+        self.prompts = Prompts(target, drafter, self.cache, shapes, self.at_hand)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
         self._page = self.text.numpy() if self.at_hand else None        # the same memory
         self.running: list[Running] = []
@@ -94,7 +74,7 @@ class Decoder:
         frontier = self._frontier(self.allowed)
         tree = self.ranks.tree(self._draft(frontier))
         prompts = [samples[0].prompt for samples in joining]
-        reading, beside = self._read(tree, prompts)
+        reading, beside = self.prompts.beside(tree, self._view, prompts)
         accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
         self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
         answers = frontier.budget > 0 and self._rereads                 # what it read of its proposal, if only the root
@@ -107,31 +87,17 @@ class Decoder:
         self._deliver(tree, reading, commit, accepted, chosen)
         if joining:
             first = len(self.running)
-            self._start(joining, self._prefill(first, prompts) if beside is None else self._begun(first, prompts, beside))
+            read = self.prompts.read(first, prompts) if beside is None else self.prompts.commit(first, prompts, beside)
+            self._start(joining, read)
         self._retire()
-
-    def _read(self, tree: TokenTree, prompts: Sequence[Sequence[int]]) -> tuple[Reading, Reading | None]:
-        """What the target says of a tree and, where there is room to read them beside it, of prompts."""
-        rows, width, longest = *tree.tokens.shape, max(map(len, prompts), default=0)
-        wide = max(width, longest)
-        if not prompts or wide > SHORT or not self.cache.holds(wide):           # what is read otherwise has other bits
-            return self.target.read(tree, self._view, taps=self._taps), None
-        view = self.cache.rows(0, rows + len(prompts))
-        view.lengths[rows:] = 0
-        both = self.target.read(tree.above(self._padded(prompts, longest)), view, taps=self._taps)
-        return both.part(slice(rows), width), both.part(slice(rows, None), longest)
 
     def room_for(self, waiting: Iterable[Sequence[Running]]) -> int:
         """How many of the first requests that wait may be admitted at once: those with short prompts are read side by side."""
-        free, found, longest = len(self.text) - len(self.running), 0, 0
-        several = self.at_hand and self.target.skips_absent
-        for samples in waiting:
-            free, longest = free - len(samples), max(longest, len(samples[0].prompt))
-            beside = several and longest <= min(SHORT, TOGETHER // (found + 1))
-            if free < 0 or (found and not beside):
-                break
-            found += 1
-        return found
+        return self.prompts.room(len(self.text) - len(self.running), waiting)
+
+    def takes(self, requests: Sequence[Sequence[Running]]) -> bool:
+        """Whether these, as few as `room_for` says, may join in a round: where padding costs nothing short prompts may."""
+        return bool(self.running) and self.prompts.may_join(requests)
 
     @torch.inference_mode()
     def admit(self, *requests: Sequence[Running]) -> None:
@@ -141,14 +107,8 @@ class Decoder:
         """
         if self.twins is not None:
             self._arrange(range(len(self.running)))
-        self._start(requests, self._prefill(len(self.running), [samples[0].prompt for samples in requests]))
+        self._start(requests, self.prompts.read(len(self.running), [samples[0].prompt for samples in requests]))
         self._retire()
-
-    def takes(self, requests: Sequence[Sequence[Running]]) -> bool:
-        """Whether these, as few as `room_for` says, may join in a round: where padding costs nothing short prompts may."""
-        if not (self.running and self.at_hand and self.target.skips_absent):
-            return False
-        return all(len(samples[0].prompt) <= SHORT for samples in requests)
 
     def _start(self, requests: Sequence[Sequence[Running]], logits: Tensor) -> None:
         """Start the samples of requests whose prompts were read, by the logits [b, 1, V] at their ends."""
@@ -161,43 +121,6 @@ class Decoder:
         self._arrange([*others, *[first + place for place in copies]])
         self._choose_first(first, logits[copies] if len(requests) > 1 else logits.expand(len(copies), -1, -1))
 
-    def _prefill(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts in chunks into the rows from `first` on; return the logits [b, 1, V] at their ends."""
-        view = self._nest(first, len(prompts))
-        view.lengths.zero_()
-        start, longest = 0, max(len(prompt) for prompt in prompts)
-        while start < longest:
-            view.bound(self.cache.capacity if self.shapes.closed else start)
-            width = self.shapes.chunk(longest - start)
-            texts = [prompt[start : start + width] for prompt in prompts]
-            tree, start = TokenTree.chain(self._padded(texts, width)), start + width
-            last_only = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # behind padding lies no last one
-            logits = self._begun(first, texts, self.target.read(tree, view, last_only=last_only, taps=self._taps))
-        if self.nursery is not None:
-            self.cache.take(torch.arange(first, first + 1, device=self.text.device), self.nursery)
-        return logits
-
-    def _nest(self, first: int, count: int) -> RowCache:
-        """Where the prompts of so many rows from `first` on are read."""
-        return self.nursery or self.cache.rows(first, first + count)
-
-    def _padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """[b, width] tokens, ABSENT behind the shorter texts."""
-        return torch.tensor([[*text, *[ABSENT] * (width - len(text))] for text in texts], device=self.text.device)
-
-    def _begun(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
-        """Commit parts of prompts that were read into the rows from `first` on; return the logits [b, 1, V] at their ends."""
-        logits, device = reading.logits, self.text.device
-        count = torch.tensor([len(text) for text in texts], device=device)
-        self._nest(first, len(texts)).keep(None, count)
-        for place, text in enumerate(texts):
-            own, deep = slice(place, place + 1), self.shapes.chunk(len(text))
-            chain = TokenTree.chain(self._padded([text], deep))
-            everything = Accepted(torch.arange(deep, device=device)[None], count[own], chain.tokens[:, 0])
-            commit = Commit.of([first + place], chain, reading.part(own, deep), everything, at_hand=self.at_hand)
-            self.drafter.observe(commit)
-        return logits if logits.shape[1] == 1 else logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
-
     def _choose_first(self, first: int, logits: Tensor) -> None:
         """The target's choice behind the prompt, by these logits [b, 1, V], becomes the root of the rows from `first` on."""
         new = self.running[first:]
@@ -207,7 +130,7 @@ class Decoder:
         tree = TokenTree.root(prefix.root)
         picks = self.ranks.picks(sampler.pick(logits, Paths(prefix, tree)))
         prefix.tokens.scatter_(1, last[:, None] + 1, picks.clamp(min=0))
-        scores = _logprobs(logits, torch.zeros_like(picks), picks, self.device.widest) if self._wants_logprobs else None
+        scores = logprobs(logits, torch.zeros_like(picks), picks, self.device.widest) if self._wants_logprobs else None
         told = scores.tolist() if scores is not None else [None] * len(new)
         for place, (row, (token,), said) in enumerate(zip(new, picks.tolist(), told, strict=True), first):
             if token == NOTHING:
@@ -294,62 +217,22 @@ class Decoder:
         self.text[: len(chosen)].scatter_(1, places, chosen.clamp(min=0))
         return chosen
 
-    def _noted(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted) -> list[_Given]:
-        """What the round gave each row; its text is written on, number by number."""
-        assert self._page is not None, "only numbers at hand are noted one by one"
-        rows, sizes = [], zip(tree.sizes, tree.reach, strict=True)
-        said = commit.tokens.tolist() if tree.tokens.shape[1] > 1 else [[]] * len(self.running)
-        for row, (written, tokens, (path, root), (drafted, reach)) in enumerate(
-            zip(self.running, said, accepted.on_host, sizes, strict=True)
-        ):
-            chosen = [*tokens[1 : len(path)], root]
-            start = len(written.prompt) + len(written.tokens)
-            self._page[row, start : start + len(path)] = chosen             # a row without a next root ends here
-            rows.append(_Given(drafted, reach, chosen, path))
-        if self._wants_logprobs:
-            deep = accepted.nodes.shape[1]
-            padded = torch.tensor([[*row.tokens, *[0] * (deep - len(row.tokens))] for row in rows])
-            said = _logprobs(reading.logits, accepted.nodes, padded, self.device.widest).tolist()
-            rows = [row._replace(logprobs=one) for row, one in zip(rows, said, strict=True)]
-        if accepted.distance is not None:
-            rows = [row._replace(distance=one) for row, one in zip(rows, accepted.distance.tolist(), strict=True)]
-        return rows
-
-    def _copied(self, tree: TokenTree, reading: Reading, accepted: Accepted, chosen: Tensor) -> list[_Given]:
-        """What the round gave each row, in the round's one copy to the host; chosen: [B, D] as `_write` returns it."""
-        there, deep = tree.tokens != ABSENT, chosen.shape[1]
-        reach = torch.where(there, tree.depths, 0).amax(1)
-        columns = [torch.stack([accepted.count, there.sum(1) - 1, reach], 1), chosen]
-        if tree.ranked:
-            columns.append(accepted.nodes)
-        if self._wants_logprobs:
-            columns.append(_logprobs(reading.logits, accepted.nodes, chosen, self.device.widest))
-        if accepted.distance is not None:
-            columns.append(accepted.distance)
-        exact = self.device.widest if len(columns) > 2 else torch.int64             # token ids are far below 2**24
-        self.device.flush()
-        host: list[list[Any]] = torch.cat([column.to(exact) for column in columns], 1).tolist()
-        rows = []
-        for sizes in host:
-            count, drafted, reached = (int(size) for size in sizes[:3])
-            parts = iter([sizes[start : start + count] for start in range(3, len(sizes), deep)])
-            tokens = [int(token) for token in next(parts)]
-            path = [int(node) for node in next(parts)] if tree.ranked else list(range(count))
-            logprobs = next(parts) if self._wants_logprobs else None
-            rows.append(_Given(drafted, reached, tokens, path, logprobs, next(parts, None)))
-        return rows
-
     def _deliver(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted, chosen: Tensor | None) -> None:
         """Text, stop rules, statistics. chosen: [B, D] what `_write` wrote; None if that is still to do."""
+        scored = reading.logits if self._wants_logprobs else None
         if chosen is None:
-            given = self._noted(tree, reading, commit, accepted)
+            said = commit.tokens.tolist() if tree.tokens.shape[1] > 1 else [[]] * len(self.running)
+            given = looked_at(tree, said, accepted, scored)
         else:
-            given = self._copied(tree, reading, accepted, chosen)
+            given = copied(tree, chosen, accepted, scored, self.device)
         width = tree.tokens.shape[1] - 1
         turns = tree.turns.tolist() if tree.turns is not None else None
         self.shared, self.stood = turns is not None, [] if tree.ranked or tree.is_chain or turns is not None else None
         for place, (row, one) in enumerate(zip(self.running, given, strict=self.twins is None)):
             tokens, count = one.tokens, len(one.tokens)
+            if self._page is not None:
+                start = len(row.prompt) + len(row.tokens)
+                self._page[place, start : start + count] = tokens               # a row without a next root ends here
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
             if self.stood is not None:
                 self.stood += [turns[place][node] for node in one.path[1:]] if turns is not None else one.path[1:]
@@ -425,13 +308,7 @@ class Decoder:
         else:
             error = BadInput("every token is forbidden here (by banned words, logit bias or a processor); allow at least one")
         self.running[place].fail(error)
-        for cache in (self.cache.rows(place, place + 1), *([self.nursery] if self.nursery is not None else [])):
+        nursery = self.prompts.nursery
+        for cache in (self.cache.rows(place, place + 1), *([nursery] if nursery is not None else [])):
             for store in (store for layer in cache.layers for store in layer.stores):
                 store.zero_()
-
-
-def _logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, D] log-probability of `tokens` [B, D] under the raw logits [B, N, V] at `nodes` [B, D], in this dtype."""
-    row = torch.arange(len(nodes), device=nodes.device)[:, None]
-    chosen = logits[row, nodes].to(dtype)
-    return chosen.log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]

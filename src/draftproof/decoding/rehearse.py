@@ -94,11 +94,11 @@ class _Decoder(Decoder):
         shapes: Shapes,
     ) -> None:  # fmt: skip
         self.rehearsal, self.prefix = rehearsal, ""
-        super().__init__(target, drafter, rule, budget, rows, capacity, shapes)
+        reader = cast(Target, _Parts(target, self, {"read": "read"}))
+        guesser = cast(Drafter, _Parts(drafter, self, {"propose": "draft", "observe": "observe"}))
+        watched = rule._replace(accept=self.part("accept", rule.accept))
+        super().__init__(reader, guesser, watched, budget, rows, capacity, shapes)
         self.device = AsGaudi(self.device.where)
-        self.target = cast(Target, _Parts(target, self, {"read": "read"}))
-        self.drafter = cast(Drafter, _Parts(drafter, self, {"propose": "draft", "observe": "observe"}))
-        self.rule = rule._replace(accept=self.part("accept", rule.accept))
         self.places = self._stored()
 
     def step(self, nodes: int | None = None, joining: Sequence[Sequence[Running]] = ()) -> None:

@@ -1,0 +1,40 @@
+"""Batches to run by hand: rows, a decoder of them, and targets that write down what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tiny import target
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.tree import TokenTree
+from draftproof.core.wishes import Sampling, Wishes
+from draftproof.decoding.budget import Budget, Fixed
+from draftproof.decoding.decoder import Decoder
+from draftproof.decoding.sequence import Running
+from draftproof.target.cache import RowCache
+from draftproof.target.target import Target
+
+
+def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **wishes: Any) -> Running:
+    return Running(prompt, Wishes(Sampling(**wishes), len(prompt), sample=sample), limit)
+
+
+def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None) -> Decoder:
+    asked = Fixed(budget) if isinstance(budget, int) else budget
+    return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128)
+
+
+class Counted:
+    """A target that writes down which committed place of which row it reads."""
+
+    def __init__(self, inner: Target) -> None:
+        self.inner, self.reads = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self, tree: TokenTree, cache: RowCache, **options: Any) -> Any:
+        self.reads.append((tree.tokens.clone(), cache.lengths.clone()))
+        return self.inner.read(tree, cache, **options)
