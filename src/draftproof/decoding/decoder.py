@@ -30,6 +30,8 @@ REMEMBERED = 1 << 14
 """Tokens of a row among which is looked for what repeats itself."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
+
+
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
