@@ -174,6 +174,20 @@ def test_rows_side_by_side_share_rounds() -> None:
     assert sum(drafter.seconds_per_token.values()) == pytest.approx(3.5 / 36)
 
 
+def test_batches_are_held_against_one_row_turn_by_turn() -> None:
+    """A machine that is three times as slow in the second turn changes no ratio; of one row alone there is none."""
+    time = Time()
+    plain = Scripted("plain", time, [1] * 8, slower=[1.0] * (2 * 2 + 6) + [3.0])           # warm-ups, and the first turn
+    run = bench(plain, prompts=5, settings=[Setting(1, 0.0), Setting(5, 0.0)], turns=2)
+    run.run()
+    one, five = figures(run, [""] * 5)
+    assert one.against_one_row is None and five.against_one_row is not None
+    assert (five.against_one_row.median, five.against_one_row.low, five.against_one_row.high) == pytest.approx((5.0, 5.0, 5.0))
+    assert [trial.seconds for trial in run.trials if trial.setting.batch == 5] == pytest.approx([8.5, 25.5])
+    run.trials = [trial for trial in run.trials if trial.setting.batch == 5]
+    assert figures(run, [""] * 5)[0].against_one_row is None
+
+
 def test_categories_are_counted_apart() -> None:
     time = Time()
     run = bench(Scripted("plain", time, [1] * 8), Scripted("drafter", time, [4, 4]), prompts=3)

@@ -62,6 +62,16 @@ def test_who_cannot_write_several_rows_sits_out() -> None:
     assert len(run.trials) == run.runs
 
 
+def test_settings_are_spread_over_every_turn() -> None:
+    """What is said of batch 8 against one row must not be the machine's speed a minute later against now."""
+    run = bench(*three_ways(), prompts=4, settings=[Setting(1, 0.0), Setting(4, 0.0), Setting(1, 0.7)], turns=2)
+    run.run()
+    order = [(trial.turn, trial.setting, trial.group) for trial in run.trials[::3]]
+    single, several, warm = run.settings
+    turn = [(single, 0), (warm, 0), (single, 1), (warm, 1), (several, 0), (single, 2), (warm, 2), (single, 3), (warm, 3)]
+    assert order == [(number, *one) for number in range(2) for one in turn]
+
+
 def test_forwards_are_measured_alone_right_behind_a_trial_and_seldom_enough() -> None:
     plain, drafter, stock = three_ways()
     drafter.bare_seconds = 3.75                                         # longer than one of its trials, of 3.5 seconds

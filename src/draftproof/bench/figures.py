@@ -93,8 +93,9 @@ class Figures:
     """One way under one setting. Seconds unless the name says otherwise; None is what could not be told.
 
     tokens_per_second: all rows together, the prompt's reading included. speed_up, against_generate: of seconds per
-    token, pair by pair, a pair being one group of prompts. waits: before a token as a user sees chunks, so that a
-    token that came with the one before waited for nothing; percentiles 50, 95 and 99.
+    token, pair by pair, a pair being one group of prompts. against_one_row: of tokens per second, turn by turn. waits:
+    before a token as a user sees chunks, so that a token that came with the one before waited for nothing; percentiles
+    50, 95 and 99.
     """
 
     way: str
@@ -104,6 +105,7 @@ class Figures:
     tokens_per_second: float
     speed_up: Interval | None
     against_generate: Interval | None
+    against_one_row: Interval | None
     tokens_per_round: float
     rounds_by_tokens: dict[int, int]
     acceptance: float | None
@@ -121,19 +123,17 @@ class Figures:
 
 def figures(bench: Bench, categories: Sequence[str], price_per_hour: float | None = None) -> list[Figures]:
     """Of every way under every setting that has trials. categories: of each prompt, "" for none."""
+    trials: dict[tuple[str, Setting], list[Trial]] = {}
+    for trial in bench.trials:
+        trials.setdefault((trial.way, trial.setting), []).append(trial)
     found = []
     for setting in bench.settings:
-        trials: dict[str, list[Trial]] = {way.name: [] for way in bench.able(setting)}
-        for trial in bench.trials:
-            if trial.setting == setting:
-                trials[trial.way].append(trial)
+        plain, generate = trials.get((PLAIN, setting), []), trials.get((GENERATE, setting), [])
         for way in bench.able(setting):
-            if trials[way.name]:
-                key = way.name, setting
-                found.append(
-                    _figures(trials[way.name], trials.get(PLAIN, []), trials.get(GENERATE, []), categories, way.weights,
-                             bench.memory.get(key), price_per_hour)
-                )  # fmt: skip
+            if (key := (way.name, setting)) in trials:
+                alone = trials.get((way.name, setting._replace(batch=1)), []) if setting.batch > 1 else []
+                memory = bench.memory.get(key)
+                found.append(_figures(trials[key], plain, generate, alone, categories, way.weights, memory, price_per_hour))
     return found
 
 
@@ -141,6 +141,7 @@ def _figures(
     trials: Sequence[Trial],
     plain: Sequence[Trial],
     generate: Sequence[Trial],
+    alone: Sequence[Trial],
     categories: Sequence[str],
     weights: int,
     memory: int | None,
@@ -160,6 +161,7 @@ def _figures(
         tokens_per_second=speed,
         speed_up=speed_up(trials, plain) if way != PLAIN else Interval(1.0),
         against_generate=speed_up(trials, generate),
+        against_one_row=throughput_ratio(trials, alone),
         tokens_per_round=_mean(rounds),
         rounds_by_tokens=dict(sorted(rounds.items())),
         acceptance=stats.acceptance if stats is not None and drafts else None,
@@ -212,6 +214,22 @@ def speed_up(trials: Sequence[Trial], base: Sequence[Trial], prompts: Sequence[i
             ratio = (pair.seconds / pair.tokens) / (trial.seconds / trial.tokens)
             ratios.setdefault(trial.group, []).append(ratio)
     return interval([statistics.median(some) for some in ratios.values()]) if ratios else None
+
+
+def throughput_ratio(trials: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
+    """How many times the tokens per second: the median over turns that both have, all prompts of a turn together."""
+    ours, theirs = _throughputs(trials), _throughputs(base)
+    ratios = [ours[turn] / theirs[turn] for turn in ours if turn in theirs]
+    return interval(ratios) if ratios else None
+
+
+def _throughputs(trials: Sequence[Trial]) -> dict[int, float]:
+    """Tokens per second of each turn."""
+    sums: dict[int, tuple[int, float]] = {}
+    for trial in trials:
+        tokens, seconds = sums.get(trial.turn, (0, 0.0))
+        sums[trial.turn] = tokens + trial.tokens, seconds + trial.seconds
+    return {turn: tokens / seconds for turn, (tokens, seconds) in sums.items()}
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -1,8 +1,8 @@
 """Several ways to write the same texts, each in turn: what they wrote, and when every token came.
 
 Keeps time and judges nothing. A way is asked for a group of texts at once and says when tokens arrived, in chunks as a
-user sees them. The order of the ways turns by one place from group to group. What a trial's forwards take alone is measured
-right behind it, while the machine is as fast as it was.
+user sees them. The order of the ways turns by one place from group to group, and the groups of all settings lie side by side
+in each turn. What a trial's forwards take alone is measured right behind it, while the machine is as fast as it was.
 """
 
 from __future__ import annotations
@@ -200,18 +200,20 @@ class Bench:
 
     def run(self, tick: Tick = lambda doing: None) -> None:
         """Warm up; then every group by every way in turn, and now and then the forwards of a trial alone, right behind it."""
+        groups = {setting: self.groups(setting) for setting in self.settings}
         for setting in self.settings:
-            ways, groups = self.able(setting), self.groups(setting)
-            for way in ways:
+            for way in self.able(setting):
                 tick(f"{way.name}, warming up")
-                self._warm_up(way, setting, groups[0])
-            for turn in range(self.turns):
-                for number, group in enumerate(groups):
-                    first = (turn * len(groups) + number) % len(ways)
-                    for way in [*ways[first:], *ways[:first]]:
-                        tick(way.name)
-                        self.trials.append(self._trial(way, setting, turn, number, group))
-                        self._alone(way)
+                self._warm_up(way, setting, groups[setting][0])
+        everything = [(setting, number) for setting in self.settings for number in range(len(groups[setting]))]
+        for turn in range(self.turns):
+            for setting, number in sorted(everything, key=lambda one: (one[1] + 0.5) / len(groups[one[0]])):
+                ways = self.able(setting)
+                first = (turn * len(groups[setting]) + number) % len(ways)
+                for way in [*ways[first:], *ways[:first]]:
+                    tick(way.name)
+                    self.trials.append(self._trial(way, setting, turn, number, groups[setting][number]))
+                    self._alone(way)
 
     def _warm_up(self, way: Way, setting: Setting, group: tuple[int, ...]) -> None:
         """Runs that nobody times: a short one for the first calls, a whole one for the memory."""

@@ -166,11 +166,14 @@ class Report:
 METHOD = (
     "All ways run in one process, on the same prompts with the same seeds. Each prompt (each group of prompts, with a batch) "
     "is written by every way in turn, and the order of the ways turns by one place from group to group, so that a change of "
-    "the machine's speed hits all alike. Each way first runs twice untimed.",
+    "the machine's speed hits all alike; with several batches or temperatures, their prompts are mixed in each turn. Each way "
+    "first runs twice untimed.",
     "Texts are compared before speeds: every text with what plain decoding wrote for that prompt, token by token.",
     "Tokens per second: new tokens over wall time, the reading of the prompt included; the median over runs.",
     "Speed-up: seconds per new token of plain decoding over those of the drafter, the same prompt in the same turn; the median "
     "over turns for each prompt, then the median over prompts, with a 95 % percentile bootstrap interval over prompts.",
+    "Against one row: tokens per second of all prompts of a turn, over those of the same way with batch 1 in that turn; the "
+    "median over turns, with an interval over turns.",
     "Tokens per round: tokens emitted per forward of the target, the last round included, the prompt's forward not. Accepted: "
     "of the draft positions that were reached, the share that stood.",
     "First token, waits: when a user sees tokens, from the call on. Tokens of one round come together: the first of them "
@@ -213,6 +216,7 @@ _SPEED: dict[str, _Cell] = {
     "speed-up": lambda figures: NEVER if figures.speed_up is None else f"{figures.speed_up.median:.2f}×",
     "95 %": lambda figures: "" if figures.speed_up is None else figures.speed_up.bounds,
     "against\ngenerate": lambda figures: "" if figures.against_generate is None else f"{figures.against_generate.median:.2f}×",
+    "against\none row": lambda figures: str(figures.against_one_row or ""),
     "tokens/\nround": lambda figures: f"{figures.tokens_per_round:.2f}",
     "accepted": lambda figures: "" if figures.acceptance is None else _percent(figures.acceptance),
 }
