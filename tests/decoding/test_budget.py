@@ -786,6 +786,34 @@ def test_bad_drafts_with_set_ups_lose_the_stake_and_one_set_up() -> None:
     assert one.time <= (1 + RATE) * one.written + STAKE + 6.0 + 1.0
 
 
+def test_set_ups_that_are_not_earned_come_ever_more_rarely() -> None:
+    """Drafts that are right and cost what they give lose nothing by themselves, only by what each text has to set up."""
+    lost, late = [], []
+    for seed in range(12):
+        budget, drafted = Adaptive(7, seed=seed), []
+        one = World(
+            lambda written, depth, size: 1.0, lambda size, written: 1 + 1.02 * size,
+            noise=lambda dice: math.exp(dice.gauss(0, 0.03)), prompt=20, setup=4.0, seed=seed,
+        )  # fmt: skip
+        for _ in range(24):
+            before = len(one.sizes)
+            budget.begin()
+            one.run(budget, 128)
+            drafted.append(any(one.sizes[before:]))
+        lost.append(one.time / one.written - 1)
+        late.append(sum(drafted[12:]))
+    assert statistics.mean(lost) < 0.006 and statistics.mean(late) < 1
+
+
+def test_a_set_up_that_drafts_earn_is_not_in_vain() -> None:
+    budget, one = Adaptive(8, costs=_learning()), world(0.8, 0.1, prompt=20, setup=4.0)
+    for _ in range(12):
+        budget.begin()
+        one.run(budget, 128)
+        assert not budget.pauses.needed
+    assert one.time < 0.6 * one.written
+
+
 # What is learned --------------------------------------------------------------------------------------------------------
 
 

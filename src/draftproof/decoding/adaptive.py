@@ -199,6 +199,7 @@ class Adaptive:
         self._expected = 1.0                            # tokens that a round of it gives each row
         self._turned = self._looked = False
         self._unheld = False                            # whether the last hold was granted and not made use of
+        self._unearned = 0.0                            # of what this text's set-ups took, by drafts since
         self._free = False                              # whether somebody asks for looks
         self._took = [0.0, 0.0]                         # besides the last round, in plain steps, without and with a look
         self._doubts = (Doubt(), Doubt())
@@ -233,7 +234,7 @@ class Adaptive:
         cost = self._pace.observe(index, done.seconds) if done.seconds else self._pace.cost[index]
         for tokens in given:
             self.bank.settle(cost, tokens / rows)
-            self.pauses.drafted(tokens / rows - cost)
+            self._drafted(tokens / rows - cost)
         self._plain_rounds = self._stirred = self._hold = 0
         self._unheld = False
 
@@ -251,6 +252,9 @@ class Adaptive:
     def begin(self) -> None:
         self._wake()
         self.bank.renew()
+        if self._unearned:                              # a set-up in vain is a draft in vain, and a dear one
+            self.pauses.drafted(-self._unearned)
+            self._unearned = 0.0
         self.pauses.begin(anew=self.bank.gained > self.bank.stake)
         self._stirred = 0
         if self._plain_rounds >= 3 * SETTLED:
@@ -342,11 +346,16 @@ class Adaptive:
         self.bank.settle(cost + spent, tokens, setup, on_the_house)
         if tokens > cost and self.pauses.needed and not self._free:             # what was counted before holds no longer
             self.acceptance.fade(KEPT)
-        self.pauses.drafted(tokens - cost)
+        self._unearned += 0.0 if on_the_house else setup
+        self._drafted(tokens - cost)
         settled = self._plain_rounds > self._enough and tokens <= cost         # one vain draft is no reason to think more
         self._plain_rounds = min(self._plain_rounds, 2 * REST) if settled else 0
         pause = self._pause() if settled and self.pauses.needed and not self._free else 0
         self._rest = pause if pause > REST else 0                               # nor is the pause behind it
+
+    def _drafted(self, gain: float) -> None:
+        self.pauses.drafted(gain)
+        self._unearned = max(0.0, self._unearned - gain) if self._unearned else 0.0
 
     def _beside(self, seconds: float) -> tuple[float, float]:
         """What drafter and budget took besides a round, in plain steps, and what of that drafts have to pay: what is spent in
