@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -11,14 +11,15 @@ import transformers
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
-from draftproof.core.prefix import Prefix
+from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.core.wishes import Sampling, Wishes
 from draftproof.decoding.budget import Budget, Confidence, Fixed
 from draftproof.decoding.engine import Engine
+from draftproof.decoding.load import load
 from draftproof.decoding.stats import RoundStats
-from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.draft_model import SURE, DraftModel
 from draftproof.native.kernels import kernels
 from draftproof.target.cache import RowCache
 from draftproof.target.pack import pack_linears
@@ -166,3 +167,25 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
     assert drafter.at_once and len(both) > 1
     for tokens in both[1:]:                                             # the first proposal reads the prompts anew
         assert (tokens[0] != ABSENT).all() and (tokens[1, 1:] == ABSENT).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperature: float) -> None:
+    """Along texts of the embedded target, its draft model's first choice is the target's as often as its chance says."""
+    engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
+    draft, begin = cast(DraftModel, engine.drafter).model, engine.codec.encode if engine.codec else list
+    prompts = ("Once upon a time", "Lily and Tom", "The big dog", "One day, Ben") * (2 if temperature else 1)
+    wishes = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    texts = engine.generate(prompts, max_new_tokens=96, sampling=wishes)
+    chances, hits = [], []
+    for prompt, wished, done in zip(prompts, wishes, texts, strict=True):
+        first, text = len(begin(prompt)), torch.tensor([[*begin(prompt), *done.tokens]])
+        tree = TokenTree.chain(text[:, :-1])
+        with torch.inference_mode():
+            logits = draft.read(tree, draft.new_cache(1, 128)).logits
+        paths = Paths(Prefix(text, torch.tensor([0])), tree)
+        odds, choices = Sampler([Wishes(wished, first)]).best(logits, paths, 1, SURE)
+        chances.append(odds[0, first - 1 :, 0].exp())
+        hits.append(choices[0, first - 1 :, 0] == text[0, first:])
+    supposed, came = torch.cat(chances), torch.cat(hits).float()
+    assert float(supposed.mean()) == pytest.approx(float(came.mean()), abs=0.1)

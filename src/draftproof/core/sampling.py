@@ -66,7 +66,7 @@ class Sampler:
         found = self.kernels(logits)
         if found is None:
             return winner(self.race(logits, paths, Role.TARGET))
-        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._heats[0], NOTHING)
+        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._heats, NOTHING)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the law of the choice at each node (fp32, or fp64 for fp64 logits); one-hot where greedy."""
@@ -92,46 +92,47 @@ class Sampler:
         depths = paths.tree.depths[:, paths.first :, None]
         return scores + noises.gather(1, depths.expand_as(scores))
 
-    def odds(self, race: Tensor) -> Tensor:
+    def odds(self, race: Tensor, sure: float = 1.0) -> Tensor:
         """[B, N, V] logarithms of what a drafter that races with the target's noise may think a token's chance to be chosen.
 
         Draft and target part only where their logits do, and a low temperature makes more of that: the softmax of the race
-        itself is too sure. A high one would have it less sure than it is.
+        itself is too sure. A high one would have it less sure than it is. sure: the nearer a drafter's logits are to the
+        target's, the more may be made of a lead.
         """
-        return (race if self.greedy else race * self._trust.to(race.dtype)).log_softmax(-1)
+        return (race * (sure * self._trust[..., None]).to(race.dtype)).log_softmax(-1)
 
-    def best(self, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, paths: Paths, count: int, sure: float = 1.0) -> tuple[Tensor, Tensor]:
         """The `count` tokens likeliest to be chosen at each node, and the logarithm of the chance of each, [B, N, count] both.
 
         For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
+        sure: see `odds`.
         """
         found = self.kernels(logits)
         if found is not None:
             rows, nodes, vocab = logits.shape
-            heats, trusts = (_each(column, nodes) for column in self._heats)
+            heats, trusts = (_each(column, nodes) for column in (self._heats, sure * self._trust))
             asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), heats, trusts, count)
             odds, tokens = found.best(*asked)
             return odds.view(rows, nodes, count), tokens.view(rows, nodes, count)
-        best = self.odds(self.race(logits, paths, Role.TARGET)).topk(count, -1)
+        best = self.odds(self.race(logits, paths, Role.TARGET), sure).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
-    def contest(self, prefix: Prefix, steps: int, vocab: int, floor: float) -> Contest | None:
+    def contest(self, prefix: Prefix, steps: int, vocab: int, floor: float, sure: float = 1.0) -> Contest | None:
         """What `best` goes by for `steps` tokens behind the root; None where it goes by more than our kernels know.
 
-        floor: the chance to stand below which no row's draft goes on.
+        floor: the chance to stand below which no row's draft goes on. sure: see `odds`.
         """
         if not self._simple:
             return None
         noises, places = None, None
         if not self.greedy:
             noises, places = self._stocked(prefix, steps - 1, vocab)
-        return Contest(noises, places, *self._heats, log(floor) if floor else -inf)
+        return Contest(noises, places, self._heats, sure * self._trust, log(floor) if floor else -inf)
 
     @cached_property
     def slope(self) -> Tensor:
         """[B] by how much `odds` part where logits part by 1, at a temperature."""
-        heats, trusts = self._heats
-        return (trusts / heats)[:, 0]
+        return (self._trust / self._heats)[:, 0]
 
     def kernels(self, logits: Tensor) -> Kernels | None:
         """Our own, where they know all that these rows ask for and can read such logits."""
@@ -167,16 +168,14 @@ class Sampler:
         return stock.noises, stock.starts + prefix.position
 
     @cached_property
-    def _heats(self) -> tuple[Tensor, Tensor]:
-        """[B, 1] what logits are divided by, and what scores are multiplied by to say a chance."""
-        heats = [row.sampling.temperature or 1.0 for row in self.rows]
-        return torch.tensor(heats, device=self.device).view(-1, 1), self._trust[:, 0]
+    def _heats(self) -> Tensor:
+        """[B, 1] what logits are divided by."""
+        return torch.tensor([row.sampling.temperature or 1.0 for row in self.rows], device=self.device)[:, None]
 
     @cached_property
     def _trust(self) -> Tensor:
-        """[B, 1, 1]"""
-        heats = [min(row.sampling.temperature, 1.0) or 1.0 for row in self.rows]
-        return torch.tensor(heats, device=self.device).view(-1, 1, 1)
+        """[B, 1] what scores are multiplied by to say a chance, by a drafter that is no surer than others."""
+        return self._heats.clamp(max=1)
 
     def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""

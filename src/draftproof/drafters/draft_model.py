@@ -25,6 +25,8 @@ from draftproof.errors import DrafterMismatch
 
 WIDTHS = (2, 4, 8)
 """How many tokens the first read of a round takes: the root, and what was committed without the draft."""
+SURE = 1.4
+"""How much is made of a lead in the race (`Sampler.odds`): then tokens taken for so likely to be chosen are chosen as often."""
 
 
 class Cache(Protocol):
@@ -151,7 +153,7 @@ class DraftModel(Drafter):
         prefix, draft, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.behind)
         if not steps or draft is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
-        contest = frontier.sampler.contest(prefix, steps, self.vocab_size, frontier.floor)
+        contest = frontier.sampler.contest(prefix, steps, self.vocab_size, frontier.floor, SURE)
         if contest is None:
             return None
         width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
@@ -166,7 +168,7 @@ class DraftModel(Drafter):
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
         if not frontier.drawn:
-            return frontier.sampler.best(logits, paths, count)
+            return frontier.sampler.best(logits, paths, count, SURE)
         best = frontier.sampler.race(logits, paths, Role.DRAFT).topk(count, -1)
         return best.values, best.indices
 
