@@ -26,14 +26,15 @@ class Part(StrEnum):
     law = "law"
     sampling = "sampling"
     bits = "bits"
+    architectures = "architectures"
     mutants = "mutants"
 
 
 Model = Annotated[str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)]
-Quick = Annotated[bool, typer.Option("--quick", help="Everything scaled down, in less than a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Everything scaled down, in about a minute.")]
 Parts = Annotated[
     list[Part] | None,
-    typer.Option("--section", metavar="NAME", help="Only law, sampling, bits or mutants; repeatable.", show_default=False),
+    typer.Option("--section", metavar="NAME", help=f"Only {', '.join(Part)}; repeatable.", show_default=False),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The report, for machines.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The certificate, one page.")]
@@ -59,7 +60,7 @@ def prove(
     quantize_draft: opt.QuantizeDraft = None,
     kv_cache: opt.KvCache = None,
 ) -> None:
-    """Prove that decoding is lossless: by law, by sampling, bit for bit, and by planted bugs that must be caught."""
+    """Prove that decoding is lossless: by law, by sampling, bit for bit, with every architecture, and by planted bugs."""
     for file in (json_, html, markdown):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
@@ -89,7 +90,7 @@ def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
         return loaded[0]                                                    # type: ignore[no-any-return]
 
     done: list[Section] = []
-    columns = (TextColumn("{task.fields[section]:9}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True, highlight=False)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         for section in prove_sections(engine, names, quick=quick, seed=seed, progress=lambda name: _bar(bars, name)):

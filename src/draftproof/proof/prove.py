@@ -8,13 +8,14 @@ from typing import Any
 
 from draftproof.decoding.engine import Engine
 from draftproof.errors import BadInput
+from draftproof.proof.architectures import prove_architectures
 from draftproof.proof.bits import prove_bits
 from draftproof.proof.exact import prove_law
 from draftproof.proof.mutants import prove_mutants
 from draftproof.proof.report import Report, Section, Tick, versions
 from draftproof.proof.sampling import prove_sampling
 
-SECTIONS = ("law", "sampling", "bits", "mutants")
+SECTIONS = ("law", "sampling", "bits", "architectures", "mutants")
 
 
 def prove(
@@ -37,6 +38,7 @@ def prove(
         "law": lambda tick: prove_law(quick, tick),
         "sampling": lambda tick: prove_sampling(quick, tick, seed=seed),
         "bits": lambda tick: prove_bits(_exact(engine()), quick, tick, seed=seed),
+        "architectures": lambda tick: prove_architectures(quick, tick),
         "mutants": lambda tick: prove_mutants(quick, tick),
     }
     for name in dict.fromkeys(sections):
