@@ -77,12 +77,12 @@ def test_near_ties_are_explained_by_measured_noise() -> None:
 
 def test_a_broken_target_is_found_against_the_models_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that all read the same wrong thing agree with each other, but not with the model."""
-    own = Target.read
+    sound, own = engine(), Target.read
 
     def stale(self: Target, tree, cache, **rest):                                                        # type: ignore[no-untyped-def]
         reading = own(self, tree, cache, **rest)
         return reading._replace(logits=reading.logits + 0.01 * torch.arange(reading.logits.shape[-1]))
 
     monkeypatch.setattr(Target, "read", stale)
-    section = prove_bits(engine(), new_tokens=6, exact_nodes=0)
+    section = prove_bits(sound, new_tokens=6, exact_nodes=0)
     assert not section.passed and "the model's own forward" in " ".join(section.failures)
