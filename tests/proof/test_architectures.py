@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftproof.core.messages import Reading
+from draftproof.errors import BrokenModel
 from draftproof.proof import architectures as proving
 from draftproof.proof.architectures import QUICK, Kind, architectures, examine, prove_architectures, tiny
 from draftproof.target.target import Target
@@ -75,6 +76,14 @@ def test_a_model_that_is_not_its_own_is_found() -> None:
             return Target(type(target.model)(target.model.config).eval())
 
     assert "the model's own" in examine("gpt2", around).why
+
+
+def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: object, target: Target) -> str:
+        raise BrokenModel("it gave NaN")
+
+    monkeypatch.setattr(proving, "_wrong", broken)
+    assert examine("llama").kind is Kind.broken and examine("bloom").kind is Kind.refused
 
 
 def test_the_section_tells_who_is_what(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,12 +116,13 @@ def examine(name: str, around: Callable[[Target], Target] = lambda target: targe
             model = tiny(name)
         except Exception as error:                              # whatever a configuration raises that wants other sizes
             return Finding(name, Kind.unmade, _first_line(error))
+        loaded = False
         try:
-            target = around(Target(model))
+            target, loaded = around(Target(model)), True
             wrong = _wrong(model, target)
-        except DraftproofError as error:
-            return Finding(name, Kind.refused, str(error))
         except Exception as error:
+            if isinstance(error, DraftproofError) and not loaded:               # what was not refused has to write
+                return Finding(name, Kind.refused, str(error))
             return Finding(name, Kind.broken, f"{type(error).__name__}: {_first_line(error)}")
     if wrong:
         return Finding(name, Kind.broken, wrong)
