@@ -256,6 +256,7 @@ class Adaptive:
         self._rest = pause if pause > REST else 0                               # nor is the pause behind it
 
     def _drafted(self, gain: float) -> None:
+        """A draft gained so many plain steps, its set-up aside."""
         self.pauses.drafted(gain)
         self._unearned = max(0.0, self._unearned - gain) if self._unearned else 0.0
 

@@ -69,7 +69,7 @@ class Kind(StrEnum):
     chains = "exact, chains alone"
     refused = "refused"
     broken = "broken"                   # none may be
-    unmade = "not made"                 # no small configuration was found: mostly of models that see or hear as well
+    unmade = "not made"                 # no small configuration was found, as for models that see or hear as well
 
 
 class Finding(NamedTuple):
@@ -174,7 +174,7 @@ class _Knows(Drafter):
             so_far = line[: root + 1]
             ahead = next((text[root + 1 :] for text in self.texts if list(text[: root + 1]) == so_far), [])
             right = [*ahead, *[0] * 4][:4]
-            stops = (root + len(so_far)) % 4                    # where the right path goes astray: nowhere, or early
+            stops = root % 5                                    # where the right path goes astray: anywhere, or nowhere
             mixed = [(token + (place == stops)) % VOCAB for place, token in enumerate(right)]
             astray = [right[0], *((token + 3) % VOCAB for token in right[1:3]), right[3]]
             paths.append([[so_far[-1], *astray], [so_far[-1], *mixed]])
