@@ -42,6 +42,19 @@ def model(layers: int, *, free: bool) -> Target:
     return Target(own)
 
 
+def granite() -> Target:
+    """A model that divides its logits, by much."""
+    torch.manual_seed(0)
+    config = transformers.GraniteConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None,
+        embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0,
+    )  # fmt: skip
+    own = transformers.GraniteForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(own, free=True)
+    return Target(own)
+
+
 class Recording(DraftModel):
     """Remembers what it drafted, and may be told to draft token by token."""
 
@@ -117,6 +130,18 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling],
         trees = [tree for tree, *_ in once.told if len(tree.tokens) == rows]
         assert all(sum(tree.sizes) <= budget.count * rows for tree in trees)
         assert any(max(tree.sizes) > budget.count > min(tree.sizes) for tree in trees)
+
+
+def test_a_model_that_divides_its_logits_drafts_by_its_own_law() -> None:
+    """For itself it is right nearly always, however it is drawn: what rounds otherwise decides little."""
+    target = granite()
+    for wishes in ([Sampling()] * 3, [COOL] * 3):
+        drafter = Recording(target)
+        texts = written(drafter, target, wishes, Fixed(4), 1)
+        assert [one[0] for one in texts] == [one[0] for one in written(None, target, wishes, Fixed(0), 1)]
+        assert drafter.at_once == len(drafter.told) > 0
+        depth = [tree.sizes[0] for tree in drafter.drafted]
+        assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(depth) == 4
 
 
 @pytest.mark.parametrize("in_calls", [True, False], ids=["token by token", "in one call"])

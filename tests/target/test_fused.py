@@ -32,6 +32,21 @@ FAMILIES = {
     "mistral sliding": ("Mistral", {"sliding_window": 70}),
     "qwen2": ("Qwen2", {}),
     "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2, "logits_scaling": 4.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "phi3 turned in part": (
+        "Phi3",
+        {
+            "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
 }
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 

@@ -20,6 +20,9 @@ SIZES = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+}  # fmt: skip
 FAMILIES = {
     "llama": ("Llama", {"num_key_value_heads": 2}),
     "llama mha bias": ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
@@ -35,6 +38,36 @@ FAMILIES = {
     "mistral sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 6}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
+    "seed oss": ("SeedOss", {"num_key_value_heads": 2, "head_dim": 16}),
+    "granite": ("Granite", {"num_key_value_heads": 2, **MULTIPLIERS}),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": None}),
+    "phi3 turned in part": (
+        "Phi3",
+        {
+            "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3 longrope": (
+        "Phi3",
+        {
+            "num_key_value_heads": 2, "pad_token_id": None, "original_max_position_embeddings": 40,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [4.0] * 4, "original_max_position_embeddings": 40,
+            },
+        },
+    ),
+    "yarn": (
+        "Qwen2",
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            },
+        },
+    ),
 }
 
 

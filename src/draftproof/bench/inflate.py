@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.target.lean import FAMILIES
 from draftproof.target.loading import PreTrainedModel, load_model
 
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Whose blocks add nothing where their norms are zero, and whose MLPs are three layers of a width of their own."""
 LAYERS, FEWEST = 24, 4
 """Layers the heavy model should have, as real ones of half a billion to two billion do; blocks added at least."""
 ROUND = 64

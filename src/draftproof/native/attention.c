@@ -14,14 +14,19 @@ static void normed(const bf16 *x, const bf16 *weight, float epsilon, bf16 *out, 
     for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * wide(weight + i));
 }
 
-/* One head of one token, normed if there is a weight and turned to its position. */
+/* One head of one token, normed if there is a weight; of its numbers those that do are turned to its position. */
 static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, bf16 *out) {
-    int64_t size = read->head_dim, half = size / 2, known = position < read->context ? position : read->context - 1;
+    int64_t size = read->head_dim, half = read->turned / 2, known = position < read->context ? position : read->context - 1;
     const bf16 *cosines = read->cosines + known * size, *sines = read->sines + known * size;
     bf16 own[WIDEST], other[WIDEST];
     if (weight) normed(x, weight, epsilon, own, size), x = own;
+    if (!half) {
+        memcpy(out, x, (size_t)size * sizeof *out);
+        return;
+    }
     memcpy(other, x + half, (size_t)half * sizeof *other);
     memcpy(other + half, x, (size_t)half * sizeof *other);
+    memset(other + 2 * half, 0, (size_t)(size - 2 * half) * sizeof *other);
     for (int64_t i = 0; i < size; i += LANES) {
         bits minus = (places + (int32_t)i < (int32_t)half) & INT32_MIN;
         lanes across = wide(other + i) * wide(sines + i);                                   /* exact, as any product of two */

@@ -44,7 +44,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.norm = library.draftproof_norm
-        self.norm.argtypes = (pointer, pointer, pointer, ctypes.c_float, pointer, number, number, number)
+        self.norm.argtypes = (pointer, pointer, ctypes.c_float, pointer, ctypes.c_float, pointer, number, number, number)
         self.gate = library.draftproof_gate
         self.gate.argtypes = (pointer, pointer, number, number, number)
         self.attend = library.draftproof_attend

@@ -270,6 +270,7 @@ static inline void ranked(Scored *best, int64_t count, float score, int64_t toke
 /* One read of a model: what all its layers share. */
 typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
+    int64_t turned;                             /* so many of the first numbers of a head turn with its position */
     const int64_t *lengths;                     /* [rows] committed tokens */
     const int64_t *parents;                     /* [rows, nodes] a parent comes before its children; -1 at the root */
     const bf16 *cosines, *sines;                /* [context, head_dim] */
@@ -297,19 +298,23 @@ typedef struct {
     int64_t size, padded, outputs;
 } Linear;
 
-/* One layer of a model: queries, keys and values as one, gates and what they let through as one. */
+/* One layer of a model: queries, keys and values as one, gates and what they let through as one. What it adds to hidden states is
+ * multiplied by `share`. Where it is `still` no head turns with its position. */
 typedef struct {
     Linear inner, output, gate_up, down;
     const bf16 *before, *after, *query, *key;   /* weights of norms; those over heads may be null */
-    float epsilon;
+    float epsilon, share;
+    int64_t still;
 } Layer;
 
-/* A model: its layers, the weight of the final norm, embeddings [vocab, size], and what makes logits of the last states, or null. */
+/* A model: its layers, the weight of the final norm, embeddings [vocab, size] and what they are multiplied by, and what makes
+ * logits of the last states, or null. */
 typedef struct {
     const Layer *layers;
     int64_t count, vocab;
     const bf16 *norm, *embeddings;
     const Linear *head;
+    float loud;
 } Model;
 
 void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,

@@ -6,8 +6,9 @@ enum { PART = 1024 };
 /* What is done `by_all` is done by all threads of a team together, which do not wait for each other in the end; else by threads of
  * its own. */
 
-/* hidden += delta, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
-static void normed_by_all(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size) {
+/* hidden += delta * share, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
+static void normed_by_all(bf16 *hidden, const bf16 *delta, float share, const bf16 *weight, float epsilon, bf16 *out, int64_t rows,
+                          int64_t size) {
 #pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
@@ -15,7 +16,7 @@ static void normed_by_all(bf16 *hidden, const bf16 *delta, const bf16 *weight, f
         for (int64_t i = 0; i < size; i += LANES) {
             lanes v = wide(x + i);
             if (delta) {
-                v = rounded(v + wide(delta + r * size + i));
+                v = rounded(v + rounded(wide(delta + r * size + i) * share));
                 narrowed(x + i, v);
             }
             squares += v * v;
@@ -27,10 +28,10 @@ static void normed_by_all(bf16 *hidden, const bf16 *delta, const bf16 *weight, f
     }
 }
 
-void draftproof_norm(bf16 *hidden, const bf16 *delta, const bf16 *weight, float epsilon, bf16 *out, int64_t rows, int64_t size,
-                     int64_t threads) {
+void draftproof_norm(bf16 *hidden, const bf16 *delta, float share, const bf16 *weight, float epsilon, bf16 *out, int64_t rows,
+                     int64_t size, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * size > SMALL / 2)
-    normed_by_all(hidden, delta, weight, epsilon, out, rows, size);
+    normed_by_all(hidden, delta, share, weight, epsilon, out, rows, size);
 }
 
 /* out = silu(gate) * up; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
@@ -74,31 +75,35 @@ void draftproof_forward(const Read *read, const Model *model, bf16 *const *store
     const Layer *layers = model->layers;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
     bf16 *hidden = work, *normed = hidden + width * size;
+    Read still = *read;
+    still.turned = 0;
 #pragma omp parallel num_threads(threads) if (width * size * layers->gate_up.outputs > PRODUCTS / 2)
     {
         bf16 *delta = NULL;
 #pragma omp for nowait                                          /* rows as norms have them */
         for (int64_t r = 0; r < width; r++) {
             int64_t known = tokens[r] < 0 ? 0 : tokens[r] < model->vocab ? tokens[r] : model->vocab - 1;
-            memcpy(hidden + r * size, model->embeddings + known * size, (size_t)size * sizeof(bf16));
+            const bf16 *embedding = model->embeddings + known * size;
+            for (int64_t i = 0; i < size; i += LANES) narrowed(hidden + r * size + i, wide(embedding + i) * model->loud);
         }
         for (int64_t n = 0; n < model->count; n++) {
             const Layer *layer = layers + n;
             int64_t gates = layer->down.size;
             bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
             bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-            normed_by_all(hidden, delta, layer->before, layer->epsilon, normed, width, size);
+            normed_by_all(hidden, delta, layer->share, layer->before, layer->epsilon, normed, width, size);
 #pragma omp barrier
 #pragma omp master
             if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
             draftproof_multiply(&layer->inner, normed, states, width, threads);
 #pragma omp barrier
-            draftproof_attention(read, states, layer->query, layer->key, layer->epsilon, stores[2 * n], stores[2 * n + 1], mixed);
+            draftproof_attention(layer->still ? &still : read, states, layer->query, layer->key, layer->epsilon, stores[2 * n],
+                                 stores[2 * n + 1], mixed);
 #pragma omp barrier
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);
 #pragma omp barrier
-            normed_by_all(hidden, delta, layer->after, layer->epsilon, normed, width, size);
+            normed_by_all(hidden, delta, layer->share, layer->after, layer->epsilon, normed, width, size);
 #pragma omp barrier
             draftproof_multiply(&layer->gate_up, normed, both, width, threads);
 #pragma omp barrier
@@ -107,7 +112,7 @@ void draftproof_forward(const Read *read, const Model *model, bf16 *const *store
             draftproof_multiply(&layer->down, gate, delta, width, threads);
 #pragma omp barrier
         }
-        normed_by_all(hidden, delta, model->norm, layers->epsilon, last, width, size);
+        normed_by_all(hidden, delta, layers->share, model->norm, layers->epsilon, last, width, size);
         if (logits) {
 #pragma omp barrier
             draftproof_multiply(model->head, last, logits, width, threads);

@@ -22,7 +22,7 @@ class Read(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads")),
+        *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads", "turned")),
         *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines", "starts", "which")),
         ("scale", ctypes.c_float),
     )
@@ -50,6 +50,8 @@ class Layer(ctypes.Structure):
         *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key")),
         ("epsilon", ctypes.c_float),
+        ("share", ctypes.c_float),
+        ("still", ctypes.c_int64),
     )
 
 
@@ -61,14 +63,18 @@ class Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "vocab")),
         *((name, ctypes.c_void_p) for name in ("norm", "embeddings")),
         ("head", ctypes.POINTER(Linear)),
+        ("loud", ctypes.c_float),
     )
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], norm: Tensor, embeddings: Tensor, head: Linear | None) -> Model:
-        """norm: [H] the weight of the final norm. embeddings: [V, H]. The caller keeps alive what is named by its place."""
+    def of(cls, layers: Sequence[Layer], norm: Tensor, embeddings: Tensor, loud: float, head: Linear | None) -> Model:
+        """norm: [H] the weight of the final norm. embeddings: [V, H], and what they are multiplied by.
+
+        The caller keeps alive what is named by its place.
+        """
         behind = ctypes.pointer(head) if head is not None else None
         places = (norm.data_ptr(), embeddings.data_ptr())
-        return cls((Layer * len(layers))(*layers), len(layers), len(embeddings), *places, behind)
+        return cls((Layer * len(layers))(*layers), len(layers), len(embeddings), *places, behind, loud)
 
 
 class Recurrence(ctypes.Structure):

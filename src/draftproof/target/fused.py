@@ -11,7 +11,6 @@ import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.core.prefix import Prefix
@@ -21,7 +20,7 @@ from draftproof.native.structures import Layer, Model, Read
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:
-    from draftproof.target.lean import Lean
+    from draftproof.target.lean import Lean, _Layer
 
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
@@ -41,7 +40,7 @@ class Fused:
         self._room = 2 * lean.hidden_size + max(                        # numbers a token needs on its way through a layer
             (layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers), default=0
         )
-        self._model = Model.of(layers, lean.norm_weight, lean.embed.weight, lean.native_head) if layers else None
+        self._model = Model.of(layers, lean.norm_weight, lean.embed.weight, lean.loud, lean.native_head) if layers else None
 
     @staticmethod
     def of(lean: Lean) -> Fused | None:
@@ -78,35 +77,37 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """Layer by layer, whose multiplications are torch's."""
         lean, kernels = self.lean, self.kernels
-        hidden = F.embedding(lean.known(tokens), lean.embed.weight)
+        hidden = lean.embedded(tokens)
         (rows, width, size), threads = hidden.shape, read.threads
         work = rows * width
         room = (rows, width if work > 1 else ALONE)
         normed, mixed, last = (hidden.new_zeros(*room, much) for much in (size, read.heads * read.head_dim, size))
         gated = {inner: hidden.new_zeros(*room, inner) for inner in lean.inner_sizes}
-        x, mix, shared = hidden.data_ptr(), mixed.data_ptr(), ctypes.addressof(read)
+        still = Read.from_buffer_copy(read)
+        still.turned = 0
+        x, mix, share, ways = hidden.data_ptr(), mixed.data_ptr(), lean.share, [ctypes.addressof(one) for one in (read, still)]
         count = len(lean.layers)
         wanted = {tap % (count + 1) for tap in taps}
         kept = {0: hidden.clone()} if 0 in wanted else {}
         delta: Tensor | None = None
         for number, (layer, store) in enumerate(zip(lean.layers, cache.layers, strict=True)):
             added = delta.data_ptr() if delta is not None else None
-            kernels.norm(x, added, layer.before_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads)
+            kernels.norm(x, added, share, layer.before_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads)
             if number and number in wanted:
                 kept[number] = hidden.clone()
             states = layer.inner(normed)
             keys, values = store.keys.data_ptr(), store.values.data_ptr()
-            kernels.attend(shared, states.data_ptr(), *layer.head_weights, lean.epsilon, keys, values, mix)
+            kernels.attend(ways[layer.still], states.data_ptr(), *layer.head_weights, lean.epsilon, keys, values, mix)
             delta = layer.output(mixed)
             kernels.norm(
-                x, delta.data_ptr(), layer.after_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads
+                x, delta.data_ptr(), share, layer.after_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads
             )
             both = layer.gate_up(normed)
             gate = gated[layer.inner_size]
             kernels.gate(both.data_ptr(), gate.data_ptr(), work, layer.inner_size, threads)
             delta = layer.down(gate)
         added = delta.data_ptr() if delta is not None else None
-        kernels.norm(x, added, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
+        kernels.norm(x, added, share, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
         wanted_from = max(0, width - ALONE) if last_only else 0
         logits = lean.head(last[:, wanted_from:])[:, : width - wanted_from]
         logits = logits[:, -1:] if last_only else logits
@@ -162,8 +163,8 @@ class Fused:
         starts, which = (some.starts.data_ptr(), some.nodes.data_ptr()) if some is not None else (None, None)
         return Read(
             rows, parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
-            lean.context, torch.get_num_threads(), cache.lengths.data_ptr(), parents.data_ptr(), cosines.data_ptr(),
-            sines.data_ptr(), starts, which, layer.scale,
+            lean.context, torch.get_num_threads(), lean.turned, cache.lengths.data_ptr(), parents.data_ptr(),
+            cosines.data_ptr(), sines.data_ptr(), starts, which, layer.scale,
         )  # fmt: skip
 
     def _turned(self, capacity: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,7 @@ class Fused:
         wanted = min(capacity, self.lean.context)
         if len(self._turns[0]) < wanted:
             weight = self.lean.embed.weight
-            cos, sin = self.lean.rotary(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
+            cos, sin = self.lean.angles(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
             self._turns = (cos[0].contiguous(), sin[0].contiguous())
         return self._turns
 
@@ -209,7 +210,8 @@ class _Some(NamedTuple):
 
 def _native(lean: Lean) -> list[Layer]:
     """The layers of a model, if our kernels read all that is in them; otherwise none."""
-    return [
-        Layer(*layer.natives, layer.before_weight.data_ptr(), layer.after_weight.data_ptr(), *layer.head_weights, lean.epsilon)
-        for layer in lean.layers
-    ] if lean.native else []
+    def told(layer: _Layer) -> Layer:
+        norms = (layer.before_weight.data_ptr(), layer.after_weight.data_ptr(), *layer.head_weights)
+        return Layer(*layer.natives, *norms, lean.epsilon, lean.share, layer.still)
+
+    return [told(layer) for layer in lean.layers] if lean.native else []

@@ -1,13 +1,13 @@
 """A lean forward for the common families: the model's own layers, called without the machinery around them.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in which of these parts they have, so one forward driven by the model's modules
-serves them. It is used where a load-time read agrees with the model's own forward, and nowhere else. What `fused` can
-read it reads.
+The families differ in which of these parts they have (norms over heads, layers whose heads do not turn, heads that turn in
+part, multipliers), so one forward driven by the model's modules serves them. It is used where a load-time read agrees with
+the model's own forward, and nowhere else. What `fused` can read it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,11 @@ from draftproof.target.fused import Fused
 from draftproof.target.masks import tree_mask
 from draftproof.target.pack import PackedLinear, PackedPart, Whole, packable
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = tuple(
+    f"{family}ForCausalLM" for family in ("Granite", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
+)
+ROTATIONS = ("default", "linear", "llama3", "longrope", "yarn")
+"""Ways to turn heads that depend on a position alone: longrope as far as its first limit, where a target's context ends."""
 
 SHAPES = 64
 """Shapes of one forward that are compiled, at the most."""
@@ -49,6 +53,7 @@ class _Layer(NamedTuple):
     key_heads: int
     inner_size: int                 # of gates, and of what they let through
     scale: float
+    still: bool                     # whether heads do not turn with positions
     before_weight: Tensor
     after_weight: Tensor
     head_weights: tuple[int | None, int | None]     # where the norms of queries and keys lie
@@ -98,6 +103,9 @@ class Lean:
         self.device: torch.device = model.device
         self.hidden_size: int = model.config.hidden_size
         self.embed, self.rotary = body.embed_tokens, body.rotary_emb
+        self.turned = 2 * len(body.rotary_emb.inv_freq)                                 # numbers of a head that turn
+        self.loud = float(getattr(model.config, "embedding_multiplier", 1.0))
+        self.share = float(getattr(model.config, "residual_multiplier", 1.0))
         self.norm, self.norm_weight = _norm(body.norm), body.norm.weight
         self.epsilon: float = body.norm.variance_epsilon
         self.head_dim = int(body.layers[0].self_attn.head_dim)
@@ -129,7 +137,7 @@ class Lean:
             type(model).__name__ in FAMILIES
             and model.dtype != torch.float64
             and config.hidden_act == "silu"
-            and scaled in ("default", "linear", "llama3")
+            and scaled in ROTATIONS
             and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         )
 
@@ -152,11 +160,18 @@ class Lean:
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
         mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
-        return self.forward(self.known(tokens), positions, mask, cache, last_only, taps)
+        return self.forward(tokens, positions, mask, cache, last_only, taps)
 
-    def known(self, tokens: Tensor) -> Tensor:
-        """Tokens the model knows, in place of those it does not."""
-        return tokens.clamp(0, len(self.embed.weight) - 1)
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """[..., H] hidden states before the first layer; of tokens that the model does not know those of some that it knows."""
+        hidden = F.embedding(tokens.clamp(0, len(self.embed.weight) - 1), self.embed.weight)
+        return hidden if self.loud == 1 else hidden * self.loud
+
+    def angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, W, D] cosines and sines of positions [B, W]; what does not turn has the angle 0."""
+        cos, sin = self.rotary(hidden, positions)
+        rest = self.head_dim - self.turned
+        return (F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin)
 
     def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
         """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.
@@ -172,29 +187,40 @@ class Lean:
     def _forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = F.embedding(tokens, self.embed.weight)
-        cos, sin = self.rotary(hidden, positions)                                       # [B, W, D] each
-        half = self.head_dim // 2                        # swapping halves and signing the sine rotates by a quarter
+        hidden = self.embedded(tokens)
+        cos, sin = self.angles(hidden, positions)                                       # [B, W, D] each
+        half = self.turned // 2                          # swapping halves and signing the sine rotates by a quarter
         cos, sin = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
         folded = tokens.shape[1] * self.sharing          # queries of the heads that share keys are read as one head's
         copies = -(-QUERIES // folded)                   # few queries take other kernels, which round in their own way
         mask = mask.repeat(1, 1, self.sharing * copies, 1) if self.sharing * copies > 1 else mask
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
-            hidden = hidden + self._attend(layer, store, layer.before(hidden), cos, sin, mask)
+            hidden = hidden + self._shared(self._attend(layer, store, layer.before(hidden), cos, sin, mask))
             gate, up = layer.gate_up(layer.after(hidden)).chunk(2, -1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
+            hidden = hidden + self._shared(layer.down(F.silu(gate) * up))
             states.append(hidden)
         states[-1] = hidden = self.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
         return logits, torch.stack([states[tap] for tap in taps], 2) if taps else None
+
+    def _shared(self, delta: Tensor) -> Tensor:
+        """What a layer adds, as much of it as counts."""
+        return delta if self.share == 1 else delta * self.share
+
+    def _swapped(self, heads: Tensor) -> Tensor:
+        """Both halves of what turns in each other's place; what does not turn anywhere."""
+        half = self.turned // 2
+        if self.turned == self.head_dim:
+            return heads.roll(half, -1)
+        return torch.cat([heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1)
 
     def _attend(self, layer: _Layer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         rows, width, _ = inputs.shape
         inner = layer.inner(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)    # [B, heads, W, D]
         turned, value = torch.split(inner, [layer.heads + layer.key_heads, layer.key_heads], 1)
         turned = turned if layer.turned_norm is None else layer.turned_norm(turned)
-        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
+        turned = turned if layer.still else torch.addcmul(turned * cos, self._swapped(turned), sin)
         query, key = torch.split(turned, [layer.heads, layer.key_heads], 1)
         keys, values = store.update(key, value)
         folded = width * self.sharing
@@ -208,24 +234,33 @@ class Lean:
 
 def _layer(layer: Any, head_dim: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    heads, key_heads = (_width(linear) // head_dim for linear in (attention.q_proj, attention.k_proj))
+    inner = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+    gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+    heads = int(attention.config.num_attention_heads)
+    key_heads = (sum(map(_width, inner)) // head_dim - heads) // 2
     return _Layer(
         before=_norm(layer.input_layernorm),
-        inner=_together(attention.q_proj, attention.k_proj, attention.v_proj),
+        inner=_together(*inner),
         turned_norm=_head_norm(attention, heads, key_heads) if hasattr(attention, "q_norm") else None,
         output=_bare(attention.o_proj),
         after=_norm(layer.post_attention_layernorm),
-        gate_up=_together(mlp.gate_proj, mlp.up_proj),
+        gate_up=_together(*gate_up),
         down=_bare(mlp.down_proj),
         heads=heads,
-        inner_size=_width(mlp.gate_proj),
+        inner_size=sum(map(_width, gate_up)) // 2,
         key_heads=key_heads,
         scale=attention.scaling,
+        still=not getattr(attention, "use_rope", True),
         before_weight=layer.input_layernorm.weight,
         after_weight=layer.post_attention_layernorm.weight,
         head_weights=(_place(attention, "q_norm"), _place(attention, "k_norm")),
-        natives=tuple(_native(one) for one in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)),
+        natives=tuple(_native(one) for one in (inner[0], attention.o_proj, gate_up[0], mlp.down_proj)),
     )
+
+
+def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[nn.Module]:
+    """Layers that read the same inputs: one of this name where the family has them as one."""
+    return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
 
 
 def _native(module: nn.Module) -> Native | None:

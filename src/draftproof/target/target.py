@@ -144,7 +144,8 @@ class Target:
         """
         tokens = tree.tokens[:, first:] if first else tree.tokens
         if self._lean is not None:
-            return Reading(*self._lean(tokens, tree, first, cache, last_only, taps))
+            logits, hidden = self._lean(tokens, tree, first, cache, last_only, taps)
+            return Reading(self._ending.finished(logits), hidden)
         span = cache.write_at(first, tree.tokens.shape[1])
         out: Any = self.model(
             input_ids=tokens.clamp(0, self.vocab_size - 1),
@@ -164,7 +165,11 @@ class Target:
 
         None, and nothing was read, where this takes a read per token.
         """
-        return self._lean.chain(prefix, width, cache, steps, nodes, contest) if self._lean is not None else None
+        if self._lean is None:
+            return None
+        if self._ending.divisor is not None:                            # what is drafted need not be rounded as it is read
+            contest = contest._replace(heats=contest.heats * self._ending.divisor)
+        return self._lean.chain(prefix, width, cache, steps, nodes, contest)
 
     def features(self, tokens: Tensor, weights: Tensor, *, taps: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
