@@ -190,7 +190,7 @@ def main() -> None:
         ways = _ways(assisted, drafters[case.drafter])
         prompts = [_long(text, texts, case.context) for text in texts]
         batches = [(prompts * case.rows)[: case.rows]] if case.rows > 1 else [[prompt] for prompt in prompts]
-        _measure(ways, batches, case, options.rounds * (4 if case.new_tokens == SHORT else 1))
+        _measure(ways, batches, case, options.rounds * max(1, options.new_tokens // case.new_tokens))    # as many tokens
         found += [_line(case.title, way, ways) for way in ways if way != "plain"]
     print(json.dumps([one._asdict() for one in found], indent=1)) if options.json else _print(found)
 
