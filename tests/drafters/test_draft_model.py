@@ -42,15 +42,33 @@ def model(layers: int, *, free: bool) -> Target:
     return Target(own)
 
 
-def granite() -> Target:
-    """A model that divides its logits, by much."""
+FAMILIES = {
+    "divided logits": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+        },
+    ),
+    "heads that do not turn": ("SmolLM3", {"no_rope_layers": [0, 1]}),
+    "windows and angles of two kinds": (
+        "Gemma3",
+        {
+            "head_dim": 16, "sliding_window": 70, "layer_types": ["full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+def of_family(family: str) -> Target:
+    name, extra = FAMILIES[family]
     torch.manual_seed(0)
-    config = transformers.GraniteConfig(
+    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
+    config = next(kind for kind in kinds if kind is not None)(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None,
-        embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0,
+        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
     )  # fmt: skip
-    own = transformers.GraniteForCausalLM(config).to(torch.bfloat16).eval()
+    own = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
     pack_linears(own, free=True)
     return Target(own)
 
@@ -132,9 +150,10 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling],
         assert any(max(tree.sizes) > budget.count > min(tree.sizes) for tree in trees)
 
 
-def test_a_model_that_divides_its_logits_drafts_by_its_own_law() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_drafts_by_its_own_law(family: str) -> None:
     """For itself it is right nearly always, however it is drawn: what rounds otherwise decides little."""
-    target = granite()
+    target = of_family(family)
     for wishes in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
         texts = written(drafter, target, wishes, Fixed(4), 1)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,12 @@ def test_noise_is_that_of_the_operators() -> None:
     assert float(wanted.max()) > 12 and float(wanted.min()) < -2.5
 
 
-def test_a_gate_of_any_size_lets_through_what_silu_lets_through() -> None:
+@pytest.mark.parametrize(
+    ("gelu", "opened"),
+    [(False, torch.nn.functional.silu), (True, lambda gate: torch.nn.functional.gelu(gate, approximate="tanh"))],
+    ids=["silu", "gelu"],
+)
+def test_a_gate_of_any_size_lets_through_what_it_should(gelu: bool, opened: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Far below zero nothing, however far: exponentials there are beyond any number."""
     found = kernels()
     assert found is not None
@@ -73,10 +79,10 @@ def test_a_gate_of_any_size_lets_through_what_silu_lets_through() -> None:
         gate = sign * torch.logspace(-2, 38, 1600).bfloat16()
         up, out = torch.full_like(gate, 2.0), torch.empty_like(gate)
         both = torch.cat([gate, up])
-        found.gate(both.data_ptr(), out.data_ptr(), 1, len(gate), 1)
-        torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=0.01, atol=1e-30)
+        found.gate(both.data_ptr(), out.data_ptr(), gelu, 1, len(gate), 1)
+        torch.testing.assert_close(out, opened(gate.float()).bfloat16() * up, rtol=0.01, atol=1e-3 if gelu else 1e-30)
     broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
-    found.gate(broken.data_ptr(), out.data_ptr(), 1, 16, 1)
+    found.gate(broken.data_ptr(), out.data_ptr(), gelu, 1, 16, 1)
     assert out[:16].isnan().all()
 
 

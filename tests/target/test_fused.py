@@ -40,6 +40,13 @@ FAMILIES = {
         },
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": 70, "query_pre_attn_scalar": 24, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "phi3 turned in part": (
         "Phi3",
         {
@@ -62,8 +69,14 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
     name, extra = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES | extra)
-    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).to(dtype).eval()
+    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
+    config = next(kind for kind in kinds if kind is not None)(**SIZES | extra)
+    own = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for part, weight in own.named_parameters():
+            if "norm" in part:
+                weight += 0.3 * torch.randn_like(weight)
+    return own.to(torch.bfloat16).to(dtype).eval()
 
 
 @pytest.fixture(params=WAYS)

@@ -59,6 +59,20 @@ FAMILIES = {
             },
         },
     ),
+    "ministral": (
+        "Ministral",
+        {
+            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "yarn": (
         "Qwen2",
         {
@@ -74,8 +88,14 @@ FAMILIES = {
 def model(family: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     name, extra = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES | extra)
-    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
+    config = next(kind for kind in kinds if kind is not None)(**SIZES | extra)
+    own = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for part, weight in own.named_parameters():
+            if "norm" in part:
+                weight += 0.3 * torch.randn_like(weight)
+    return own.to(dtype).eval()
 
 
 def readings(target: Target, tokens: Tensor) -> list[Tensor]:

@@ -7,19 +7,19 @@ enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST 
 
 static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-static void normed(const bf16 *x, const bf16 *weight, float epsilon, bf16 *out, int64_t size) {
+static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     lanes squares = {};
     for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
-    float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-    for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * wide(weight + i));
+    float factor = 1.0f / sqrtf(total(squares) / (float)size + norm->epsilon);
+    for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * loaded(weight + i));
 }
 
 /* One head of one token, normed if there is a weight; of its numbers those that do are turned to its position. */
-static void turned(const Read *read, const bf16 *x, const bf16 *weight, float epsilon, int64_t position, bf16 *out) {
+static void turned(const Read *read, const bf16 *x, const float *weight, const Norm *norm, int64_t position, bf16 *out) {
     int64_t size = read->head_dim, half = read->turned / 2, known = position < read->context ? position : read->context - 1;
     const bf16 *cosines = read->cosines + known * size, *sines = read->sines + known * size;
     bf16 own[WIDEST], other[WIDEST];
-    if (weight) normed(x, weight, epsilon, own, size), x = own;
+    if (weight) normed(x, weight, norm, own, size), x = own;
     if (!half) {
         memcpy(out, x, (size_t)size * sizeof *out);
         return;
@@ -358,7 +358,7 @@ static const Way by_tiles = {BLOCK, WHOLE, all_squared, all_multiplied};
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
 static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values,
-                     const bf16 *next, const bf16 *inner, const bf16 *weight, float epsilon, bf16 *out, int64_t from, int64_t to) {
+                     const bf16 *next, const bf16 *inner, const float *weight, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
     int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
@@ -377,7 +377,7 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
         int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
         int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
         const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
-        turned(read, x, weight, epsilon, position, heads + q * size);
+        turned(read, x, weight, norm, position, heads + q * size);
         for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         if (read->window && position >= read->window) queries[q].start = position + 1 - read->window;
@@ -394,14 +394,14 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
 
 /* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys normed if there is a weight, and
  * turned. */
-static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner, const bf16 *weight, float epsilon, bf16 *keys,
+static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner, const float *weight, const Norm *norm, bf16 *keys,
                     bf16 *values) {
     int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads, length = read->lengths[row];
     int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
     for (int64_t w = 0; w < some; w++) {
         int64_t node = node_at(read, row, w), slot = (length + node) * size;
         const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
-        turned(read, x, weight, epsilon, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
+        turned(read, x, weight, norm, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
         memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
     }
 }
@@ -410,7 +410,7 @@ static void written(const Read *read, int64_t row, int64_t head, const bf16 *inn
  * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
  * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for each
  * other in the end. */
-void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
                           bf16 *keys, bf16 *values, bf16 *out) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group;
@@ -421,7 +421,7 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
     if (parts > 1) {                                            /* several threads read what one has written */
 #pragma omp for
         for (int64_t one = 0; one < shared; one++)
-            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, epsilon, keys + one * store,
+            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, norm, keys + one * store,
                     values + one * store);
     }
     int64_t team = omp_get_num_threads();
@@ -436,9 +436,9 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
         int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
         int64_t next = one + team < shared * parts ? (one + team) / parts : which;
         bf16 *held = keys + which * store, *meant = values + which * store;
-        if (parts == 1) written(read, row, head, inner, key_weight, epsilon, held, meant);
+        if (parts == 1) written(read, row, head, inner, key_weight, norm, held, meant);
         if (from < own)
-            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, epsilon, out, from,
+            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, norm, out, from,
                      from + each < own ? from + each : own);
     }
 #if TILES
@@ -447,10 +447,10 @@ void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query
 }
 
 /* The same, by threads of its own. */
-void draftproof_attend(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+void draftproof_attend(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
                        bf16 *keys, bf16 *values, bf16 *out) {
     int64_t each = (read->nodes - read->first) * read->heads * read->head_dim, slots = 0;
     for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
 #pragma omp parallel num_threads(read->threads) if (slots * each > PRODUCTS)
-    draftproof_attention(read, inner, query_weight, key_weight, epsilon, keys, values, out);
+    draftproof_attention(read, inner, query_weight, key_weight, norm, keys, values, out);
 }

@@ -309,11 +309,12 @@ void draftproof_medusa(const Heads *of, const bf16 *hidden, const int64_t *shape
  * kept. reads [rows]: how many tokens of a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more,
  * the root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and rows * width * size + rows *
  * vocab more. */
-int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, const int64_t *text, int64_t room, const int64_t *positions,
+int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, const int64_t *text, int64_t room, const int64_t *positions,
                          int64_t *lengths, int64_t width, int64_t steps, int64_t nodes, const float *noise, const int64_t *places,
                          const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
                          int64_t *reads, bf16 *work) {
     const Linear *head = model->head;
+    const Read *read = ways;
     int64_t rows = read->rows, vocab = head->outputs, size = head->size, most = width > steps ? width : steps, lack = 1;
     bf16 *last = work, *own = last + rows * width * size, *rest = own + rows * vocab;
     for (int64_t r = 0; r < rows; r++) lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
@@ -332,8 +333,9 @@ int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, co
         for (int64_t d = 0; d <= steps; d++) tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
         tokens[r * (1 + steps)] = text[r * room + positions[r]], sums[r] = 0;
     }
-    read->lengths = lengths, read->parents = parents, read->first = 0, read->nodes = width;
-    draftproof_forward(read, model, stores, asked, last, NULL, NULL, rest);
+    for (int64_t way = 0; way < model->ways; way++)
+        ways[way].lengths = lengths, ways[way].parents = parents, ways[way].first = 0, ways[way].nodes = width;
+    draftproof_forward(ways, model, stores, asked, last, NULL, NULL, rest);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
         memmove(last + r * size, root, (size_t)size * sizeof(bf16));
@@ -368,8 +370,9 @@ int64_t draftproof_chain(Read *read, const Model *model, bf16 *const *stores, co
             starts[r + 1] += starts[r];
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
-        read->first = d, read->nodes = d + 1, read->starts = starts, read->which = which;
-        draftproof_forward(read, model, stores, asked, last, own, NULL, rest);
+        for (int64_t way = 0; way < model->ways; way++)
+            ways[way].first = d, ways[way].nodes = d + 1, ways[way].starts = starts, ways[way].which = which;
+        draftproof_forward(ways, model, stores, asked, last, own, NULL, rest);
     }
     int64_t longest = 0;
     for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++) turns[likely[n].token] = n / rows + 1;

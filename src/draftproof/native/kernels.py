@@ -44,11 +44,11 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.norm = library.draftproof_norm
-        self.norm.argtypes = (pointer, pointer, ctypes.c_float, pointer, ctypes.c_float, pointer, number, number, number)
+        self.norm.argtypes = (*(pointer,) * 6, number, number, number)
         self.gate = library.draftproof_gate
-        self.gate.argtypes = (pointer, pointer, number, number, number)
+        self.gate.argtypes = (pointer, pointer, number, number, number, number)
         self.attend = library.draftproof_attend
-        self.attend.argtypes = (pointer, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, pointer)
+        self.attend.argtypes = (pointer,) * 8
         self.keep = library.draftproof_keep
         self.keep.argtypes = (pointer, pointer, pointer, number, number, number, pointer, pointer, number)
         self.codes = library.draftproof_codes

@@ -154,16 +154,28 @@ static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike
     return m + y + n * 0.693359375f;
 }
 
-/* x / (1 + e^-x), by a reciprocal up to its last bits; below -88 what it is there, next to nothing. NaN stays NaN. */
-static inline lanes silu(lanes x) {
-    x = larger((lanes){} - 88.0f, x);
-    lanes below = 1.0f + expo(-x);
+/* x / (1 + e^-by), by a reciprocal up to its last bits; by is -88 or more, or NaN. */
+static inline lanes opened(lanes x, lanes by) {
+    lanes below = 1.0f + expo(-by);
 #ifdef __AVX512F__
     lanes part = (lanes)_mm512_rcp14_ps((__m512)below);
     return x * (part * (2.0f - below * part));
 #else
     return x / below;
 #endif
+}
+
+/* x / (1 + e^-x); below -88 what it is there, next to nothing. NaN stays NaN. */
+static inline lanes silu(lanes x) {
+    x = larger((lanes){} - 88.0f, x);
+    return opened(x, x);
+}
+
+/* GELU as it is approximated by a hyperbolic tangent: x / 2 * (1 + tanh(y / 2)) = x / (1 + e^-y). Beyond 20 it is x or nothing. */
+static inline lanes tanh_gelu(lanes x) {
+    lanes least = (lanes){} - 20.0f, above = larger(least, x), near = -larger(least, -above);
+    lanes y = 1.5957691216f * (near + 0.044715f * near * near * near);
+    return opened(above, larger((lanes){} - 88.0f, y));
 }
 
 static inline float largest(lanes x) {
@@ -298,31 +310,38 @@ typedef struct {
     int64_t size, padded, outputs;
 } Linear;
 
-/* One layer of a model: queries, keys and values as one, gates and what they let through as one. What it adds to hidden states is
- * multiplied by `share`. Where it is `still` no head turns with its position. */
+/* How norms are made, and sums: what a layer adds is multiplied by `share`. */
+typedef struct {
+    float epsilon, share;
+} Norm;
+
+/* One layer of a model: queries, keys and values as one, gates and what they let through as one. Its heads see as the `way`-th of
+ * several reads says. */
 typedef struct {
     Linear inner, output, gate_up, down;
-    const bf16 *before, *after, *query, *key;   /* weights of norms; those over heads may be null */
-    float epsilon, share;
-    int64_t still;
+    const float *before, *after;                /* weights of norms in front of attention and gates; of heads, and of what */
+    const float *query, *key, *mixed, *fed;     /* attention and gates add, which may be null */
+    int64_t way;
 } Layer;
 
 /* A model: its layers, the weight of the final norm, embeddings [vocab, size] and what they are multiplied by, and what makes
  * logits of the last states, or null. */
 typedef struct {
     const Layer *layers;
-    int64_t count, vocab;
-    const bf16 *norm, *embeddings;
+    int64_t count, vocab, ways, gelu;           /* gates are GELU by tanh, or SiLU */
+    const float *last;
+    const bf16 *embeddings;
     const Linear *head;
+    Norm norm;
     float loud;
 } Model;
 
-void draftproof_attention(const Read *read, const bf16 *inner, const bf16 *query_weight, const bf16 *key_weight, float epsilon,
+void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
                           bf16 *keys, bf16 *values, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
                       int64_t threads);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads);
-void draftproof_forward(const Read *read, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
+void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
                         bf16 *const *kept, bf16 *work);

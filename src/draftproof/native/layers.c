@@ -6,50 +6,60 @@ enum { PART = 1024 };
 /* What is done `by_all` is done by all threads of a team together, which do not wait for each other in the end; else by threads of
  * its own. */
 
-/* hidden += delta * share, if there is one; out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
-static void normed_by_all(bf16 *hidden, const bf16 *delta, float share, const bf16 *weight, float epsilon, bf16 *out, int64_t rows,
-                          int64_t size) {
+/* What a row is divided by, the other way round. */
+static float factor_of(const bf16 *x, float epsilon, int64_t size) {
+    lanes squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
+    return 1.0f / sqrtf(total(squares) / (float)size + epsilon);
+}
+
+/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it; out = hidden / rms(hidden) *
+ * weight. [rows, size] each, size a multiple of 16. */
+static void normed_by_all(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
+                          int64_t rows, int64_t size) {
 #pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
+        const bf16 *d = delta + r * size;
         lanes squares = {};
+        float within = added && delta ? factor_of(d, norm->epsilon, size) : 0;
         for (int64_t i = 0; i < size; i += LANES) {
             lanes v = wide(x + i);
             if (delta) {
-                v = rounded(v + rounded(wide(delta + r * size + i) * share));
+                lanes more = added ? rounded(wide(d + i) * within) * loaded(added + i) : wide(d + i) * norm->share;
+                v = rounded(v + rounded(more));
                 narrowed(x + i, v);
             }
             squares += v * v;
         }
-        float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-        for (int64_t i = 0; i < size; i += LANES) {
-            narrowed(y + i, rounded(wide(x + i) * factor) * wide(weight + i));
-        }
+        float factor = 1.0f / sqrtf(total(squares) / (float)size + norm->epsilon);
+        for (int64_t i = 0; i < size; i += LANES) narrowed(y + i, rounded(wide(x + i) * factor) * loaded(weight + i));
     }
 }
 
-void draftproof_norm(bf16 *hidden, const bf16 *delta, float share, const bf16 *weight, float epsilon, bf16 *out, int64_t rows,
-                     int64_t size, int64_t threads) {
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
+                     int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * size > SMALL / 2)
-    normed_by_all(hidden, delta, share, weight, epsilon, out, rows, size);
+    normed_by_all(hidden, delta, added, weight, norm, out, rows, size);
 }
 
-/* out = silu(gate) * up; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
-static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size) {
+/* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
+static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
         for (int64_t part = 0; part < size; part += PART) {
             const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
             bf16 *y = out + r * size;
             for (int64_t i = part; i < part + PART && i < size; i += LANES) {
-                narrowed(y + i, rounded(silu(wide(gate + i))) * wide(up + i));
+                lanes x = wide(gate + i);
+                narrowed(y + i, rounded(gelu ? tanh_gelu(x) : silu(x)) * wide(up + i));
             }
         }
 }
 
-void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
+void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * size > SMALL / 4)
-    gated_by_all(gate_up, out, rows, size);
+    gated_by_all(gate_up, out, gelu, rows, size);
 }
 
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many
@@ -66,17 +76,17 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
         }
 }
 
-/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if they are
+/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if they are
  * wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens the model does not know are read as some
  * that it knows. stores: keys and values of each layer in turn. work: room for start_of(rows) * (2 size + the widest inner +
  * heads * head_dim + 3 gates) numbers. */
-void draftproof_forward(const Read *read, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
+void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
                         bf16 *const *kept, bf16 *work) {
     const Layer *layers = model->layers;
+    const Read *read = ways;
+    const Norm *norm = &model->norm;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
     bf16 *hidden = work, *normed = hidden + width * size;
-    Read still = *read;
-    still.turned = 0;
 #pragma omp parallel num_threads(threads) if (width * size * layers->gate_up.outputs > PRODUCTS / 2)
     {
         bf16 *delta = NULL;
@@ -91,28 +101,27 @@ void draftproof_forward(const Read *read, const Model *model, bf16 *const *store
             int64_t gates = layer->down.size;
             bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
             bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-            normed_by_all(hidden, delta, layer->share, layer->before, layer->epsilon, normed, width, size);
+            normed_by_all(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed, width, size);
 #pragma omp barrier
 #pragma omp master
             if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
             draftproof_multiply(&layer->inner, normed, states, width, threads);
 #pragma omp barrier
-            draftproof_attention(layer->still ? &still : read, states, layer->query, layer->key, layer->epsilon, stores[2 * n],
-                                 stores[2 * n + 1], mixed);
+            draftproof_attention(ways + layer->way, states, layer->query, layer->key, norm, stores[2 * n], stores[2 * n + 1], mixed);
 #pragma omp barrier
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);
 #pragma omp barrier
-            normed_by_all(hidden, delta, layer->share, layer->after, layer->epsilon, normed, width, size);
+            normed_by_all(hidden, delta, layer->mixed, layer->after, norm, normed, width, size);
 #pragma omp barrier
             draftproof_multiply(&layer->gate_up, normed, both, width, threads);
 #pragma omp barrier
-            gated_by_all(both, gate, width, gates);
+            gated_by_all(both, gate, model->gelu, width, gates);
 #pragma omp barrier
             draftproof_multiply(&layer->down, gate, delta, width, threads);
 #pragma omp barrier
         }
-        normed_by_all(hidden, delta, layers->share, model->norm, layers->epsilon, last, width, size);
+        normed_by_all(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width, size);
         if (logits) {
 #pragma omp barrier
             draftproof_multiply(model->head, last, logits, width, threads);

@@ -43,15 +43,19 @@ class Linear(ctypes.Structure):
         return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
 
 
+class Norm(ctypes.Structure):
+    """How norms are made, and sums; as in lanes.h."""
+
+    _fields_ = (("epsilon", ctypes.c_float), ("share", ctypes.c_float))
+
+
 class Layer(ctypes.Structure):
     """One layer of a model; as in lanes.h."""
 
     _fields_ = (
         *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key")),
-        ("epsilon", ctypes.c_float),
-        ("share", ctypes.c_float),
-        ("still", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key", "mixed", "fed")),
+        ("way", ctypes.c_int64),
     )
 
 
@@ -60,21 +64,25 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.POINTER(Layer)),
-        *((name, ctypes.c_int64) for name in ("count", "vocab")),
-        *((name, ctypes.c_void_p) for name in ("norm", "embeddings")),
+        *((name, ctypes.c_int64) for name in ("count", "vocab", "ways", "gelu")),
+        *((name, ctypes.c_void_p) for name in ("last", "embeddings")),
         ("head", ctypes.POINTER(Linear)),
+        ("norm", Norm),
         ("loud", ctypes.c_float),
     )
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], norm: Tensor, embeddings: Tensor, loud: float, head: Linear | None) -> Model:
-        """norm: [H] the weight of the final norm. embeddings: [V, H], and what they are multiplied by.
+    def of(
+        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor, head: Linear | None, norm: Norm,
+        loud: float,
+    ) -> Model:  # fmt: skip
+        """last: [H] float32, the weight of the final norm. embeddings: [V, H], and what they are multiplied by.
 
         The caller keeps alive what is named by its place.
         """
-        behind = ctypes.pointer(head) if head is not None else None
-        places = (norm.data_ptr(), embeddings.data_ptr())
-        return cls((Layer * len(layers))(*layers), len(layers), len(embeddings), *places, behind, loud)
+        behind, places = ctypes.pointer(head) if head is not None else None, (last.data_ptr(), embeddings.data_ptr())
+        some = (Layer * len(layers))(*layers)
+        return cls(some, len(layers), len(embeddings), ways, gelu, *places, behind, norm, loud)
 
 
 class Recurrence(ctypes.Structure):

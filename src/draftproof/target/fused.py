@@ -20,7 +20,7 @@ from draftproof.native.structures import Layer, Model, Read
 from draftproof.target.cache import RowCache, RowLayer
 
 if TYPE_CHECKING:
-    from draftproof.target.lean import Lean, _Layer
+    from draftproof.target.lean import Lean, Way
 
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
@@ -35,20 +35,23 @@ class Fused:
 
     def __init__(self, lean: Lean, found: Kernels) -> None:
         self.lean, self.kernels, self._weight = lean, found, lean.embed.weight
-        self._turns = (torch.zeros(0), torch.zeros(0))                  # cosines and sines [positions, D]
+        self._turns = [(torch.zeros(0), torch.zeros(0))]                # cosines and sines [positions, D] of each way
         layers = _native(lean)
         self._room = 2 * lean.hidden_size + max(                        # numbers a token needs on its way through a layer
             (layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers), default=0
         )
-        self._model = Model.of(layers, lean.norm_weight, lean.embed.weight, lean.loud, lean.native_head) if layers else None
+        self._model = Model.of(
+            layers, len(lean.ways), lean.gelu, lean.last_weight, lean.embed.weight, lean.native_head, lean.sums, lean.loud
+        ) if layers else None  # fmt: skip
 
     @staticmethod
     def of(lean: Lean) -> Fused | None:
         """For a model the kernels can serve, on a machine that has them."""
         sizes = (lean.hidden_size, lean.head_dim, *lean.inner_sizes)
-        weights = {weight.dtype for layer in lean.layers for weight in (layer.before_weight, layer.after_weight)}
-        fits = {lean.dtype, lean.embed.weight.dtype, *weights} == {torch.bfloat16} and not any(size % 16 for size in sizes)
-        fits &= lean.device.type == "cpu" and lean.head_dim <= WIDEST and (lean.window is None or lean.window > NODES)
+        fits = {lean.dtype, lean.embed.weight.dtype, *lean.norm_types} == {torch.bfloat16}
+        fits &= not any(size % 16 for size in sizes)
+        fits &= lean.device.type == "cpu" and lean.head_dim <= WIDEST
+        fits &= all(way.window is None or way.window > NODES for way in lean.ways)
         found = kernels() if fits else None
         return Fused(lean, found) if found is not None else None
 
@@ -62,52 +65,50 @@ class Fused:
         """As `Lean`. In a batch, nodes that are not there are not read."""
         some = _Some.of(tree, self.kernels) if len(tokens) > 1 and first == 0 and not last_only else None
         parents = tree.parents.contiguous()
-        read = self._read(len(tokens), parents, first, cache, some)
+        ways = self._ways(len(tokens), parents, first, cache, some)
         asked = tokens if some is None else some.tokens
         if self._model is not None and cache.stores is not None:
-            logits, tapped = self._whole(self._model, cache.stores, read, asked, last_only, taps)
+            logits, tapped = self._whole(self._model, cache.stores, ways, asked, last_only, taps)
         else:
-            logits, tapped = self._by_layers(read, asked, cache, last_only, taps)
+            logits, tapped = self._by_layers(ways, asked, cache, last_only, taps)
         if some is None:
             return logits, tapped
         return some.among_all(logits), some.among_all(tapped) if tapped is not None else None
 
     def _by_layers(
-        self, read: Read, tokens: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+        self, ways: ctypes.Array[Read], tokens: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Layer by layer, whose multiplications are torch's."""
-        lean, kernels = self.lean, self.kernels
+        lean, kernels, read = self.lean, self.kernels, ways[0]
         hidden = lean.embedded(tokens)
         (rows, width, size), threads = hidden.shape, read.threads
         work = rows * width
         room = (rows, width if work > 1 else ALONE)
         normed, mixed, last = (hidden.new_zeros(*room, much) for much in (size, read.heads * read.head_dim, size))
         gated = {inner: hidden.new_zeros(*room, inner) for inner in lean.inner_sizes}
-        still = Read.from_buffer_copy(read)
-        still.turned = 0
-        x, mix, share, ways = hidden.data_ptr(), mixed.data_ptr(), lean.share, [ctypes.addressof(one) for one in (read, still)]
+        x, mix, sums = hidden.data_ptr(), mixed.data_ptr(), ctypes.addressof(lean.sums)
         count = len(lean.layers)
         wanted = {tap % (count + 1) for tap in taps}
         kept = {0: hidden.clone()} if 0 in wanted else {}
         delta: Tensor | None = None
+        fed: int | None = None
         for number, (layer, store) in enumerate(zip(lean.layers, cache.layers, strict=True)):
             added = delta.data_ptr() if delta is not None else None
-            kernels.norm(x, added, share, layer.before_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads)
+            before, after, query, key, behind, fed_next = layer.places
+            kernels.norm(x, added, fed, before, sums, normed.data_ptr(), work, size, threads)
             if number and number in wanted:
                 kept[number] = hidden.clone()
             states = layer.inner(normed)
             keys, values = store.keys.data_ptr(), store.values.data_ptr()
-            kernels.attend(ways[layer.still], states.data_ptr(), *layer.head_weights, lean.epsilon, keys, values, mix)
+            kernels.attend(ctypes.addressof(ways[layer.way]), states.data_ptr(), query, key, sums, keys, values, mix)
             delta = layer.output(mixed)
-            kernels.norm(
-                x, delta.data_ptr(), share, layer.after_weight.data_ptr(), lean.epsilon, normed.data_ptr(), work, size, threads
-            )
+            kernels.norm(x, delta.data_ptr(), behind, after, sums, normed.data_ptr(), work, size, threads)
             both = layer.gate_up(normed)
             gate = gated[layer.inner_size]
-            kernels.gate(both.data_ptr(), gate.data_ptr(), work, layer.inner_size, threads)
-            delta = layer.down(gate)
+            kernels.gate(both.data_ptr(), gate.data_ptr(), lean.gelu, work, layer.inner_size, threads)
+            delta, fed = layer.down(gate), fed_next
         added = delta.data_ptr() if delta is not None else None
-        kernels.norm(x, added, share, lean.norm_weight.data_ptr(), lean.epsilon, last.data_ptr(), work, size, threads)
+        kernels.norm(x, added, fed, lean.last_weight.data_ptr(), sums, last.data_ptr(), work, size, threads)
         wanted_from = max(0, width - ALONE) if last_only else 0
         logits = lean.head(last[:, wanted_from:])[:, : width - wanted_from]
         logits = logits[:, -1:] if last_only else logits
@@ -117,7 +118,7 @@ class Fused:
         return logits, torch.stack([kept[tap % (count + 1)] for tap in taps], 2)
 
     def _whole(
-        self, model: Model, stores: Stores, read: Read, tokens: Tensor, last_only: bool, taps: tuple[int, ...]
+        self, model: Model, stores: Stores, ways: ctypes.Array[Read], tokens: Tensor, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """All in one call, but for a head of another layout."""
         lean, weight, count, (rows, width) = self.lean, self._weight, model.count, tokens.shape
@@ -129,7 +130,7 @@ class Fused:
         places = (ctypes.c_void_p * count)(*(kept[n].data_ptr() if n in kept else None for n in range(count))) if kept else None
         told = logits.data_ptr() if logits is not None else None
         self.kernels.forward(
-            ctypes.addressof(read), ctypes.addressof(model), stores.places, tokens.data_ptr(), last.data_ptr(), told, places,
+            ctypes.addressof(ways), ctypes.addressof(model), stores.places, tokens.data_ptr(), last.data_ptr(), told, places,
             work.data_ptr(),
         )  # fmt: skip
         kept[count] = last
@@ -144,36 +145,42 @@ class Fused:
         if model is None or stores is None or head is None:
             return None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
-        read = self._read(rows, text, 0, cache)                                         # the kernel makes parents of its own
+        ways = self._ways(rows, text, 0, cache)                                         # the kernel makes parents of its own
         tokens, reads = torch.empty(rows, 1 + steps, dtype=torch.int64), torch.empty_like(positions)
         turns = torch.empty_like(tokens)
         work = self._weight.new_empty(rows * (width * (head.size + self._room) + head.outputs))
         noise, places, heats, trusts = (None if one is None else one.data_ptr() for one in contest[:4])
         done = self.kernels.chain(
-            ctypes.addressof(read), ctypes.addressof(model), stores.places, text.data_ptr(), text.shape[1],
+            ctypes.addressof(ways), ctypes.addressof(model), stores.places, text.data_ptr(), text.shape[1],
             positions.data_ptr(), cache.lengths.data_ptr(), width, steps, nodes, noise, places, heats, trusts, contest.floor,
             ABSENT, tokens.data_ptr(), turns.data_ptr(), reads.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(1 + done)
         return Chains(tokens, turns, reads) if done == steps else Chains(tokens[:, : 1 + done], turns[:, : 1 + done], reads)
 
-    def _read(self, rows: int, parents: Tensor, first: int, cache: RowCache, some: _Some | None = None) -> Read:
+    def _ways(
+        self, rows: int, parents: Tensor, first: int, cache: RowCache, some: _Some | None = None
+    ) -> ctypes.Array[Read]:
+        """The same read for every way in which layers see."""
         lean, layer = self.lean, self.lean.layers[0]
-        cosines, sines = self._turned(cache.capacity)
         starts, which = (some.starts.data_ptr(), some.nodes.data_ptr()) if some is not None else (None, None)
-        return Read(
-            rows, parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity, lean.window or 0,
-            lean.context, torch.get_num_threads(), lean.turned, cache.lengths.data_ptr(), parents.data_ptr(),
-            cosines.data_ptr(), sines.data_ptr(), starts, which, layer.scale,
-        )  # fmt: skip
+        turns, lengths, threads = self._turned(cache.capacity), cache.lengths.data_ptr(), torch.get_num_threads()
+        sizes = (rows, parents.shape[1], first, layer.heads, layer.key_heads, lean.head_dim, cache.capacity)
 
-    def _turned(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all positions a cache of this capacity can hold."""
-        wanted = min(capacity, self.lean.context)
-        if len(self._turns[0]) < wanted:
-            weight = self.lean.embed.weight
-            cos, sin = self.lean.angles(weight[:1, None], torch.arange(wanted, device=weight.device)[None])
-            self._turns = (cos[0].contiguous(), sin[0].contiguous())
+        def told(way: Way, cosines: Tensor, sines: Tensor) -> Read:
+            places = (lengths, parents.data_ptr(), cosines.data_ptr(), sines.data_ptr(), starts, which)
+            return Read(*sizes, way.window or 0, lean.context, threads, way.turned, *places, layer.scale)
+
+        return (Read * len(turns))(*(told(way, *angles) for way, angles in zip(lean.ways, turns, strict=True)))
+
+    def _turned(self, capacity: int) -> list[tuple[Tensor, Tensor]]:
+        """For each way, cosines and sines of all positions a cache of this capacity can hold."""
+        lean, wanted = self.lean, min(capacity, self.lean.context)
+        if len(self._turns[0][0]) < wanted:
+            weight = lean.embed.weight
+            positions = torch.arange(wanted, device=weight.device)[None]
+            found = [lean.angles(way, weight[:1, None], positions) for way in lean.ways]
+            self._turns = [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
         return self._turns
 
 
@@ -210,8 +217,4 @@ class _Some(NamedTuple):
 
 def _native(lean: Lean) -> list[Layer]:
     """The layers of a model, if our kernels read all that is in them; otherwise none."""
-    def told(layer: _Layer) -> Layer:
-        norms = (layer.before_weight.data_ptr(), layer.after_weight.data_ptr(), *layer.head_weights)
-        return Layer(*layer.natives, *norms, lean.epsilon, lean.share, layer.still)
-
-    return [told(layer) for layer in lean.layers] if lean.native else []
+    return [Layer(*layer.natives, *layer.places, layer.way) for layer in lean.layers] if lean.native else []

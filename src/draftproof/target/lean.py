@@ -7,7 +7,7 @@ the model's own forward, and nowhere else. What `fused` can read it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,18 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import Chains, Contest
 from draftproof.native.structures import Linear as Native
+from draftproof.native.structures import Norm
 from draftproof.target.cache import RowCache
 from draftproof.target.fused import Fused
 from draftproof.target.masks import tree_mask
 from draftproof.target.pack import PackedLinear, PackedPart, Whole, packable
 
-FAMILIES = tuple(
-    f"{family}ForCausalLM" for family in ("Granite", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
-)
+_NAMES = ("Gemma3", "Granite", "Llama", "Ministral", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
+FAMILIES = tuple(f"{name}ForCausalLM" for name in _NAMES)
 ROTATIONS = ("default", "linear", "llama3", "longrope", "yarn")
 """Ways to turn heads that depend on a position alone: longrope as far as its first limit, where a target's context ends."""
 
+GELU = "gelu_pytorch_tanh"
 SHAPES = 64
 """Shapes of one forward that are compiled, at the most."""
 QUERIES = 4
@@ -41,22 +42,32 @@ COPIED = 16 << 20
 Linear = Callable[[Tensor], Tensor]
 
 
+class Way(NamedTuple):
+    """How heads see: whose angles they turn by, if there are several kinds, how many of their numbers turn, and how many
+    positions back they see, if not all."""
+
+    kind: str | None
+    turned: int
+    window: int | None
+
+
 class _Layer(NamedTuple):
     before: Linear
     inner: Linear                   # queries, keys and values, one behind the other
     turned_norm: Linear | None      # over each head of queries and keys
     output: Linear
+    mixed: Linear | None            # a norm of what attention adds
     after: Linear
     gate_up: Linear
     down: Linear
+    fed: Linear | None              # a norm of what gates let through
     heads: int
     key_heads: int
     inner_size: int                 # of gates, and of what they let through
     scale: float
-    still: bool                     # whether heads do not turn with positions
-    before_weight: Tensor
-    after_weight: Tensor
-    head_weights: tuple[int | None, int | None]     # where the norms of queries and keys lie
+    way: int                        # of the ways its heads see
+    weights: tuple[Tensor | None, ...]              # [.] float32, of norms: before, after, query, key, mixed, fed
+    places: tuple[int | None, ...]                  # where these lie
     natives: tuple[Native | None, ...]              # inner, output, gate_up and down, where our kernels read them
 
 
@@ -93,23 +104,28 @@ def _copied(linear: nn.Module) -> PackedLinear | None:
 class Lean:
     """The decode forward of one model, with the model's own weights.
 
-    window: how many positions back attention sees, if not all. context: positions the model knows.
+    windows: how many positions back attention sees, if not all, by kind of layer. context: positions the model knows.
     """
 
-    def __init__(self, model: PreTrainedModel, window: int | None, context: int) -> None:
+    def __init__(self, model: PreTrainedModel, windows: Mapping[str, int | None], context: int) -> None:
         body: Any = model.model
-        self.window, self.context = window, context
+        self.windows, self.context = windows, context
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.hidden_size: int = model.config.hidden_size
         self.embed, self.rotary = body.embed_tokens, body.rotary_emb
-        self.turned = 2 * len(body.rotary_emb.inv_freq)                                 # numbers of a head that turn
-        self.loud = float(getattr(model.config, "embedding_multiplier", 1.0))
+        self.loud = _loud(model.config, body.embed_tokens)
         self.share = float(getattr(model.config, "residual_multiplier", 1.0))
-        self.norm, self.norm_weight = _norm(body.norm), body.norm.weight
-        self.epsilon: float = body.norm.variance_epsilon
+        self.gelu = _gate(model.config) == GELU
+        self.norm, self.last_weight = _norm(body.norm), _weight(body.norm)
+        self.sums = Norm(_epsilon(body.norm), self.share)
         self.head_dim = int(body.layers[0].self_attn.head_dim)
-        self.layers = [_layer(layer, self.head_dim) for layer in body.layers]
+        ways = [_way(body, number, windows) for number in range(len(body.layers))]
+        self.ways = list(dict.fromkeys(ways))
+        self.layers = [
+            _layer(layer, self.head_dim, self.ways.index(way)) for layer, way in zip(body.layers, ways, strict=True)
+        ]
+        self.norm_types = {norm.weight.dtype for norm in body.modules() if type(norm) is type(body.norm)}
         self.native = not any(None in layer.natives for layer in self.layers)           # linear layers are our kernels' own
         head = _head(model.lm_head, free=self.native)
         self.head, self.native_head = _bare(head), _native(head)
@@ -132,18 +148,18 @@ class Lean:
         Never in float64: there the point is to agree with transformers, whose norms compute in float32 inside.
         """
         config = model.config
-        scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         return (
             type(model).__name__ in FAMILIES
             and model.dtype != torch.float64
-            and config.hidden_act == "silu"
-            and scaled in ROTATIONS
+            and _gate(config) in ("silu", GELU)
+            and all(scaled in ROTATIONS for scaled in _rotations(config))
+            and getattr(config, "attn_logit_softcapping", None) is None
             and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         )
 
     def of(self, model: PreTrainedModel) -> Lean:
         """The same for another model of this kind."""
-        other = Lean(model, self.window, self.context)
+        other = Lean(model, self.windows, self.context)
         other.fused = other.fused if self.fused is not None else None
         return other
 
@@ -159,18 +175,19 @@ class Lean:
             return self.fused(tokens, tree, first, cache, last_only, taps)
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
-        mask = tree_mask(tree, cache.lengths, span, self.dtype, first, self.window)
-        return self.forward(tokens, positions, mask, cache, last_only, taps)
+        windows = dict.fromkeys(way.window for way in self.ways)
+        masks = {window: tree_mask(tree, cache.lengths, span, self.dtype, first, window) for window in windows}
+        return self.forward(tokens, positions, [masks[way.window] for way in self.ways], cache, last_only, taps)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """[..., H] hidden states before the first layer; of tokens that the model does not know those of some that it knows."""
         hidden = F.embedding(tokens.clamp(0, len(self.embed.weight) - 1), self.embed.weight)
         return hidden if self.loud == 1 else hidden * self.loud
 
-    def angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, way: Way, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[B, W, D] cosines and sines of positions [B, W]; what does not turn has the angle 0."""
-        cos, sin = self.rotary(hidden, positions)
-        rest = self.head_dim - self.turned
+        cos, sin = self.rotary(hidden, positions, *([way.kind] if way.kind is not None else []))
+        rest = self.head_dim - cos.shape[-1]
         return (F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin)
 
     def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
@@ -185,42 +202,53 @@ class Lean:
         return self.fused.chain(prefix, width, cache, steps, nodes, contest)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache, last_only: bool, taps: tuple[int, ...]
+        self, tokens: Tensor, positions: Tensor, masks: list[Tensor], cache: RowCache, last_only: bool, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.embedded(tokens)
-        cos, sin = self.angles(hidden, positions)                                       # [B, W, D] each
-        half = self.turned // 2                          # swapping halves and signing the sine rotates by a quarter
-        cos, sin = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
         folded = tokens.shape[1] * self.sharing          # queries of the heads that share keys are read as one head's
-        copies = -(-QUERIES // folded)                   # few queries take other kernels, which round in their own way
-        mask = mask.repeat(1, 1, self.sharing * copies, 1) if self.sharing * copies > 1 else mask
+        copies = self.sharing * -(-QUERIES // folded)    # few queries take other kernels, which round in their own way
+        seen = [
+            (*self._turning(way, hidden, positions), mask.repeat(1, 1, copies, 1) if copies > 1 else mask)
+            for way, mask in zip(self.ways, masks, strict=True)
+        ]
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
-            hidden = hidden + self._shared(self._attend(layer, store, layer.before(hidden), cos, sin, mask))
+            hidden = hidden + self._shared(self._attend(layer, store, layer.before(hidden), *seen[layer.way]), layer.mixed)
             gate, up = layer.gate_up(layer.after(hidden)).chunk(2, -1)
-            hidden = hidden + self._shared(layer.down(F.silu(gate) * up))
+            opened = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
+            hidden = hidden + self._shared(layer.down(opened * up), layer.fed)
             states.append(hidden)
         states[-1] = hidden = self.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
         return logits, torch.stack([states[tap] for tap in taps], 2) if taps else None
 
-    def _shared(self, delta: Tensor) -> Tensor:
+    def _turning(self, way: Way, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 1, W, D] cosines, and sines signed: to swap halves then turns by a quarter."""
+        (cos, sin), half = self.angles(way, hidden, positions), way.turned // 2
+        return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
+
+    def _shared(self, delta: Tensor, norm: Linear | None) -> Tensor:
         """What a layer adds, as much of it as counts."""
+        if norm is not None:
+            return norm(delta)
         return delta if self.share == 1 else delta * self.share
 
-    def _swapped(self, heads: Tensor) -> Tensor:
-        """Both halves of what turns in each other's place; what does not turn anywhere."""
-        half = self.turned // 2
-        if self.turned == self.head_dim:
-            return heads.roll(half, -1)
-        return torch.cat([heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1)
+    def _turned(self, way: Way, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads turned to their positions."""
+        if not (half := way.turned // 2):
+            return heads
+        if 2 * half == self.head_dim:
+            swapped = heads.roll(half, -1)
+        else:
+            swapped = torch.cat([heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1)
+        return torch.addcmul(heads * cos, swapped, sin)
 
     def _attend(self, layer: _Layer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         rows, width, _ = inputs.shape
         inner = layer.inner(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)    # [B, heads, W, D]
         turned, value = torch.split(inner, [layer.heads + layer.key_heads, layer.key_heads], 1)
         turned = turned if layer.turned_norm is None else layer.turned_norm(turned)
-        turned = turned if layer.still else torch.addcmul(turned * cos, self._swapped(turned), sin)
+        turned = self._turned(self.ways[layer.way], turned, cos, sin)
         query, key = torch.split(turned, [layer.heads, layer.key_heads], 1)
         keys, values = store.update(key, value)
         folded = width * self.sharing
@@ -232,8 +260,25 @@ class Lean:
         return layer.output(out.transpose(1, 2).reshape(rows, width, -1))
 
 
-def _layer(layer: Any, head_dim: int) -> _Layer:
+def _way(body: Any, number: int, windows: Mapping[str, int | None]) -> Way:
+    """How the heads of a layer see."""
+    config, rotary = body.config, body.rotary_emb
+    kinds = getattr(config, "layer_types", None)
+    kind = str(kinds[number]) if kinds else ""
+    window = windows[kind] if kind in windows else next(iter(windows.values()))
+    several = not hasattr(rotary, "inv_freq")
+    still = not getattr(body.layers[number].self_attn, "use_rope", True)
+    angles = getattr(rotary, f"{kind}_inv_freq") if several else rotary.inv_freq
+    return Way(kind if several else None, 0 if still else 2 * len(angles), window)
+
+
+def _layer(layer: Any, head_dim: int, way: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    after, mixed, fed = layer.post_attention_layernorm, None, None
+    if hasattr(layer, "pre_feedforward_layernorm"):                 # Gemma norms what it adds as well
+        after, mixed, fed = layer.pre_feedforward_layernorm, after, layer.post_feedforward_layernorm
+    heads_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    weights = tuple(None if one is None else _weight(one) for one in (layer.input_layernorm, after, *heads_norms, mixed, fed))
     inner = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     heads = int(attention.config.num_attention_heads)
@@ -243,17 +288,18 @@ def _layer(layer: Any, head_dim: int) -> _Layer:
         inner=_together(*inner),
         turned_norm=_head_norm(attention, heads, key_heads) if hasattr(attention, "q_norm") else None,
         output=_bare(attention.o_proj),
-        after=_norm(layer.post_attention_layernorm),
+        mixed=_norm(mixed) if mixed is not None else None,
+        after=_norm(after),
         gate_up=_together(*gate_up),
         down=_bare(mlp.down_proj),
+        fed=_norm(fed) if fed is not None else None,
         heads=heads,
         inner_size=sum(map(_width, gate_up)) // 2,
         key_heads=key_heads,
         scale=attention.scaling,
-        still=not getattr(attention, "use_rope", True),
-        before_weight=layer.input_layernorm.weight,
-        after_weight=layer.post_attention_layernorm.weight,
-        head_weights=(_place(attention, "q_norm"), _place(attention, "k_norm")),
+        way=way,
+        weights=weights,
+        places=tuple(None if one is None else one.data_ptr() for one in weights),
         natives=tuple(_native(one) for one in (inner[0], attention.o_proj, gate_up[0], mlp.down_proj)),
     )
 
@@ -267,11 +313,6 @@ def _native(module: nn.Module) -> Native | None:
     """A layer, or the whole it is a part of, as our kernels read it."""
     whole = module.whole if isinstance(module, PackedPart) else module
     return whole.native if isinstance(whole, Whole) else None
-
-
-def _place(attention: Any, name: str) -> int | None:
-    """Where the weight of a norm over heads lies, if there is one."""
-    return getattr(attention, name).weight.data_ptr() if hasattr(attention, name) else None
 
 
 def _width(linear: Any) -> int:
@@ -307,24 +348,53 @@ def _bare(module: nn.Module) -> Linear:
     return forward
 
 
+def _gate(config: Any) -> str | None:
+    """What gates are, by name."""
+    return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+
+
+def _rotations(config: Any) -> list[str]:
+    """How heads turn, by name; of each kind of layer where these differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    several = [one for one in rope.values() if isinstance(one, dict)]
+    return [one.get("rope_type", "default") for one in several or [rope]]
+
+
+def _loud(config: Any, embed: Any) -> float:
+    """What embeddings are multiplied by, as it is rounded before that."""
+    scale = getattr(embed, "embed_scale", None)
+    return float(getattr(config, "embedding_multiplier", 1.0) if scale is None else scale.to(embed.weight.dtype))
+
+
+def _weight(norm: Any) -> Tensor:
+    """[.] float32, what a norm multiplies by; Gemma's count from one."""
+    weight: Tensor = norm.weight.detach().float()
+    return 1.0 + weight if type(norm).__name__.startswith("Gemma") else weight
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
 def _norm(norm: Any) -> Linear:
     """Root-mean-square norm over the last dimension."""
-    return _scaled(norm.weight, norm.weight.shape[-1], norm.variance_epsilon)
+    return _scaled(_weight(norm), norm.weight.dtype, norm.weight.shape[-1], _epsilon(norm))
 
 
 def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
     """The norms of queries and keys, each head with the weight of its kind, as one."""
     query, key = attention.q_norm, attention.k_norm
-    weight = torch.cat([query.weight.expand(heads, -1), key.weight.expand(key_heads, -1)])[:, None]      # [heads, 1, D]
-    return _scaled(weight, weight.shape[-1], query.variance_epsilon)
+    weight = torch.cat([_weight(query).expand(heads, -1), _weight(key).expand(key_heads, -1)])[:, None]  # [heads, 1, D]
+    return _scaled(weight, query.weight.dtype, weight.shape[-1], _epsilon(query))
 
 
-def _scaled(weight: Tensor, size: int, epsilon: float) -> Linear:
-    """x / sqrt(mean x² + epsilon) * weight in few operators: sqrt(|x|² + n epsilon) is a hypotenuse."""
+def _scaled(weight: Tensor, dtype: torch.dtype, size: int, epsilon: float) -> Linear:
+    """x / sqrt(mean x² + epsilon) * weight, in `dtype`, in few operators: sqrt(|x|² + n epsilon) is a hypotenuse."""
     if weight.device.type != "cpu" and weight.dim() == 1:
-        return lambda inputs: F.rms_norm(inputs, (size,), weight, epsilon)      # one kernel there
+        there = weight.to(dtype)
+        return lambda inputs: F.rms_norm(inputs, (size,), there, epsilon)       # one kernel there
     least = torch.tensor([(epsilon * size) ** 0.5], dtype=torch.float32, device=weight.device)
-    factor, dtype = weight.float() * size**0.5, weight.dtype
+    factor = weight * size**0.5
 
     def normed(inputs: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32)

@@ -66,8 +66,8 @@ class Target:
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
             self.reads_trees = bool(group.number(self._self_test()))
-            if group.alone and Lean.fits(model) and len(self._layout.windows) == 1:
-                self._choose_lean(Lean(model, next(iter(self._layout.windows.values())), self.context))
+            if group.alone and Lean.fits(model):
+                self._choose_lean(Lean(model, self._layout.windows, self.context))
 
     def new_cache(self, rows: int, capacity: int) -> RowCache:
         """An empty cache for `rows` rows of `capacity` positions."""
