@@ -277,7 +277,7 @@ def _print(found: list[Line]) -> None:
         table.add_column(column, justify="left" if column in ("case", "budget") else "right", no_wrap=True)
     for one in found:
         ratios = (f"{one.wall.value:.3f}", f"{one.wall.low:.2f}–{one.wall.high:.2f}", f"{one.cpu.value:.3f}")
-        same = f"{one.same_text}/{one.runs}"
+        same = "all" if one.same_text == one.runs else f"{one.same_text}/{one.runs}"
         table.add_row(one.case, one.budget, *ratios, f"{one.tokens_per_round:.2f}", f"{one.plain_share:.0%}", same)
     Console(highlight=False).print(table)
 

@@ -1,8 +1,8 @@
 """A lean forward for the common families: the model's own layers, called without the machinery around them.
 
-The families differ in which of these parts they have (norms over heads, layers whose heads do not turn, heads that turn in
-part, multipliers), so one forward driven by the model's modules serves them. It is used where a load-time read agrees with
-the model's own forward, and nowhere else. What `fused` can read it reads.
+The families differ in which of these parts they have (norms over heads and of what layers add, heads that turn in part or not
+at all, windows and angles of several kinds, multipliers), so one forward driven by the model's modules serves them. It is
+used where a load-time read agrees with the model's own forward, and nowhere else. What `fused` can read it reads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from draftproof.target.fused import Fused
 from draftproof.target.masks import tree_mask
 from draftproof.target.pack import PackedLinear, PackedPart, Whole, packable
 
-_NAMES = ("Gemma3", "Granite", "Llama", "Ministral", "Mistral", "Phi3", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
-FAMILIES = tuple(f"{name}ForCausalLM" for name in _NAMES)
+FAMILIES = (
+    "Gemma3ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM",
+)  # fmt: skip
 ROTATIONS = ("default", "linear", "llama3", "longrope", "yarn")
 """Ways to turn heads that depend on a position alone: longrope as far as its first limit, where a target's context ends."""
 
@@ -277,8 +279,8 @@ def _layer(layer: Any, head_dim: int, way: int) -> _Layer:
     after, mixed, fed = layer.post_attention_layernorm, None, None
     if hasattr(layer, "pre_feedforward_layernorm"):                 # Gemma norms what it adds as well
         after, mixed, fed = layer.pre_feedforward_layernorm, after, layer.post_feedforward_layernorm
-    heads_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    weights = tuple(None if one is None else _weight(one) for one in (layer.input_layernorm, after, *heads_norms, mixed, fed))
+    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    weights = tuple(None if one is None else _weight(one) for one in (layer.input_layernorm, after, *head_norms, mixed, fed))
     inner = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     heads = int(attention.config.num_attention_heads)
