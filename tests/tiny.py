@@ -101,6 +101,19 @@ def build(kind: str, seed: int = 0, **values: Any) -> PreTrainedModel:
     return model
 
 
+def of_family(name: str, **values: Any) -> PreTrainedModel:
+    """A random model of the text models that transformers calls so, with norms that do not weigh all alike."""
+    torch.manual_seed(0)
+    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
+    config = next(kind for kind in kinds if kind is not None)(**values)
+    made: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for part, weight in made.named_parameters():
+            if "norm" in part:
+                weight += 0.3 * torch.randn_like(weight)
+    return made.eval()
+
+
 @lru_cache(maxsize=64)
 def model(name: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As `fresh`, one for all tests: leave it as it is."""

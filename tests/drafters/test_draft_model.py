@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 import pytest
 import torch
 import transformers
+from tiny import of_family
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
@@ -60,15 +61,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def of_family(family: str) -> Target:
+def of_kind(family: str) -> Target:
     name, extra = FAMILIES[family]
-    torch.manual_seed(0)
-    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
-    config = next(kind for kind in kinds if kind is not None)(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    own = of_family(
+        name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
-    )  # fmt: skip
-    own = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+    ).to(torch.bfloat16)  # fmt: skip
     pack_linears(own, free=True)
     return Target(own)
 
@@ -153,7 +151,7 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling],
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_drafts_by_its_own_law(family: str) -> None:
     """For itself it is right nearly always, however it is drawn: what rounds otherwise decides little."""
-    target = of_family(family)
+    target = of_kind(family)
     for wishes in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
         texts = written(drafter, target, wishes, Fixed(4), 1)

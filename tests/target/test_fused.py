@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny import of_family
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.native.kernels import SWITCH, has_amx, kernels
@@ -68,15 +69,7 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
     name, extra = FAMILIES[family]
-    torch.manual_seed(0)
-    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
-    config = next(kind for kind in kinds if kind is not None)(**SIZES | extra)
-    own = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for part, weight in own.named_parameters():
-            if "norm" in part:
-                weight += 0.3 * torch.randn_like(weight)
-    return own.to(torch.bfloat16).to(dtype).eval()
+    return of_family(name, **SIZES | extra).to(torch.bfloat16).to(dtype)
 
 
 @pytest.fixture(params=WAYS)

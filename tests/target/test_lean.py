@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from tiny import of_family
 from torch import Tensor
 
 from draftproof.core.tree import TokenTree, TreeShape
@@ -87,15 +88,7 @@ FAMILIES = {
 
 def model(family: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     name, extra = FAMILIES[family]
-    torch.manual_seed(0)
-    kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
-    config = next(kind for kind in kinds if kind is not None)(**SIZES | extra)
-    own = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for part, weight in own.named_parameters():
-            if "norm" in part:
-                weight += 0.3 * torch.randn_like(weight)
-    return own.to(dtype).eval()
+    return of_family(name, **SIZES | extra).to(dtype)
 
 
 def readings(target: Target, tokens: Tensor) -> list[Tensor]:
