@@ -8,9 +8,7 @@ enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST 
 static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
-    lanes squares = {};
-    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
-    float factor = 1.0f / sqrtf(total(squares) / (float)size + norm->epsilon);
+    float factor = factor_of(x, norm->epsilon, size);
     for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * loaded(weight + i));
 }
 

@@ -315,6 +315,13 @@ typedef struct {
     float epsilon, share;
 } Norm;
 
+/* What a row is divided by, the other way round. */
+static inline float factor_of(const bf16 *x, float epsilon, int64_t size) {
+    lanes squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
+    return 1.0f / sqrtf(total(squares) / (float)size + epsilon);
+}
+
 /* One layer of a model: queries, keys and values as one, gates and what they let through as one. Its heads see as the `way`-th of
  * several reads says. */
 typedef struct {

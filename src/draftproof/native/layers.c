@@ -6,13 +6,6 @@ enum { PART = 1024 };
 /* What is done `by_all` is done by all threads of a team together, which do not wait for each other in the end; else by threads of
  * its own. */
 
-/* What a row is divided by, the other way round. */
-static float factor_of(const bf16 *x, float epsilon, int64_t size) {
-    lanes squares = {};
-    for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);
-    return 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-}
-
 /* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it; out = hidden / rms(hidden) *
  * weight. [rows, size] each, size a multiple of 16. */
 static void normed_by_all(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
@@ -20,12 +13,12 @@ static void normed_by_all(bf16 *hidden, const bf16 *delta, const float *added, c
 #pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
-        const bf16 *d = delta + r * size;
+        const bf16 *d = delta ? delta + r * size : NULL;
         lanes squares = {};
-        float within = added && delta ? factor_of(d, norm->epsilon, size) : 0;
+        float within = added && d ? factor_of(d, norm->epsilon, size) : 0;
         for (int64_t i = 0; i < size; i += LANES) {
             lanes v = wide(x + i);
-            if (delta) {
+            if (d) {
                 lanes more = added ? rounded(wide(d + i) * within) * loaded(added + i) : wide(d + i) * norm->share;
                 v = rounded(v + rounded(more));
                 narrowed(x + i, v);
