@@ -410,6 +410,18 @@ def test_hopeless_drafts_are_soon_given_up_in_short_texts_too() -> None:
         assert sum(size > 0 for size in one.sizes) <= 40
 
 
+def test_drafts_that_pauses_part_are_not_chosen_in_a_row() -> None:
+    """One per text is not settled drafting, and never kept for the rounds that follow."""
+    for seed in range(4):
+        budget, one, drafted = known(0.1, seed), world(0.0, 0.1, seed=seed), []
+        for _ in range(40):
+            before = len(one.sizes)
+            budget.begin()
+            one.run(budget, 128)
+            drafted.append(sum(size > 0 for size in one.sizes[before:]))
+        assert sum(drafted) > 40 and max(drafted[5:]) <= 2
+
+
 def test_a_pause_behind_a_draft_in_vain_begins_without_a_thought() -> None:
     """Where a drafter is left alone, what a draft told is enough to know how long."""
     budget, one, told = known(0.2), world(0.0, 0.2), list[tuple[int, int]]()

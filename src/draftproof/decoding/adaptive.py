@@ -254,6 +254,8 @@ class Adaptive:
         self._plain_rounds = min(self._plain_rounds, 2 * REST) if settled else 0
         pause = self._pause() if settled and self.pauses.needed and not self._free else 0
         self._rest = pause if pause > REST else 0                               # nor is the pause behind it
+        if self._rest:                                                          # which ends what was chosen in a row
+            self._streak = self._hold = 0
 
     def _drafted(self, gain: float) -> None:
         """A draft gained so many plain steps, its set-up aside."""
