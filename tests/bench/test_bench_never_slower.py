@@ -16,7 +16,7 @@ from draftproof.bench.never_slower import SLICE, Case, Way, _line, _measure, _wa
 from draftproof.core.wishes import Wishes
 from draftproof.decoding.sequence import Running
 
-NEW, ENDS = 5 * SLICE, (7, 11, 23, 30)
+NEW, ENDS = 40, (7, 11, 23, 30)
 
 
 class Scribe:
@@ -50,8 +50,8 @@ class Scribe:
         self.log.append(self.name)
 
 
-def scribes(time: Time, log: list[str], slow: int = 1 << 30) -> dict[str, Way]:
-    steps = {"plain": 1, "fixed": 6, "adaptive": 3}
+def scribes(time: Time, log: list[str], slow: int = 1 << 30, most: int = SLICE + 1) -> dict[str, Way]:
+    steps = {"plain": 1, "fixed": most, "adaptive": SLICE}
     return {name: Way(Scribe(name, time, log, step, slow)) for name, step in steps.items()}  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def test_a_host_that_becomes_slower_is_the_same_to_all() -> None:
 
 def test_the_ways_take_turns_in_every_order() -> None:
     time, log = Time(), list[str]()
-    _measure(scribes(time, log), [[[1]]], Case("none", 6 * SLICE + 1), 1, (time, time))
+    _measure(scribes(time, log, most=SLICE), [[[1]]], Case("none", NEW + 1), 1, (time, time))
     texts = [log[at : at + len(log) // 8] for at in range(0, len(log), len(log) // 8)]
     for text in texts:
         assert sorted(text[:3]) == ["adaptive", "fixed", "plain"]       # prompts, each in a slice of its own

@@ -50,9 +50,10 @@ PROMPTS = (
 WARM_UP, SHORT, LONG, FIXED = 12, 8, 640, 5
 """Tokens: to warm up with, of a short text, of a long prompt, drafted in each round by the way that does not adapt."""
 HOT = 1.5
-SLICE = 8
-"""Tokens per row that a way writes before the next has its turn. At demo size about ten milliseconds: the speed of a machine
-hardly changes within them, and what a way must fetch again into the processor's caches is small beside them."""
+SLICE = 2
+"""Tokens per row that a way writes before the next has its turn. At demo size a few milliseconds: the less the speed of a
+machine changes within them, the less ratios scatter, and what a way must fetch again into the processor's caches is still
+little."""
 CLOCKS: tuple[Clock, Clock] = (time.perf_counter, time.process_time)
 """Wall time, and CPU time of the process."""
 
