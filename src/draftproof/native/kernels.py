@@ -51,6 +51,8 @@ class Kernels:
         self.attend.argtypes = (pointer,) * 8
         self.keep = library.draftproof_keep
         self.keep.argtypes = (pointer, pointer, pointer, number, number, number, pointer, pointer, number)
+        self.copy = library.draftproof_copy
+        self.copy.argtypes = (pointer, pointer, pointer, number, number, number, pointer, pointer, pointer)
         self.codes = library.draftproof_codes
         self.codes.argtypes = (pointer, pointer, pointer, number, number, number)
         self.scaled = library.draftproof_scaled
@@ -274,14 +276,14 @@ class Chains(NamedTuple):
 
 
 class Stores:
-    """Where tensors [rows, heads, capacity, ...] of one cache lie, to move slots in all of them at once."""
+    """Where tensors [rows, heads, capacity, ...] of one cache lie, to move slots or rows in all of them at once."""
 
     def __init__(self, stores: Sequence[Tensor]) -> None:
         self.rows, _, self.capacity = stores[0].shape[:3]
         self.count = len(stores)
         self.places = (ctypes.c_void_p * self.count)(*(store.data_ptr() for store in stores))
         self.heads = (ctypes.c_int64 * self.count)(*(store.shape[1] for store in stores))
-        self.bytes = (ctypes.c_int64 * self.count)(*(store[0, 0, 0].nbytes for store in stores))
+        self.bytes = (ctypes.c_int64 * self.count)(*(store.stride(2) * store.element_size() for store in stores))
 
     @classmethod
     def of(cls, stores: Sequence[Tensor]) -> Stores | None:
@@ -297,6 +299,15 @@ class Stores:
         found.keep(
             self.places, self.heads, self.bytes, self.count, self.capacity, self.rows, lengths.data_ptr(), nodes.data_ptr(),
             nodes.shape[1],
+        )  # fmt: skip
+
+    def copy(self, copies: Sequence[tuple[int, int]], lengths: Tensor) -> None:
+        """Let rows become what others are, one after another, each (new, old); of an old one its first `lengths` [rows]."""
+        found = kernels()
+        assert found is not None
+        new, old = ((ctypes.c_int64 * len(copies))(*side) for side in zip(*copies, strict=True))
+        found.copy(
+            self.places, self.heads, self.bytes, self.count, self.capacity, len(copies), new, old, lengths.data_ptr()
         )  # fmt: skip
 
 

@@ -69,10 +69,22 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
         }
 }
 
-/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if they are
- * wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens the model does not know are read as some
- * that it knows. stores: keys and values of each layer in turn. work: room for start_of(rows) * (2 size + the widest inner +
- * heads * head_dim + 3 gates) numbers. */
+/* Rows become copies of others, one after another: `to` of `from`, each as long as it is, in stores as above. */
+void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count, int64_t capacity, int64_t copies,
+                     const int64_t *to, const int64_t *from, const int64_t *lengths) {
+    for (int64_t s = 0; s < count; s++)
+        for (int64_t c = 0; c < copies; c++)
+            for (int64_t head = 0; head < heads[s]; head++) {
+                char *mine = stores[s] + (to[c] * heads[s] + head) * capacity * bytes[s];
+                const char *theirs = stores[s] + (from[c] * heads[s] + head) * capacity * bytes[s];
+                memcpy(mine, theirs, (size_t)(lengths[from[c]] * bytes[s]));
+            }
+}
+
+/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens [start_of(rows)] become hidden
+ * states behind the final norm, in `last`, and logits of these, if they are wanted; the states before layer n go to kept[n] where
+ * that is not null, nor kept. Tokens the model does not know are read as some that it knows. stores: keys and values of each layer
+ * in turn. work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates) numbers. */
 void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
                         bf16 *const *kept, bf16 *work) {
     const Layer *layers = model->layers;

@@ -168,13 +168,16 @@ class RowCache(transformers.Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front; a row may be repeated. The rows behind become empty."""
-        changed = [(new, old) for new, old in enumerate(rows) if new != old]
+        changed = [(new, old) for new, old in reversed(list(enumerate(rows))) if new != old]
         if changed:
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
-            for layer in self.layers:
-                for store in layer.stores:
-                    store.index_copy_(0, new, store.index_select(0, old))
+            if self.stores is not None and _in_turn(changed):
+                self.stores.copy(changed, self.lengths)
+            else:
+                for layer in self.layers:
+                    for store in layer.stores:
+                        store.index_copy_(0, new, store.index_select(0, old))
             self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
         self.lengths[len(rows) :] = 0
 
@@ -197,6 +200,16 @@ class RowCache(transformers.Cache):
         for layer in self.layers:
             for store in layer.stores:
                 write(store, target, _read(store, source))
+
+
+def _in_turn(changed: Sequence[tuple[int, int]]) -> bool:
+    """Whether rows (new, old) may be copied one after another: none that is still to be copied is overwritten before."""
+    done = set[int]()
+    for new, old in changed:
+        if old in done:
+            return False
+        done.add(new)
+    return True
 
 
 def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
