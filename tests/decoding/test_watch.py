@@ -37,7 +37,7 @@ class Wild:
 
     def __init__(self, most: int, seed: int) -> None:
         self.most, self.dice, self.plain_step, self.resting, self.holding = most, random.Random(seed), 0.0, 0, 0
-        self.begun = 0
+        self.begun, self.dozes = 0, False
         self.rounds: list[Round] = []
         self.seen: list[Round] = []
         self.aheads: list[Ahead] = []
@@ -49,7 +49,7 @@ class Wild:
         self.begun += 1
 
     def rested(self, rounds: int, seconds: float) -> None:
-        raise AssertionError("it never rests for longer than a round")
+        assert self.dozes, "it never rests"
 
     def held(self, done: Round, given: Sequence[int]) -> None:
         raise AssertionError("it never keeps a choice")
@@ -151,7 +151,7 @@ def test_a_budget_is_told_where_a_text_begins() -> None:
     """In its first round and no other, also while it rests."""
     for rests in (False, True):
         budget = Wild(3, 1)
-        budget.resting = rests
+        budget.resting = budget.dozes = rests
         engine = Engine(target(), PromptLookup(), budget=budget)
         engine.generate(prompts(4, seed=2), max_new_tokens=12, batch_size=1)
         assert budget.begun == 4
@@ -160,7 +160,7 @@ def test_a_budget_is_told_where_a_text_begins() -> None:
 def test_what_passes_while_a_budget_rests_is_not_told() -> None:
     """Each round is told with its own seconds, not with those of rounds before it that nobody watched."""
     budget = Wild(3, 1)
-    budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
+    budget.nodes, budget.dozes = lambda stats, rows: 0, True  # type: ignore[method-assign]
     rests = itertools.cycle((True, True, True, False))
     engine = Engine(target(), Silent(), budget=budget)
     for _ in engine.rounds(prompts(1, seed=2), max_new_tokens=40):
@@ -174,7 +174,7 @@ def test_what_passes_while_a_budget_rests_is_not_told() -> None:
 def test_rounds_that_nobody_watches_are_reckoned_as_well(together: int) -> None:
     """Of every row, whoever else begins or ends meanwhile."""
     budget = Wild(3, 1)
-    budget.nodes = lambda stats, rows: 0  # type: ignore[method-assign]
+    budget.nodes, budget.dozes = lambda stats, rows: 0, True  # type: ignore[method-assign]
     rests = itertools.cycle((True, True, True, False))
     budget.plain_step = 2.0
     engine, seen = Engine(target(), Silent(), budget=budget), list[Running]()
@@ -204,6 +204,26 @@ def test_what_thinking_takes_is_told_apart_from_drafts() -> None:
     assert statistics.median(one.drafting for one in budget.rounds) < 0.02
 
 
+def test_whatever_a_round_takes_that_is_decided_is_told_with_the_next() -> None:
+    """Not only what the budget thinks before it and learns behind it."""
+
+    class Musing(Wild):
+        def begin(self) -> None:
+            time.sleep(0.02)
+
+        def nodes(self, stats: RoundStats, rows: int) -> int:
+            return 0
+
+        def curiosity(self) -> int:
+            return 0
+
+    budget = Musing(3, 1)
+    engine = Engine(target(), Silent(), budget=budget)
+    engine.generate(prompts(1, seed=2), max_new_tokens=6)
+    first, second, *rest = (one.drafting for one in budget.rounds)
+    assert 0.02 <= second <= engine.clock.seconds["draft"] and max(first, statistics.median(rest)) < 0.02
+
+
 class Sleepy(Wild):
     """Never drafts, and rests for five rounds behind each that it was told of."""
 
@@ -214,12 +234,12 @@ class Sleepy(Wild):
         self.took = list[float]()
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
+        assert not self.resting
         self.asked += 1
-        self.resting = max(0, self.resting - 1)
         return 0
 
     def rested(self, rounds: int, seconds: float) -> None:
-        assert 0 < rounds < 5
+        assert 0 < rounds <= 5
         self.slept += rounds
         self.took.append(seconds)
         self.resting -= rounds
@@ -262,20 +282,18 @@ def test_most_rounds_of_a_rest_are_not_asked_for(together: int) -> None:
 
 
 def test_a_rest_may_begin_behind_a_draft() -> None:
-    """Its rounds are plain, and only the last of them is asked for."""
+    """Its rounds are plain, and none of them is asked for."""
 
     class Once(Sleepy):
         def nodes(self, stats: RoundStats, rows: int) -> int:
-            rests = self.resting > 0
-            super().nodes(stats, rows)
-            return 0 if rests else 3
+            return super().nodes(stats, rows) + 3
 
     budget = Once(3, 1)
     engine = Engine(target(), Guess(), budget=budget)
     (done,) = engine.generate(prompts(1, seed=2), max_new_tokens=40)
     drafted, plain = done.stats.by_width[3], done.stats.by_width[0]
-    assert drafted >= 5 and 4 * drafted <= plain <= 5 * drafted and 4 * (drafted - 1) <= budget.slept
-    assert budget.asked <= 2 * drafted + 1
+    assert drafted >= 5 and 5 * (drafted - 1) <= plain == budget.slept <= 5 * drafted
+    assert budget.asked == drafted
 
 
 def test_what_rounds_of_a_rest_took_is_told_by_their_median(monkeypatch: pytest.MonkeyPatch) -> None:

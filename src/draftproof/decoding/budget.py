@@ -76,9 +76,9 @@ class Learner(Protocol):
 
     @property
     def resting(self) -> int:
-        """So many of the next rounds will be plain, and nobody needs to be told of them.
+        """So many of the next rounds will be plain, and nobody needs to be asked or told of them.
 
-        `nodes` need not be asked either, but before the last of them; `rested` tells how many were made like this."""
+        `rested` tells how many were made like this."""
         ...
 
     def rested(self, rounds: int, seconds: float) -> None:

@@ -199,9 +199,10 @@ class Engine:
         target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
         drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
         agreed = Ranks(self.target.group).budget(self.budget)
-        budget = cast(Budget, Timed(agreed, clock, "draft", ["nodes"])) if isinstance(agreed, Learner) else agreed
+        learner = agreed if isinstance(agreed, Learner) else None
+        budget = cast(Budget, Timed(agreed, clock, "draft", ["nodes"])) if learner is not None else agreed
         decoder = self._decoder(target, drafter, budget, rows, capacity)
-        watch = Watch(decoder, agreed, clock)
+        watch = Watch(decoder, learner, clock)
         begun: list[tuple[Running, dict[str, float]]] = []
         try:
             while waiting or decoder.running:

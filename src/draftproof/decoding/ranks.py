@@ -59,14 +59,16 @@ class Led:
     def __init__(self, budget: Budget, group: Group) -> None:
         self.budget, self.group, self.most = budget, group, budget.most
         self.learner = budget if group.leads and isinstance(budget, Learner) else None
+        self.rests = False                              # whether the round asked for last is one of a rest
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
+        self.rests = self.learner is not None and self.learner.resting > 0
         return self.group.number(self.budget.nodes(stats, rows) if self.group.leads else 0)
 
     @property
     def resting(self) -> int:
-        """1 at most: all ranks are told before every round what is drafted."""
-        return 1 if self.learner is None else min(1, self.learner.resting)
+        """0: all ranks are told before every round what is drafted, in a rest as well."""
+        return 0
 
     def rested(self, rounds: int, seconds: float) -> None:
         if self.learner:
@@ -89,16 +91,22 @@ class Led:
     def plain_step(self) -> float:
         return self.learner.plain_step if self.learner else 0.0
 
+    def begin(self) -> None:
+        if self.learner:
+            self.learner.begin()
+
     def expect(self, ahead: Ahead) -> None:
         if self.learner:
             self.learner.expect(ahead)
 
     def learn(self, done: Round) -> None:
-        if self.learner:
+        if self.learner and not self.rests:
             self.learner.learn(done)
 
     def curiosity(self) -> int:
-        return self.learner.curiosity() if self.learner else 0          # drafters that are free never ask the target
+        if self.learner is None or self.learner.resting:
+            return 0
+        return self.learner.curiosity()                                 # drafters that are free never ask the target
 
     def glimpse(self, nodes: int, seen: Round) -> None:
         if self.learner:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.budget import Ahead, Budget, Learner, Round
+from draftproof.decoding.budget import Ahead, Learner, Round
 from draftproof.decoding.decoder import Decoder
 from draftproof.decoding.sequence import Running
 from draftproof.decoding.stats import Clock, RoundStats
@@ -58,19 +58,19 @@ class _Counts(NamedTuple):
 
 
 class Watch:
-    """Runs the rounds of a decoder, and lets its budget learn from them if it is one that learns.
+    """Runs the rounds of a decoder, and lets its budget learn from them if it is a learner.
 
     The time a budget takes to think is counted as drafting, and told with the next round.
     """
 
-    def __init__(self, decoder: Decoder, budget: Budget, clock: Clock) -> None:
-        self.decoder, self.clock = decoder, clock
+    def __init__(self, decoder: Decoder, learner: Learner | None, clock: Clock) -> None:
+        self.decoder, self.learner, self.clock = decoder, learner, clock
         self._round = clock.timed(decoder.step, "decide")
+        self._think = clock.timed(self._asked, "draft")
         self._before_round, self._behind_round = clock.timed(self._prepare, "draft"), clock.timed(self._conclude, "draft")
-        self.learner = budget if isinstance(budget, Learner) else None
         self._looks = decoder.drafter.free                      # proposals may be compared that nobody reads
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
-        self._learning = 0.0                                    # seconds that the last watched round was learned from
+        self._afterthought = 0.0                                    # seconds of thought behind the last watched round
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
         self._rows, self._plain = list[Running](), 0.0          # of the last round that was asked for; its plain step
@@ -100,8 +100,9 @@ class Watch:
         elif self._left and self.decoder.running is rows and len(rows) == len(self._since.written):
             self._unasked(rows)
         else:
-            self.wake()
-            self._asked(learner)
+            self._think(learner)
+            if self._spent is not None:
+                self._afterthought = self.clock.seconds["draft"] - self._spent[1]
 
     def wake(self) -> None:
         """Account for the rounds of a rest or a hold, which nobody asked for."""
@@ -162,7 +163,7 @@ class Watch:
         self.wake()
         assert self.learner is not None, "nobody else rests"
         self.learner.glimpse(nodes, seen)
-        self._left = max(0, self.learner.resting - 1)
+        self._left = self.learner.resting
 
     def _hindsight(self, repeating: int) -> Round:
         """What would have stood if the rows that repeat themselves, so many of all, had been drafted for."""
@@ -171,21 +172,18 @@ class Watch:
         return Round(rows, tried, [repeating] * FORETOLD, chain=True, emitted=0, seconds=0.0, nodes=right)
 
     def _asked(self, learner: Learner) -> None:
-        """A round that the budget decides."""
+        """A round that the budget decides, if no rest goes on. All that it takes besides is counted as drafting."""
+        self.wake()
         self._rows, self._since = self.decoder.running, self._counts()
         if any(row.stats.rounds == 0 for row in self._rows):
             learner.begin()
-        if learner.resting > 1:                                 # a rest that goes on needs not even this one asked for
-            self._plain, self._nodes, self._left = learner.plain_step, 0, learner.resting - 1
+        if learner.resting:
+            self._plain, self._nodes, self._left = learner.plain_step, 0, learner.resting
             self._unasked(self._rows)
             return
-        if learner.resting:
-            self._round()
-            self._spent = None
-        else:
-            self._watched(learner, [row for row, _ in self._since.written])
+        self._watched(learner, [row for row, _ in self._since.written])
         self._plain, self._nodes = learner.plain_step, self.decoder.allowed
-        self._left = learner.holding if self._nodes else max(0, learner.resting - 1)
+        self._left = learner.holding if self._nodes else learner.resting
         self._reckon()
 
     def _reckon(self) -> None:
@@ -199,14 +197,13 @@ class Watch:
         return _Counts(stats.emitted, stats.drafted, stats.reached, [(row, row.stats.emitted) for row in self.decoder.running])
 
     def _watched(self, learner: Learner, rows: list[Running]) -> None:
-        before = self._spent or self._spend(less=self._learning)
+        before = self._spent or self._spend(less=self._afterthought)
         self._before_round(learner, rows)
         thought = self.clock.seconds["draft"]
         self._round(self._nodes)
         self._spent = self._spend()
         beside = (thought if self._nodes else self._spent[1]) - before[1]
         self._behind_round(learner, rows, self._spent[0] - before[0], beside)
-        self._learning = self.clock.seconds["draft"] - self._spent[1]
 
     def _prepare(self, learner: Learner, rows: list[Running]) -> None:
         learner.expect(self._ahead(rows))
