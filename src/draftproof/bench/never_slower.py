@@ -274,10 +274,10 @@ def _line(case: str, name: str, ways: dict[str, Way]) -> Line:
 def _print(found: list[Line]) -> None:
     title = f"time per token over plain decoding, {torch.get_num_threads()} threads"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for column in ("case", "budget", "wall", "95 %", "CPU", "tokens/\nround", "plain\nrounds", "same\ntext"):
+    for column in ("case", "budget", "wall", "95 %", "CPU", "tok./\nround", "plain\nrounds", "same\ntext"):
         table.add_column(column, justify="left" if column in ("case", "budget") else "right", no_wrap=True)
     for one in found:
-        ratios = (f"{one.wall.value:.3f}", f"{one.wall.low:.2f}–{one.wall.high:.2f}", f"{one.cpu.value:.3f}")
+        ratios = (f"{one.wall.value:.3f}", f"{one.wall.low:.3f}–{one.wall.high:.3f}", f"{one.cpu.value:.3f}")
         same = "all" if one.same_text == one.runs else f"{one.same_text}/{one.runs}"
         table.add_row(one.case, one.budget, *ratios, f"{one.tokens_per_round:.2f}", f"{one.plain_share:.0%}", same)
     Console(highlight=False).print(table)

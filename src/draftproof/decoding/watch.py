@@ -70,7 +70,7 @@ class Watch:
         self._before_round, self._behind_round = clock.timed(self._prepare, "draft"), clock.timed(self._conclude, "draft")
         self._looks = decoder.drafter.free                      # proposals may be compared that nobody reads
         self._spent: tuple[float, float] | None = None          # up to the round before, if that was watched
-        self._afterthought = 0.0                                    # seconds of thought behind the last watched round
+        self._afterthought = 0.0                                # seconds of thought behind the last watched round
         self._before: tuple[list[int], list[int]] = ([], [])
         self._glimpse: _Glimpse | None = None
         self._rows, self._plain = list[Running](), 0.0          # of the last round that was asked for; its plain step
