@@ -168,7 +168,7 @@ class RowCache(transformers.Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front; a row may be repeated. The rows behind become empty."""
-        changed = [(new, old) for new, old in reversed(list(enumerate(rows))) if new != old]
+        changed = [(new, old) for new, old in enumerate(rows) if new != old]
         if changed:
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
