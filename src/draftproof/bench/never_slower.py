@@ -3,12 +3,12 @@
     python -m draftproof.bench.never_slower [--model demo] [--assistant-model demo-draft] [--new-tokens N] [--rounds R]
 
 Each case writes every group of prompts plainly, with a fixed number of draft tokens and with the adaptive budget, side by side
-in one process and in lockstep: the ways take turns, each writes on until it has `SLICE` more tokens per row, in every order
-equally often, so that a machine whose speed wanders more slowly than a slice slows all of them alike. A way's seconds are
-those of its slices, reading the prompts being the first; its engine is called as for anyone who reads round by round. Texts are
-compared. Warm-up runs pay for the first calls of the process, but the adaptive budget begins each case knowing nothing, so
-what it spends on learning is in its figures. Ratios are sums of seconds per token over all groups, wall time and CPU time of
-the process; the intervals are bootstrapped over groups, all ways of a group together.
+in one process and in lockstep: the ways take turns, each behind each of the others equally often, and write on until they have
+`SLICE` more tokens per row, so that a machine whose speed wanders more slowly than a slice slows all of them alike. A way's
+seconds are those of its slices, reading the prompts being the first; its engine is called as for anyone who reads round by
+round. Texts are compared. Warm-up runs pay for the first calls of the process, but the adaptive budget begins each case knowing
+nothing, so what it spends on learning is in its figures. Ratios are sums of seconds per token over all groups, wall time and
+CPU time of the process; the intervals are bootstrapped over groups, all ways of a group together.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import argparse
 import gc
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, permutations
+from itertools import cycle
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -233,9 +234,12 @@ def _measure(
     for way in ways.values():
         way.engine.generate(batches[0], max_new_tokens=WARM_UP, sampling=dp.Sampling())
     ways["adaptive"].engine.budget = usual_budget(ways["adaptive"].engine.drafter)
-    orders = cycle(permutations(ways))
+    names = deque(ways)
     for batch in batches * (rounds * (len(PROMPTS) // len(batches))):
         writings = {name: Writing(way.engine, batch, case, clocks) for name, way in ways.items()}
+        names.rotate()
+        first, *others = names
+        orders = cycle([(first, *others), (first, *reversed(others))])
         level = len(batch)                                              # the prompts are read: one token each
         while not all(writing.ended for writing in writings.values()):
             for name in next(orders):
