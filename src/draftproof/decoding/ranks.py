@@ -59,10 +59,10 @@ class Led:
     def __init__(self, budget: Budget, group: Group) -> None:
         self.budget, self.group, self.most = budget, group, budget.most
         self.learner = budget if group.leads and isinstance(budget, Learner) else None
-        self.rests = False                              # whether the round asked for last is one of a rest
+        self._rests = False                              # whether the round asked for last is one of a rest
 
     def nodes(self, stats: RoundStats, rows: int) -> int:
-        self.rests = self.learner is not None and self.learner.resting > 0
+        self._rests = self.learner is not None and self.learner.resting > 0
         return self.group.number(self.budget.nodes(stats, rows) if self.group.leads else 0)
 
     @property
@@ -100,7 +100,7 @@ class Led:
             self.learner.expect(ahead)
 
     def learn(self, done: Round) -> None:
-        if self.learner and not self.rests:
+        if self.learner and not self._rests:
             self.learner.learn(done)
 
     def curiosity(self) -> int:
