@@ -422,6 +422,18 @@ def test_drafts_that_pauses_part_are_not_chosen_in_a_row() -> None:
         assert sum(drafted) > 40 and max(drafted[5:]) <= 2
 
 
+def test_a_pause_ends_what_was_chosen_in_a_row() -> None:
+    """The draft before it is not kept, however often drafting was chosen, nor is one behind it as if it were the next."""
+    budget = known(0.1)
+    for _ in range(40):
+        budget.pauses.drafted(-0.1)
+    budget._streak, budget._plain_rounds, budget._choose = 30, 30, lambda: 4  # type: ignore[method-assign]
+    budget.expect(Ahead(1, 100, 500))
+    budget.nodes(RoundStats(), 1)
+    budget.learn(Round(1, [1], [0], chain=True, emitted=1, seconds=0.014))
+    assert budget.resting > REST and budget.holding == budget._streak == 0
+
+
 def test_a_pause_behind_a_draft_in_vain_begins_without_a_thought() -> None:
     """Where a drafter is left alone, what a draft told is enough to know how long."""
     budget, one, told = known(0.2), world(0.0, 0.2), list[tuple[int, int]]()

@@ -57,3 +57,13 @@ def test_it_drafts_where_that_pays_and_rests_where_it_does_not(wrong: bool) -> N
         assert budget.budget.bank.debt <= RATE * rounds + STAKE  # type: ignore[attr-defined]
     else:
         assert said["told"] == rounds < 0.5 * 3 * NEW
+
+
+def test_nobody_looks_in_a_rest() -> None:
+    budget = led()
+    budget.budget.curiosity = lambda: 3  # type: ignore[attr-defined]
+    looks = []
+    for rest in (0, 5):
+        budget.budget._rest = rest  # type: ignore[attr-defined]
+        looks.append(budget.curiosity())
+    assert looks == [3, 0] and led(leads=False).curiosity() == 0
