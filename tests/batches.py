@@ -8,17 +8,17 @@ from typing import Any
 from tiny import target
 
 from draftproof.core.acceptance import RULES
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.tree import TokenTree
-from draftproof.core.wishes import Sampling, Wishes
-from draftproof.decoding.budget import Budget, Fixed
-from draftproof.decoding.decoder import Decoder
-from draftproof.decoding.sequence import Running
-from draftproof.target.cache import RowCache
-from draftproof.target.target import Target
+from draftproof.engine.budget import Budget, Fixed
+from draftproof.engine.decoder import Decoder
+from draftproof.engine.sequence import SequenceState
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.target import Target
 
 
-def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **wishes: Any) -> Running:
-    return Running(prompt, Wishes(Sampling(**wishes), len(prompt), sample=sample), limit)
+def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **params: Any) -> SequenceState:
+    return SequenceState(prompt, SamplingParams(Sampling(**params), len(prompt), sample=sample), limit)
 
 
 def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None) -> Decoder:
@@ -35,6 +35,6 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def read(self, tree: TokenTree, cache: RowCache, **options: Any) -> Any:
+    def read(self, tree: TokenTree, cache: KVCache, **options: Any) -> Any:
         self.reads.append((tree.tokens.clone(), cache.lengths.clone()))
         return self.inner.read(tree, cache, **options)

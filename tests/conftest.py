@@ -19,8 +19,8 @@ def _modest() -> None:
 @pytest.fixture(autouse=True)
 def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test names no budget, drafters draft their default, whatever this machine's clock says of their worth."""
-    from draftproof.decoding import engine
-    from draftproof.decoding.budget import Fixed
+    from draftproof.engine import engine
+    from draftproof.engine.budget import Fixed
 
     monkeypatch.setattr(engine, "usual_budget", lambda drafter: Fixed(drafter.default_budget))
 

@@ -15,11 +15,9 @@ from tiny import VOCAB, prompts, target
 
 from draftproof.core import tree
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Completion, Engine
-from draftproof.decoding.stats import RoundStats
-from draftproof.drafters import portfolio, prompt_lookup, recycling, suffix
+from draftproof.drafters import portfolio, prompt_lookup, suffix, token_recycling
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.losses import head_loss
@@ -27,12 +25,14 @@ from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.stats import RoundStats
+from draftproof.model.packed_linear import pack_linears
+from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
-from draftproof.target.pack import pack_linears
-from draftproof.target.target import Target
 
 
 class Oracle(Drafter):
@@ -115,7 +115,7 @@ class Watch(Drafter):
     """Passes everything on to `inner` and checks what must hold of any drafter: roots, budget, order, raggedness."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.taps, self.default_budget = inner, inner.name, inner.taps, inner.default_budget
+        self.inner, self.name, self.hidden_layers, self.default_budget = inner, inner.name, inner.hidden_layers, inner.default_budget
         self.wants_top = inner.wants_top
         self.observed: list[list[int]] = []
 
@@ -148,7 +148,7 @@ class Watch(Drafter):
 def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     """The root at node 0, parents first, no more than the budget, and nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
-    allowed = frontier.budget if tree.odds is None and tree.turns is None else frontier.room
+    allowed = frontier.budget if tree.confidence is None and tree.turns is None else frontier.room
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
     assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (tree.parents[:, 0] == -1).all()
@@ -167,12 +167,12 @@ def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
 
 def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
     """The head, after it has learnt by heart what `target()` writes behind `prompts(8)`, greedily and at temperature 1."""
-    asked, wishes = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
-    done = Engine(target()).generate(asked, max_new_tokens=40, sampling=wishes, batch_size=16)
+    asked, params = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
+    done = Engine(target()).generate(asked, max_new_tokens=40, sampling=params, batch_size=16)
     texts = [torch.tensor([*prompt, *one.tokens]) for prompt, one in zip(asked, done, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=ABSENT)
     with torch.no_grad():
-        features = target().features(tokens, (tokens != ABSENT).double(), taps=head.taps)
+        features = target().features(tokens, (tokens != ABSENT).double(), hidden_layers=head.hidden_layers)
     descent = torch.optim.Adam(head.parameters(), lr=rate)
     for _ in range(rounds):
         descent.zero_grad()
@@ -239,13 +239,13 @@ LEARNERS = ("suffix", "recycling", "portfolio", "portfolio, medusa")
 
 def without_lookup(patch: pytest.MonkeyPatch) -> None:
     """Have torch's operators do what drafters that need no model do, as on any device."""
-    for module in (tree, portfolio, prompt_lookup, recycling, suffix):
+    for module in (tree, portfolio, prompt_lookup, token_recycling, suffix):
         patch.setattr(module, "kernels", lambda: None)
 
 
-def texts(engine: Engine, prompts: Sequence[Sequence[int]], **wishes: Any) -> list[tuple[list[int], str]]:
+def texts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of each completion."""
-    return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **wishes)]
+    return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **params)]
 
 
 def accepted_share(done: Sequence[Completion]) -> float:

@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
-from draftproof.core.wishes import Sampling, Wishes
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 VOCAB = 40
@@ -124,7 +124,7 @@ def model(name: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedMod
 @lru_cache(maxsize=64)
 def target(name: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     """The model as the decoder sees it."""
-    from draftproof.target.target import Target
+    from draftproof.model.target import Target
 
     return Target(model(name, seed, **overrides))
 
@@ -159,8 +159,8 @@ def sampler_of(
     *samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = (), at_hand: bool | None = None
 ) -> Sampler:
     """The sampler of rows with these wishes."""
-    wishes = [
-        Wishes(
+    params = [
+        SamplingParams(
             want,
             prompt_length,
             tuple(stop_tokens),
@@ -168,7 +168,7 @@ def sampler_of(
         )
         for want in samplings
     ]
-    return Sampler(wishes, at_hand=at_hand)
+    return Sampler(params, at_hand=at_hand)
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:

@@ -11,16 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftproof.core.lossy import Typical
     from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+    from draftproof.core.params import Sampling
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-    from draftproof.core.wishes import Sampling
-    from draftproof.decoding.adaptive import Adaptive
-    from draftproof.decoding.budget import Budget, Confidence, Fixed
-    from draftproof.decoding.engine import Chunk, Completion, Engine
-    from draftproof.decoding.load import load
-    from draftproof.decoding.self_draft import SelfDraft
-    from draftproof.decoding.shapes import Shapes
+    from draftproof.core.typical import Typical
     from draftproof.drafters.base import Drafter
     from draftproof.drafters.checkpoint import read_head, write_head
     from draftproof.drafters.draft_model import DraftModel
@@ -28,15 +22,21 @@ if TYPE_CHECKING:
     from draftproof.drafters.plain import Plain
     from draftproof.drafters.portfolio import Portfolio
     from draftproof.drafters.prompt_lookup import PromptLookup
-    from draftproof.drafters.recycling import TokenRecycling
     from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
     from draftproof.drafters.redrafter_learning import LearnConfig
     from draftproof.drafters.suffix import SuffixDrafter
+    from draftproof.drafters.token_recycling import TokenRecycling
+    from draftproof.engine.adaptive import Adaptive
+    from draftproof.engine.budget import Budget, Confidence, Fixed
+    from draftproof.engine.engine import Chunk, Completion, Engine
+    from draftproof.engine.load import load
+    from draftproof.engine.self_draft import SelfDraft
+    from draftproof.engine.shape_policy import ShapePolicy
     from draftproof.errors import DraftproofError
-    from draftproof.target.loading import embedded
-    from draftproof.target.target import Target
-    from draftproof.training.course import Course, train
-    from draftproof.training.material import Sources, Writing
+    from draftproof.model.loading import embedded
+    from draftproof.model.target import Target
+    from draftproof.training.data import DataConfig, SelfGenerateConfig
+    from draftproof.training.train_run import TrainRun, train
     from draftproof.training.trainer import Plan
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ __all__ = [
     "Commit",
     "Completion",
     "Confidence",
-    "Course",
+    "DataConfig",
     "DraftModel",
     "Drafter",
     "DraftproofError",
@@ -69,15 +69,15 @@ __all__ = [
     "Reading",
     "Sampling",
     "SelfDraft",
-    "Shapes",
-    "Sources",
+    "SelfGenerateConfig",
+    "ShapePolicy",
     "SuffixDrafter",
     "Target",
     "TokenRecycling",
     "TokenTree",
+    "TrainRun",
     "TreeShape",
     "Typical",
-    "Writing",
     "embedded",
     "load",
     "read_head",
@@ -86,16 +86,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "draftproof.core.lossy": ("Typical",),
+    "draftproof.core.typical": ("Typical",),
     "draftproof.core.messages": ("Accepted", "Commit", "Frontier", "Reading"),
-    "draftproof.core.wishes": ("Sampling",),
+    "draftproof.core.params": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
-    "draftproof.decoding.adaptive": ("Adaptive",),
-    "draftproof.decoding.budget": ("Budget", "Confidence", "Fixed"),
-    "draftproof.decoding.engine": ("Chunk", "Completion", "Engine"),
-    "draftproof.decoding.load": ("load",),
-    "draftproof.decoding.self_draft": ("SelfDraft",),
-    "draftproof.decoding.shapes": ("Shapes",),
+    "draftproof.engine.adaptive": ("Adaptive",),
+    "draftproof.engine.budget": ("Budget", "Confidence", "Fixed"),
+    "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
+    "draftproof.engine.load": ("load",),
+    "draftproof.engine.self_draft": ("SelfDraft",),
+    "draftproof.engine.shape_policy": ("ShapePolicy",),
     "draftproof.drafters.base": ("Drafter",),
     "draftproof.drafters.checkpoint": ("read_head", "write_head"),
     "draftproof.drafters.draft_model": ("DraftModel",),
@@ -103,15 +103,15 @@ _HOME = {
     "draftproof.drafters.plain": ("Plain",),
     "draftproof.drafters.portfolio": ("Portfolio",),
     "draftproof.drafters.prompt_lookup": ("PromptLookup",),
-    "draftproof.drafters.recycling": ("TokenRecycling",),
+    "draftproof.drafters.token_recycling": ("TokenRecycling",),
     "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
     "draftproof.drafters.redrafter_learning": ("LearnConfig",),
     "draftproof.drafters.suffix": ("SuffixDrafter",),
     "draftproof.errors": ("DraftproofError",),
-    "draftproof.target.loading": ("embedded",),
-    "draftproof.target.target": ("Target",),
-    "draftproof.training.course": ("Course", "train"),
-    "draftproof.training.material": ("Sources", "Writing"),
+    "draftproof.model.loading": ("embedded",),
+    "draftproof.model.target": ("Target",),
+    "draftproof.training.train_run": ("TrainRun", "train"),
+    "draftproof.training.data": ("DataConfig", "SelfGenerateConfig"),
     "draftproof.training.trainer": ("Plan",),
 }
 """Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof --help`` must not."""

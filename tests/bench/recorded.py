@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.bench.measure import Bare, Bench, Chunk, Clock, Reads, Setting, Shape, Task, Written
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.stats import RoundStats
+from draftproof.core.params import Sampling
+from draftproof.engine.stats import RoundStats
 
 
 @dataclass

@@ -20,9 +20,9 @@ from draftproof.bench import against_engines, engines, exports, measure
 from draftproof.bench.against_engines import Line, Plan, compare, table
 from draftproof.bench.engines import Foreign, Said, ask_llama, find_llama_server, llama_command
 from draftproof.bench.exports import Missing, gguf_settings, gguf_tensors, gguf_vocabulary, write_folder, write_openvino
-from draftproof.core.wishes import Sampling
+from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
-from draftproof.target.loading import embedded, load_model
+from draftproof.model.loading import embedded, load_model
 
 
 def test_every_weight_gets_one_name() -> None:

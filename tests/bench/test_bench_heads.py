@@ -6,8 +6,8 @@ from drafting import paired_head, redrafter_head
 from tiny import prompts, target
 
 from draftproof.bench.heads import lines, with_and_without
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import DraftHead
+from draftproof.engine.engine import Engine
 
 
 def test_every_rule_and_head_in_turn() -> None:

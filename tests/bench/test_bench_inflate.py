@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from draftproof.bench.inflate import FEWEST, LAYERS, inflate, parameters
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.target.loading import embedded, load_model
-from draftproof.target.pack import PackedLinear, pack_linears
-from draftproof.target.target import Target
+from draftproof.model.loading import embedded, load_model
+from draftproof.model.packed_linear import PackedLinear, pack_linears
+from draftproof.model.target import Target
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen2-sliding", "qwen3")
 TEXT = torch.arange(12)[None] % tiny.VOCAB

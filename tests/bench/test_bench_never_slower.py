@@ -13,8 +13,8 @@ from recorded import Time
 
 import draftproof as dp
 from draftproof.bench.never_slower import SLICE, Case, Way, _line, _measure, _ways
-from draftproof.core.wishes import Wishes
-from draftproof.decoding.sequence import Running
+from draftproof.core.params import SamplingParams
+from draftproof.engine.sequence import SequenceState
 
 NEW, ENDS = 40, (7, 11, 23, 30)
 
@@ -33,8 +33,8 @@ class Scribe:
     def generate(self, *_: Any, **__: Any) -> None:
         """A warm-up that takes no time."""
 
-    def rounds(self, prompts: list[list[int]], *, max_new_tokens: int, **_: Any) -> Iterator[list[Running]]:
-        rows = [Running(prompt, Wishes(dp.Sampling(), len(prompt)), max_new_tokens) for prompt in prompts]
+    def rounds(self, prompts: list[list[int]], *, max_new_tokens: int, **_: Any) -> Iterator[list[SequenceState]]:
+        rows = [SequenceState(prompt, SamplingParams(dp.Sampling(), len(prompt)), max_new_tokens) for prompt in prompts]
         for row in rows:
             self._pass()
             row.extend([0], None, 0)

@@ -13,7 +13,7 @@ from recorded import Scripted, Time, bench, three_ways
 from draftproof.bench.figures import figures
 from draftproof.bench.measure import Setting
 from draftproof.bench.report import Report
-from draftproof.decoding.costs import CostCurve
+from draftproof.engine.cost_curve import CostCurve
 
 pytestmark = pytest.mark.usefixtures("memory_is_not_looked_at")
 

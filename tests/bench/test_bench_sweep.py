@@ -6,10 +6,10 @@ import pytest
 from tiny import prompts, target
 
 from draftproof.bench.sweep import Preset, picture, presets, sweep, table
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
+from draftproof.core.params import Sampling
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.redrafter import ReDrafterHead
+from draftproof.engine.engine import Engine
 
 
 def test_presets_weigh_as_many_nodes_as_they_verify() -> None:

@@ -16,18 +16,18 @@ from draftproof.bench.against_transformers import Generate
 from draftproof.bench.measure import Bench, Setting, Shape, Task
 from draftproof.bench.ours import Heard, Ours, Watched, bare_seconds, drafter_bytes
 from draftproof.core.messages import Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.adaptive import Adaptive
-from draftproof.decoding.engine import Completion, Engine
-from draftproof.decoding.load import load
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.native.kernels import Chains, Contest
-from draftproof.target.loading import embedded, load_model, load_tokenizer
-from draftproof.target.target import Target
-from draftproof.target.text import Codec
+from draftproof.engine.adaptive import Adaptive
+from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.load import load
+from draftproof.model.loading import embedded, load_model, load_tokenizer
+from draftproof.model.target import Target
+from draftproof.model.tokenizer import Codec
+from draftproof.native.kernels import Chains, DraftSampling
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 3, 5, 3]]
 GREEDY = Sampling()
@@ -128,7 +128,7 @@ def test_chains_that_ended_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(inner, "chain", lambda *asked: chains)
     watched, cache = Watched(inner), inner.new_cache(3, 64)
     prefix = Prefix(torch.ones(3, 9, dtype=torch.int64), torch.tensor([3, 2, 2]))
-    assert watched.chain(prefix, 4, cache, 4, 6, Contest(None, None, torch.ones(3), torch.ones(3), 0.0)) is chains
+    assert watched.chain(prefix, 4, cache, 4, 6, DraftSampling(None, None, torch.ones(3), torch.ones(3), 0.0)) is chains
     assert watched.shapes == {Shape(3, 4, 64): 1, Shape(2, 1, 64): 1, Shape(1, 1, 64): 2}
 
 
@@ -173,7 +173,7 @@ def test_a_chain_in_one_call_counts_as_its_reads() -> None:
 
 
 def test_the_bare_forwards_are_timed_at_the_shapes_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.decoding.costs import CostCurve
+    from draftproof.engine.cost_curve import CostCurve
 
     asked: list[tuple[tuple[int, ...], int, int]] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftproof.decoding.engine import Completion, Engine
+from draftproof.engine.engine import Completion, Engine
 
 Call = Callable[..., Any]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from random_models import save_model
 
-from draftproof.decoding.load import load
 from draftproof.drafters.checkpoint import read_head, write_head
 from draftproof.drafters.medusa import MedusaHead
+from draftproof.engine.load import load
 from draftproof.training import calibrate as training
 
 Call = Callable[..., Any]

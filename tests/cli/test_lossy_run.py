@@ -12,7 +12,7 @@ import pytest
 
 from draftproof.cli.setup import Setup, thresholds
 from draftproof.errors import BadInput
-from draftproof.proof.prove import prove
+from draftproof.verify.prove import prove
 
 Call = Callable[..., Any]
 TOLD = re.compile(r"lossy: distance from the target's law: (\d\.\d\d) per token \(mean total variation\)\n")

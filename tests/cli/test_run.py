@@ -22,7 +22,7 @@ import draftproof
 from draftproof.cli.options import Color
 from draftproof.cli.setup import branching
 from draftproof.cli.show import Ink, first_difference
-from draftproof.decoding.engine import Chunk
+from draftproof.engine.engine import Chunk
 
 Call = Callable[..., Any]
 
@@ -86,8 +86,8 @@ def test_compare_says_identical_and_how_fast(call: Call, target: str, draft: str
 
 
 def test_compare_does_not_promise_the_same_text_where_only_the_law_is(call: Call, target: str, draft: str) -> None:
-    wishes = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection", "--compare")
-    assert "the law is the same" in call("run", target, "-p", "Once", "--assistant-model", draft, *wishes).err
+    params = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection", "--compare")
+    assert "the law is the same" in call("run", target, "-p", "Once", "--assistant-model", draft, *params).err
 
 
 def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:

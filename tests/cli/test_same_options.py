@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from draftproof.bench import machine, measure
-from draftproof.decoding.engine import Engine
-from draftproof.proof import prove as proving
-from draftproof.proof.report import Section
-from draftproof.target import exactness
+from draftproof.engine.engine import Engine
+from draftproof.model import exactness
+from draftproof.verify import prove as proving
+from draftproof.verify.report import Section
 
 Call = Callable[..., Any]
 NAMES = ("prompt-lookup", "suffix", "recycling", "portfolio", "self-int8", "self-layers:1")

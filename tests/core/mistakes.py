@@ -75,13 +75,13 @@ def block_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = ""
         weights.append(weight)
     stacked = torch.stack(weights, 1)
     for i in range(1, length + 1):
-        odds = stacked[:, i]
+        confidence = stacked[:, i]
         if i < length:
             law = probs[:, i - 1] if mistake == "p_i in Z_i" else probs[:, i]
             mass = (stacked[:, i, None] * law - laws[:, i + 1]).clamp(min=0).sum(-1)
             room = mass + 1 - stacked[:, i]
-            odds = torch.where(room > 0, mass / room.clamp(min=1e-300), 1.0)
-        stands = chance.flip(odds.clamp(0, 1), i)
+            confidence = torch.where(room > 0, mass / room.clamp(min=1e-300), 1.0)
+        stands = chance.flip(confidence.clamp(0, 1), i)
         if mistake == "stop at the first failed coin":
             going = going & stands
             stands = going

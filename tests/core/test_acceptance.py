@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.core.acceptance import accept_by_block, accept_by_rejection
 from draftproof.core.tree import TreeShape
-from draftproof.proof.law import (
+from draftproof.verify.distribution import (
     DrawnRule,
     Law,
     Round,
@@ -153,10 +153,10 @@ def test_wrong_matching_is_caught(mistake: str) -> None:
         right = matched_round(tokens, text, shape, target, 3)
         if mistake.startswith("deepest"):  # a hit at depth 2 takes depth 1 along
             hit = float(target(path_of(text, tokens, shape, 1))[tokens[2]])
-            wrong = {emitted: odds * (1 - hit) for emitted, odds in right.law.items() if len(emitted) == 1}
+            wrong = {emitted: confidence * (1 - hit) for emitted, confidence in right.law.items() if len(emitted) == 1}
             law = {**right.law, **wrong}
-            for emitted, odds in wrong.items():
-                law[(*tokens[1:], emitted[0])] = law.get((*tokens[1:], emitted[0]), 0) + odds * hit / (1 - hit)
+            for emitted, confidence in wrong.items():
+                law[(*tokens[1:], emitted[0])] = law.get((*tokens[1:], emitted[0]), 0) + confidence * hit / (1 - hit)
             return Round(law, 0)
         return Round({(tokens[1],): 1.0}, 0)
 
@@ -210,7 +210,7 @@ def _path_mass(target: Law, text: Text, tokens: list[int], shape: TreeShape, nod
     return float(torch.stack([target((*text, *path[:place]))[path[place]] for place in range(1, len(path))]).prod())
 
 
-def _mean_weight(text: Text, length: int, target: Law, draft: Law, weight: float = 1.0, odds: float = 1.0) -> float:
+def _mean_weight(text: Text, length: int, target: Law, draft: Law, weight: float = 1.0, confidence: float = 1.0) -> float:
     """The sum over i of E[P_i], from the definition."""
     if length == 0:
         return 0.0
@@ -218,7 +218,7 @@ def _mean_weight(text: Text, length: int, target: Law, draft: Law, weight: float
     for token in draft(text).nonzero()[:, 0].tolist():
         q = float(draft(text)[token])
         here = min(1.0, weight * float(target(text)[token]) / q)
-        total += odds * q * here + _mean_weight((*text, token), length - 1, target, draft, here, odds * q)
+        total += confidence * q * here + _mean_weight((*text, token), length - 1, target, draft, here, confidence * q)
     return total
 
 

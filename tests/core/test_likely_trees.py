@@ -24,33 +24,33 @@ def votes_of(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 
 def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
     """The odds of every prefix of one row's paths."""
-    odds: dict[Text, float] = {}
+    confidence: dict[Text, float] = {}
     for path, gives in zip(paths.tolist(), votes.tolist(), strict=True):
         for size in range(2, len(path) + 1):
             if path[size - 1] == ABSENT:
                 break
-            odds[tuple(path[:size])] = odds.get(tuple(path[:size]), 0.0) + gives[size - 1]
-    return odds
+            confidence[tuple(path[:size])] = confidence.get(tuple(path[:size]), 0.0) + gives[size - 1]
+    return confidence
 
 
 def nodes_of(tree: TokenTree, row: int) -> dict[Text, float]:
     """Text and odds of each node that is there, the root aside; texts occur once."""
-    assert tree.odds is not None
+    assert tree.confidence is not None
     found: dict[Text, float] = {}
     for node in range(1, tree.tokens.shape[1]):
         if tree.tokens[row, node] != ABSENT:
             text = tuple(token for token in tree.texts[row, node].tolist() if token != NOTHING)
             assert text not in found
-            found[text] = float(tree.odds[row, node])
+            found[text] = float(tree.confidence[row, node])
     return found
 
 
-def assert_is_best(tree: TokenTree, row: int, odds: dict[Text, float], nodes: int) -> None:
-    """The tree holds the `nodes - 1` likeliest of `odds`, in falling order, each behind its parent."""
+def assert_is_best(tree: TokenTree, row: int, confidence: dict[Text, float], nodes: int) -> None:
+    """The tree holds the `nodes - 1` likeliest of `confidence`, in falling order, each behind its parent."""
     found = nodes_of(tree, row)
-    assert len(found) == min(nodes - 1, len(odds))
-    assert list(found.values()) == pytest.approx(sorted(odds.values(), reverse=True)[: len(found)])
-    assert all(value == pytest.approx(odds[text]) for text, value in found.items())
+    assert len(found) == min(nodes - 1, len(confidence))
+    assert list(found.values()) == pytest.approx(sorted(confidence.values(), reverse=True)[: len(found)])
+    assert all(value == pytest.approx(confidence[text]) for text, value in found.items())
     assert tree.parents[row, 0] == -1 and (tree.parents[row, 1:] >= 0).all()
     assert (tree.parents[row] < torch.arange(tree.tokens.shape[1])).all()
 
@@ -91,8 +91,8 @@ def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
         each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
         trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
         pool = TokenTree.beside(trees)
-        odds = torch.cat([tree.odds for tree in trees if tree.odds is not None], 1)
-        merged = pool.merged(odds, nodes)
+        confidence = torch.cat([tree.confidence for tree in trees if tree.confidence is not None], 1)
+        merged = pool.merged(confidence, nodes)
         for row in range(3):
             best: dict[Text, float] = {}
             for tree in trees:
@@ -104,8 +104,8 @@ def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
 def test_a_tree_beside_nothing_is_itself() -> None:
     paths, votes = votes_of((2, 4, 4), 3)
     tree = TokenTree.from_paths(paths, 6, votes)
-    assert tree.odds is not None
-    again = TokenTree.beside([tree]).merged(tree.odds, 6)
+    assert tree.confidence is not None
+    again = TokenTree.beside([tree]).merged(tree.confidence, 6)
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
 
 
@@ -116,8 +116,8 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
         trunk = tree.trunk()
         assert trunk.is_chain
         for row in range(3):
-            odds = nodes_of(tree, row)
-            worth = {text: sum(odds[text[:size]] for size in range(2, len(text) + 1)) for text in odds}
+            confidence = nodes_of(tree, row)
+            worth = {text: sum(confidence[text[:size]] for size in range(2, len(text) + 1)) for text in confidence}
             said = tuple(token for token in trunk.tokens[row].tolist() if token != ABSENT)
             assert worth.get(said, 0.0) == pytest.approx(max(worth.values(), default=0.0))
             assert (trunk.tokens[row, len(said) :] == ABSENT).all()
@@ -136,13 +136,13 @@ def sharing(rows: int, seed: int) -> TokenTree:
     dice = torch.Generator().manual_seed(seed)
     shape = TreeShape.branching((3, 2, 2))
     nodes = len(shape)
-    tokens, odds = torch.randint(3, (rows, nodes), generator=dice), torch.ones(rows, nodes)
+    tokens, confidence = torch.randint(3, (rows, nodes), generator=dice), torch.ones(rows, nodes)
     steps = torch.rand(rows, nodes, generator=dice).mul(4).ceil() / 4
     for node, parent in enumerate(shape.parents[1:], start=1):
         gone = (tokens[:, parent] == ABSENT) | (torch.rand(rows, generator=dice) < 0.2)
         tokens[:, node] = torch.where(gone, ABSENT, tokens[:, node])
-        odds[:, node] = torch.where(gone, 0, odds[:, parent] * steps[:, node])
-    return TokenTree.shaped(tokens, shape, odds=odds)
+        confidence[:, node] = torch.where(gone, 0, confidence[:, parent] * steps[:, node])
+    return TokenTree.shaped(tokens, shape, confidence=confidence)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -150,14 +150,14 @@ def test_rows_share_what_may_be_drafted(rows: int) -> None:
     """Of all rows together the likeliest are kept, whole paths, and each says with how many it would be."""
     for seed in range(20):
         tree = sharing(rows, seed)
-        assert tree.odds is not None
+        assert tree.confidence is not None
         drafted = tree.present[:, 1:]
-        falling = sorted(tree.odds[:, 1:][drafted].tolist(), reverse=True)
+        falling = sorted(tree.confidence[:, 1:][drafted].tolist(), reverse=True)
         for nodes in (1, 3, 8, 30):
             kept = tree.shared(nodes)
-            assert kept.odds is not None and kept.turns is not None
+            assert kept.confidence is not None and kept.turns is not None
             there = kept.present[:, 1:]
-            assert sorted(kept.odds[:, 1:][there].tolist(), reverse=True) == falling[: nodes * rows]
+            assert sorted(kept.confidence[:, 1:][there].tolist(), reverse=True) == falling[: nodes * rows]
             assert sorted(kept.turns[:, 1:][there].tolist()) == [at // rows + 1 for at in range(int(there.sum()))]
             assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
             assert not kept.tokens.shape[1] > 1 or there[:, -1].any()               # no wider than it must be

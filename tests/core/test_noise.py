@@ -20,10 +20,10 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.core.wishes import Sampling, Wishes
 from draftproof.drafters.draft_model import DraftModel
 
 ALARM = 1e-6
@@ -207,8 +207,8 @@ def first_tokens(rule: str, shape: TreeShape, rows: int = 60_000) -> tuple[Tenso
     drafter.start(rows, 8)
     one = torch.ones(rows, 1, dtype=torch.int64)
     drafter.observe(Commit(range(rows), one, one, one[:, 0]))
-    wishes = [Wishes(Sampling(temperature=1.0, seed=seed), 1) for seed in range(rows)]
-    frontier = Frontier(Prefix(torch.ones(rows, 8, dtype=torch.int64), one[:, 0]), Sampler(wishes), 8, RULES[rule].drawn)
+    params = [SamplingParams(Sampling(temperature=1.0, seed=seed), 1) for seed in range(rows)]
+    frontier = Frontier(Prefix(torch.ones(rows, 8, dtype=torch.int64), one[:, 0]), Sampler(params), 8, RULES[rule].drawn)
     tree = drafter.propose(frontier)
     accepted = RULES[rule].accept(tree, p.log()[tree.depths], frontier)
     path = tree.tokens.gather(1, accepted.nodes)

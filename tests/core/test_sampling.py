@@ -7,9 +7,9 @@ import torch
 from tiny import paths_of, random_logits, sampler_of
 
 from draftproof.core.noise import Role
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import NOTHING, TokenTree, TreeShape
-from draftproof.core.wishes import Sampling
 
 VOCAB = 12
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6], [11, 0]]
@@ -42,8 +42,8 @@ def test_nothing_can_be_picked(temperature: float, broken: str) -> None:
     want = Sampling(temperature=temperature)
     everything = Sampling(temperature=temperature, banned_words=[[token] for token in range(VOCAB)])
     sampler = sampler_of(want, everything if broken == "banned" else want)
-    picks = sampler.pick(logits, paths_of(TEXTS[:2]))
-    assert picks[0] != NOTHING and picks[1] == NOTHING
+    target_tokens = sampler.pick(logits, paths_of(TEXTS[:2]))
+    assert target_tokens[0] != NOTHING and target_tokens[1] == NOTHING
     law = sampler.probs(logits, paths_of(TEXTS[:2]))
     assert law[0].isfinite().all() and law[1].isnan().any()
 
@@ -61,10 +61,10 @@ def test_half_precision_logits_are_weighed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
-@pytest.mark.parametrize("heats", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
-def test_the_best_are_those_of_the_race(heats: tuple[float, ...], vocab: int) -> None:
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
+def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
     """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where there is none."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(heats)]
+    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
     paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
     logits = 4 * torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(1))
@@ -75,17 +75,17 @@ def test_the_best_are_those_of_the_race(heats: tuple[float, ...], vocab: int) ->
         asked = logits[:, first:]
         found, wanted = (sampler_of(*wants, at_hand=at_hand).best(asked, some, 5) for at_hand in (True, False))
         torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
-        race = sampler_of(*wants).race(asked, some, Role.TARGET)
+        gumbel_logits = sampler_of(*wants).gumbel_logits(asked, some, Role.TARGET)
         there = wanted[0] > -torch.inf
-        won, meant = race.gather(-1, found[1]), race.gather(-1, wanted[1])
+        won, meant = gumbel_logits.gather(-1, found[1]), gumbel_logits.gather(-1, wanted[1])
         torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)      # equals may come in any order
         assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())
 
 
-@pytest.mark.parametrize("heats", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
-def test_a_kernel_picks_what_operators_pick(heats: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
+def test_a_kernel_picks_what_operators_pick(temperatures: tuple[float, ...]) -> None:
     """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is allowed or one logit is NaN."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(heats)]
+    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
         tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
         paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
@@ -93,7 +93,7 @@ def test_a_kernel_picks_what_operators_pick(heats: tuple[float, ...]) -> None:
         logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
         found, wanted = (sampler_of(*wants, at_hand=at_hand).pick(logits.bfloat16(), paths) for at_hand in (True, False))
         assert torch.equal(found, wanted)
-        assert found[0, 1] == found[1, 2] == NOTHING and (heats[2] or found[2, 5] == 0)
+        assert found[0, 1] == found[1, 2] == NOTHING and (temperatures[2] or found[2, 5] == 0)
 
 
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
@@ -109,11 +109,11 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         for paths in (Paths(prefix, tree), Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
             said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
             assert torch.equal(kept.pick(said, paths), sampler_of(*wants, at_hand=False).pick(said, paths))
-        contest = kept.contest(prefix, ahead, vocab, 0.0)
-        assert contest is not None and contest.noise is not None and contest.places is not None
-        made.add(contest.noise.data_ptr())
-        noise = contest.noise.flatten(0, 1)[contest.places + 1]
+        draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
+        assert draft_sampling is not None and draft_sampling.noise is not None and draft_sampling.places is not None
+        made.add(draft_sampling.noise.data_ptr())
+        noise = draft_sampling.noise.flatten(0, 1)[draft_sampling.places + 1]
         fresh, pair = sampler_of(*wants, at_hand=False), Paths(prefix, TokenTree.chain(text[:, :2]))
-        wanted = fresh.race(torch.zeros(3, 2, vocab), pair, Role.TARGET)
+        wanted = fresh.gumbel_logits(torch.zeros(3, 2, vocab), pair, Role.TARGET)
         torch.testing.assert_close(noise, wanted[:, 1], rtol=1e-5, atol=1e-5)
     assert 1 < len(made) < 5

@@ -172,8 +172,8 @@ def test_packed_trees_match_as_their_paths_do() -> None:
             here = (*here, truth[here])
             best = len(here)
         texts = [tuple(tree.tokens[0, tree.ancestors[0, node]].tolist()[1:]) for node in range(10)]
-        picks = torch.tensor([[truth.get(text, 0) for text in texts]])
-        accepted = accept_by_matching(tree, picks)
+        target_tokens = torch.tensor([[truth.get(text, 0) for text in texts]])
+        accepted = accept_by_matching(tree, target_tokens)
         assert int(accepted.count) == best + 1
 
 
@@ -193,22 +193,22 @@ def _pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, 
     dice = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 4, (rows, size), generator=dice)
     parents = torch.cat([torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)], 1).long()
-    shares, odds = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
+    shares, confidence = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
     for node in range(1, size):
-        above = odds.gather(1, parents[:, node, None])[:, 0]
-        odds[:, node] = above * shares[:, node].clamp(min=0)            # now and then nothing
-    return tokens, parents, odds
+        above = confidence.gather(1, parents[:, node, None])[:, 0]
+        confidence[:, node] = above * shares[:, node].clamp(min=0)            # now and then nothing
+    return tokens, parents, confidence
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 20, 99])
 def test_a_tree_listed_on_the_host_is_that_of_the_device(nodes: int) -> None:
     for seed in range(5):
-        tokens, parents, odds = _pool(3, 20, seed)
-        wanted = TokenTree.likeliest(tokens, parents, odds, nodes, 19)
-        found = TokenTree.likeliest(tokens, parents, odds, nodes, 19, at_hand=True)
+        tokens, parents, confidence = _pool(3, 20, seed)
+        wanted = TokenTree.likeliest(tokens, parents, confidence, nodes, 19)
+        found = TokenTree.likeliest(tokens, parents, confidence, nodes, 19, at_hand=True)
         width = found.tokens.shape[1]
-        assert found.odds is not None and wanted.odds is not None
-        for ours, theirs in ((found.tokens, wanted.tokens), (found.parents, wanted.parents), (found.odds, wanted.odds)):
+        assert found.confidence is not None and wanted.confidence is not None
+        for ours, theirs in ((found.tokens, wanted.tokens), (found.parents, wanted.parents), (found.confidence, wanted.confidence)):
             assert torch.equal(ours, theirs[:, :width])
         assert (wanted.tokens[:, width:] == ABSENT).all()               # on the host a tree is no wider than it must be
         assert found.reach == torch.where(wanted.present, wanted.depths, 0).amax(1).tolist()
@@ -218,14 +218,14 @@ def test_looking_accepts_what_matching_accepts() -> None:
     """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be picked."""
     for seed in range(60):
         tree = TokenTree.likeliest(*_pool(4, 14, seed), 10, 9)
-        picks = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-        picks = torch.where(picks == -1, NOTHING, picks)
-        found, wanted = accept_by_looking(tree, picks), accept_by_matching(tree, picks)
+        target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
+        target_tokens = torch.where(target_tokens == -1, NOTHING, target_tokens)
+        found, wanted = accept_by_looking(tree, target_tokens), accept_by_matching(tree, target_tokens)
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
         assert torch.equal(found.nodes, wanted.nodes)
         if (ours := kernels()) is not None:
             fresh = replace(tree)                                       # whose sizes nobody has looked at
-            at_once = accept_at_once(fresh, picks, ours)
+            at_once = accept_at_once(fresh, target_tokens, ours)
             assert at_once.on_host == found.on_host and torch.equal(at_once.nodes, wanted.nodes)
             assert {"sizes", "reach"} <= vars(fresh).keys() and (fresh.sizes, fresh.reach) == (tree.sizes, tree.reach)
 

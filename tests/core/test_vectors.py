@@ -12,20 +12,20 @@ from torch import Tensor
 from draftproof.core import acceptance
 from draftproof.core.acceptance import accept_by_block, accept_by_matching, accept_by_rejection
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.proof.law import Text, constant, drawn_round
+from draftproof.verify.distribution import Text, constant, drawn_round
 
 EXACT = 1e-12
 
 
 def test_token_rule_vector() -> None:
     """A.11: p = [.5, .3, .2], q = [.2, .5, .3]: acceptance 1, .6, 2/3; alpha .7; the residual is the first token."""
-    odds, residual = {}, {}
+    confidence, residual = {}, {}
     for token in range(3):
         tree = _chain([0, token], [[0, 0, 0], [0.2, 0.5, 0.3]])
         chance = Recorder([False])
         accept_by_rejection(tree, _laws([0.5, 0.3, 0.2], [1, 0, 0]), chance)
-        odds[token], residual[token] = chance.odds[0], chance.weights
-    assert odds == pytest.approx({0: 1, 1: 0.6, 2: 2 / 3})
+        confidence[token], residual[token] = chance.confidence[0], chance.weights
+    assert confidence == pytest.approx({0: 1, 1: 0.6, 2: 2 / 3})
     assert residual[1] == pytest.approx([1, 0, 0])
     one = drawn_round(accept_by_rejection, (), 0, TreeShape.chain(1), constant(0.5, 0.3, 0.2), constant(0.2, 0.5, 0.3), 3)
     assert one.accepted == pytest.approx(0.7, abs=EXACT)
@@ -38,7 +38,7 @@ MIXED = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], [[0.2, 0.5, 0.3],
 
 
 @pytest.mark.parametrize(
-    ("laws", "drafted", "odds"),
+    ("laws", "drafted", "confidence"),
     [
         (SAME, (0, 0), [0, 0.25]),
         (SAME, (0, 1), [0, 1]),
@@ -49,11 +49,11 @@ MIXED = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], [[0.2, 0.5, 0.3],
         (MIXED, (1, 0), [0, 0.15]),
     ],
 )
-def test_block_vectors(laws: tuple[list[list[float]], list[list[float]]], drafted: Text, odds: list[float]) -> None:
+def test_block_vectors(laws: tuple[list[list[float]], list[list[float]]], drafted: Text, confidence: list[float]) -> None:
     """B.1: the coins of block verification."""
     chance = Recorder([False, False])
     accept_by_block(_chain([0, *drafted], [[0.0] * len(laws[0][0]), *laws[1]]), _laws(*laws[0]), chance)
-    assert chance.odds == pytest.approx(odds)
+    assert chance.confidence == pytest.approx(confidence)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_ragged_row_is_as_its_shorter_chain(rule) -> None:
         laws[:, present + 1 :] = torch.nan
         long = rule(TokenTree.chain(tokens, laws), probs, wide)
         assert int(long.count) == int(short.count)
-        assert wide.odds[:present] == pytest.approx(alone.odds)
+        assert wide.confidence[:present] == pytest.approx(alone.confidence)
         assert wide.weights == pytest.approx(alone.weights)
-        assert not any(wide.odds[present:])
+        assert not any(wide.confidence[present:])
 
 
 def test_nothing_left_of_the_draft_law_ends_a_family() -> None:
@@ -96,7 +96,7 @@ def test_nothing_left_of_the_draft_law_ends_a_family() -> None:
     tree = TokenTree.shaped(torch.tensor([[0, 1, 2]]), TreeShape.branching((2,)), _laws([0, 0, 0], [0, 1, 0], [0, 1, 0]))
     chance = Recorder([False, True])
     accepted = accept_by_rejection(tree, _laws([0.5, 0.2, 0.3], [1, 0, 0], [1, 0, 0]), chance)
-    assert chance.odds == pytest.approx([0.2, 0])
+    assert chance.confidence == pytest.approx([0.2, 0])
     assert chance.weights == pytest.approx([0.625, 0, 0.375])
     assert int(accepted.count) == 1
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_not_accepted(rule) -> None:
     """p = 0 has odds 0, and the keyed coin is strict: it never falls for odds 0, always for odds 1."""
     chance = Recorder([False])
     rule(_chain([0, 1], [[0, 0, 0], [0.1, 0.8, 0.1]]), _laws([0.5, 0, 0.5], [1, 0, 0]), chance)
-    assert chance.odds == [0]
+    assert chance.confidence == [0]
 
 
 def test_rules_that_weigh_need_a_law() -> None:
@@ -136,10 +136,10 @@ class Recorder:
     """A `Chance` with coins decided beforehand that writes down what it was asked; one row."""
 
     def __init__(self, coins: list[bool]) -> None:
-        self.coins, self.odds, self.weights = coins, [], []
+        self.coins, self.confidence, self.weights = coins, [], []
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
-        self.odds.append(float(probability))
+        self.confidence.append(float(probability))
         return torch.tensor([self.coins[node - 1] and float(probability) > 0])
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 
 any_drafter = pytest.mark.parametrize("name", DRAFTERS)
@@ -117,9 +117,9 @@ def _weights(tokens: Tensor, places: Tensor) -> Tensor:
 
 def _states(drafter: Drafter, sums: Tensor) -> Tensor | None:
     """[B, N, T, H] hidden states that depend on the text [B, N] stands for, at the layers the drafter taps."""
-    if not drafter.taps:
+    if not drafter.hidden_layers:
         return None
-    waves = torch.arange(1, target().hidden_size + 1) * torch.arange(1, len(drafter.taps) + 1)[:, None]      # [T, H]
+    waves = torch.arange(1, target().hidden_size + 1) * torch.arange(1, len(drafter.hidden_layers) + 1)[:, None]      # [T, H]
     return torch.sin(sums[:, :, None, None].double() * waves * 0.7)
 
 
@@ -157,8 +157,8 @@ def test_drawn_tokens_carry_the_law_they_were_drawn_from(name: str) -> None:
     assert tree.draft_probs is not None
     law = tree.draft_probs[:, 1:]
     torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
-    odds = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
-    assert (odds[tree.present[:, 1:]] > 0).all()
+    confidence = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
+    assert (confidence[tree.present[:, 1:]] > 0).all()
 
 
 @any_drafter

@@ -12,19 +12,19 @@ from tiny import of_family
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.core.wishes import Sampling, Wishes
-from draftproof.decoding.budget import Budget, Confidence, Fixed
-from draftproof.decoding.engine import Engine
-from draftproof.decoding.load import load
-from draftproof.decoding.stats import RoundStats
-from draftproof.drafters.draft_model import SURE, DraftModel
+from draftproof.drafters.draft_model import CONFIDENCE_SCALE, DraftModel
+from draftproof.engine.budget import Budget, Confidence, Fixed
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
+from draftproof.engine.stats import RoundStats
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.packed_linear import pack_linears
+from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
-from draftproof.target.cache import RowCache
-from draftproof.target.pack import pack_linears
-from draftproof.target.target import Target
 
 found = kernels()
 pytestmark = pytest.mark.skipif(found is None or not found.bf16, reason="no kernels for it here")
@@ -82,7 +82,7 @@ class Recording(DraftModel):
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = super().propose(frontier)
         self.drafted.append(tree)
-        assert isinstance(self.cache, RowCache)
+        assert isinstance(self.cache, KVCache)
         assert self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
         ends = [length + own for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
@@ -97,10 +97,10 @@ class Recording(DraftModel):
 
 
 def written(
-    drafter: Recording | None, target: Target, wishes: Sequence[Sampling], budget: Budget, rows: int
+    drafter: Recording | None, target: Target, params: Sequence[Sampling], budget: Budget, rows: int
 ) -> list[tuple[object, ...]]:
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
-    done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=wishes[:rows], batch_size=rows)
+    done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=params[:rows], batch_size=rows)
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 
@@ -125,16 +125,16 @@ BUDGETS = {
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize(
-    "wishes",
+    "params",
     [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
     ids=["greedy", "cool", "hot", "each its own"],
 )
-def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling], budget: Budget, rows: int) -> None:
+def test_a_chain_drafted_in_one_call_is_that_of_many(params: Sequence[Sampling], budget: Budget, rows: int) -> None:
     target, draft = model(3, free=False), model(1, free=True)
     once, often = Recording(draft), Recording(draft, in_calls=True)
-    found = written(once, target, wishes, budget, rows)
-    assert found == written(often, target, wishes, budget, rows)
-    assert [one[0] for one in found] == [one[0] for one in written(None, target, wishes, Fixed(0), rows)]
+    found = written(once, target, params, budget, rows)
+    assert found == written(often, target, params, budget, rows)
+    assert [one[0] for one in found] == [one[0] for one in written(None, target, params, Fixed(0), rows)]
     assert once.at_once == len(once.told) > 0 and not often.at_once
     for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tree.tokens, same.tokens)
@@ -152,10 +152,10 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(wishes: Sequence[Sampling],
 def test_a_model_drafts_by_its_own_law(family: str) -> None:
     """For itself it is right nearly always, however it is drawn: what rounds otherwise decides little."""
     target = of_kind(family)
-    for wishes in ([Sampling()] * 3, [COOL] * 3):
+    for params in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
-        texts = written(drafter, target, wishes, Fixed(4), 1)
-        assert [one[0] for one in texts] == [one[0] for one in written(None, target, wishes, Fixed(0), 1)]
+        texts = written(drafter, target, params, Fixed(4), 1)
+        assert [one[0] for one in texts] == [one[0] for one in written(None, target, params, Fixed(0), 1)]
         assert drafter.at_once == len(drafter.told) > 0
         depth = [tree.sizes[0] for tree in drafter.drafted]
         assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(depth) == 4
@@ -184,9 +184,9 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
         everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
         drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything))
         prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead, longest=3)
-        wishes = Wishes(Sampling(temperature=0.9, seed=3), prompt_length=4)
+        params = SamplingParams(Sampling(temperature=0.9, seed=3), prompt_length=4)
         with torch.inference_mode():
-            chains.append(drafter.propose(Frontier(prefix, Sampler([wishes]), budget=6)).tokens)
+            chains.append(drafter.propose(Frontier(prefix, Sampler([params]), budget=6)).tokens)
         assert drafter.at_once
     assert torch.equal(*chains)
 
@@ -198,7 +198,7 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
     propose = drafter.propose
 
     def broken(frontier: Frontier) -> TokenTree:
-        assert isinstance(drafter.cache, RowCache)
+        assert isinstance(drafter.cache, KVCache)
         for layer in drafter.cache.layers:
             layer.values[1:] = torch.nan
         return propose(frontier)
@@ -217,17 +217,17 @@ def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperatur
     engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
     draft, begin = cast(DraftModel, engine.drafter).model, engine.codec.encode if engine.codec else list
     prompts = ("Once upon a time", "Lily and Tom", "The big dog", "One day, Ben") * (2 if temperature else 1)
-    wishes = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
-    texts = engine.generate(prompts, max_new_tokens=96, sampling=wishes)
+    params = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    texts = engine.generate(prompts, max_new_tokens=96, sampling=params)
     chances, hits = [], []
-    for prompt, wished, done in zip(prompts, wishes, texts, strict=True):
+    for prompt, wished, done in zip(prompts, params, texts, strict=True):
         first, text = len(begin(prompt)), torch.tensor([[*begin(prompt), *done.tokens]])
         tree = TokenTree.chain(text[:, :-1])
         with torch.inference_mode():
             logits = draft.read(tree, draft.new_cache(1, 128)).logits
         paths = Paths(Prefix(text, torch.tensor([0])), tree)
-        odds, choices = Sampler([Wishes(wished, first)]).best(logits, paths, 1, SURE)
-        chances.append(odds[0, first - 1 :, 0].exp())
+        confidence, choices = Sampler([SamplingParams(wished, first)]).best(logits, paths, 1, CONFIDENCE_SCALE)
+        chances.append(confidence[0, first - 1 :, 0].exp())
         hits.append(choices[0, first - 1 :, 0] == text[0, first:])
     supposed, came = torch.cat(chances), torch.cat(hits).float()
     assert float(supposed.mean()) == pytest.approx(float(came.mean()), abs=0.1)

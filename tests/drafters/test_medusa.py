@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.messages import Commit, Features, Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.medusa import EXACT, NODES, Medusa, MedusaConfig, MedusaHead, candidates
 from draftproof.drafters.medusa_trees import CHOICES
+from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 
 Path = tuple[int, ...]
@@ -193,12 +193,12 @@ class Scene:
     """Rows with random hidden states and texts, in front of a drafter."""
 
     def __init__(
-        self, head: MedusaHead, *wishes: Sampling, tree: Any = "dynamic", vocabulary: Any = None, at_hand: bool = True
+        self, head: MedusaHead, *params: Sampling, tree: Any = "dynamic", vocabulary: Any = None, at_hand: bool = True
     ) -> None:
         self.vocabulary = vocabulary if vocabulary is not None else target()
         self.drafter = Medusa(head, self.vocabulary, tree)
         texts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]
-        self.sampler = sampler_of(*(wishes * 3)[:3], at_hand=at_hand)
+        self.sampler = sampler_of(*(params * 3)[:3], at_hand=at_hand)
         self.prefix = paths_of(texts).prefix
         self.hidden = torch.randn(3, 1, 1, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
         self.drafter.start(6, 64)
@@ -281,13 +281,13 @@ def test_odds_are_products_of_what_the_heads_say(tree: Any) -> None:
     """1 at the root, never more than the parent's, 0 where absent; greedily the heads' own probabilities."""
     stage = Scene(noisy_head(), Sampling(), tree=tree)
     drafted, laws = stage.propose(7), stage.logits.softmax(-1)
-    assert drafted.odds is not None and (drafted.odds[:, 0] == 1).all()
+    assert drafted.confidence is not None and (drafted.confidence[:, 0] == 1).all()
     for row in range(3):
-        for path, odds in zip(drafted_paths(drafted, row), drafted.odds[row, 1:].tolist(), strict=True):
-            assert odds == pytest.approx(float(torch.stack([laws[row, head, token] for head, token in enumerate(path)]).prod()))
+        for path, confidence in zip(drafted_paths(drafted, row), drafted.confidence[row, 1:].tolist(), strict=True):
+            assert confidence == pytest.approx(float(torch.stack([laws[row, head, token] for head, token in enumerate(path)]).prod()))
     warm = Scene(noisy_head(4), Sampling(temperature=1.3, top_k=3), tree=tree).propose(40)
-    assert warm.odds is not None and (warm.odds <= warm.odds.gather(1, warm.parents.clamp(min=0))).all()
-    assert torch.equal(warm.odds > 0, warm.present)
+    assert warm.confidence is not None and (warm.confidence <= warm.confidence.gather(1, warm.parents.clamp(min=0))).all()
+    assert torch.equal(warm.confidence > 0, warm.present)
 
 
 def test_broken_heads_draft_nothing() -> None:
@@ -380,7 +380,7 @@ def test_what_a_drafter_says_of_itself() -> None:
     head.config = MedusaConfig(4, 2, 32, VOCAB, tree=MEDUSA_TREE)
     assert Medusa(head, target()).tree == MEDUSA_TREE and Medusa(head, target(), "dynamic").tree is None
     drafter = head.drafter(target())
-    assert isinstance(drafter, Medusa) and drafter.taps == (-1,) and drafter.tree == MEDUSA_TREE
+    assert isinstance(drafter, Medusa) and drafter.hidden_layers == (-1,) and drafter.tree == MEDUSA_TREE
 
 
 # Memory -------------------------------------------------------------------------------------------------------------------
@@ -546,8 +546,8 @@ def test_heads_and_pairs_read_as_one_draft_what_they_draft_apart(rows: int, wish
             drafted.append(one.propose(frontier))
     one, other = drafted
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
-    assert one.odds is not None and other.odds is not None and torch.equal(one.odds, other.odds)
-    assert one.tokens.shape == (rows, 8) and bool((one.odds[:, 1:] > 0).all()) and bool((one.odds[:, 0] == 1).all())
+    assert one.confidence is not None and other.confidence is not None and torch.equal(one.confidence, other.confidence)
+    assert one.tokens.shape == (rows, 8) and bool((one.confidence[:, 1:] > 0).all()) and bool((one.confidence[:, 0] == 1).all())
     assert rows == 1 or not torch.equal(one.tokens[0], one.tokens[1])
 
 

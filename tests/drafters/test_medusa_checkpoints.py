@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, model, prompts, target
 from torch import Tensor
 
-from draftproof.decoding import load as loading
-from draftproof.decoding.load import load
 from draftproof.drafters import checkpoint
 from draftproof.drafters.checkpoint import is_head, read_head, write_head
 from draftproof.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
+from draftproof.engine import load as loading
+from draftproof.engine.load import load
 from draftproof.errors import BadInput, DrafterMismatch, DraftproofError, ModelNotFound
 
 SIZE = 32

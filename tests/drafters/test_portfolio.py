@@ -12,21 +12,21 @@ from drafting import DRAFTERS, Oracle, Watch, medusa_head
 from tiny import build, model, prompts, sampler_of, shared, target
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
-from draftproof.decoding.load import load
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.medusa import Medusa
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.target.target import Target
+from draftproof.model.target import Target
 
 pytestmark = pytest.mark.usefixtures("lookup")
 
@@ -38,8 +38,8 @@ class Says(Drafter):
     default_budget = 4
     free = True
 
-    def __init__(self, paths: list[list[int]], odds: Sequence[float] | None = None) -> None:
-        self.paths, self.odds = paths, odds
+    def __init__(self, paths: list[list[int]], confidence: Sequence[float] | None = None) -> None:
+        self.paths, self.confidence = paths, confidence
         self.told: list[Commit] = []
         self.asked: list[Frontier] = []
 
@@ -51,10 +51,10 @@ class Says(Drafter):
         root = frontier.prefix.root[:, None, None]
         paths = torch.tensor(self.paths).expand(len(root), -1, -1)
         paths = torch.cat([root.expand(-1, paths.shape[1], 1), paths], -1)
-        if self.odds is None:
+        if self.confidence is None:
             return TokenTree.from_paths(paths, frontier.budget + 1) if frontier.trees else TokenTree.chain(paths[:, 0])
-        steps = torch.tensor(self.odds)[:, None].expand(-1, paths.shape[2] - 1)
-        votes = torch.cat([torch.ones(len(self.odds), 1), steps.cumprod(-1)], -1)
+        steps = torch.tensor(self.confidence)[:, None].expand(-1, paths.shape[2] - 1)
+        votes = torch.cat([torch.ones(len(self.confidence), 1), steps.cumprod(-1)], -1)
         return TokenTree.from_paths(paths, frontier.budget + 1, votes.expand_as(paths))
 
 
@@ -76,9 +76,9 @@ class Row:
         self.drafter.observe(Commit([0], torch.tensor([committed]), nodes, torch.tensor([len(committed)])))
         self.tokens[0, self.size : self.size + len(truth)] = torch.tensor(truth)
         self.size += len(truth)
-        assert tree.odds is not None
+        assert tree.confidence is not None
         texts = [tuple(token for token in text[1:] if token != NOTHING) for text in tree.texts[0].tolist()]
-        return {text: odds for text, odds in zip(texts, tree.odds[0].tolist(), strict=True) if text and ABSENT not in text}
+        return {text: confidence for text, confidence in zip(texts, tree.confidence[0].tolist(), strict=True) if text and ABSENT not in text}
 
 
 def test_what_members_propose_is_merged_by_odds() -> None:
@@ -145,9 +145,9 @@ def test_each_row_believes_by_what_it_saw() -> None:
 
 def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
     class Taps(Says):
-        def __init__(self, *taps: int) -> None:
+        def __init__(self, *hidden_layers: int) -> None:
             super().__init__([[5]], [0.5])
-            self.taps = taps
+            self.hidden_layers = hidden_layers
 
     members = [Taps(), Taps(1), Taps(-1, 0)]
     alone = Taps(-1, 0, 1)
@@ -159,17 +159,17 @@ def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
     for member in members:
         assert len(member.told) == len(alone.told) and not any(frontier.drawn for frontier in member.asked)
         for told, whole in zip(member.told, alone.told, strict=True):
-            if not member.taps:
+            if not member.hidden_layers:
                 assert told.hidden is None
                 continue
             assert told.hidden is not None and whole.hidden is not None
-            wanted = whole.hidden[:, :, [columns[tap] for tap in member.taps]]
+            wanted = whole.hidden[:, :, [columns[tap] for tap in member.hidden_layers]]
             torch.testing.assert_close(told.hidden[:, :1], wanted[:, :1])
 
 
 def test_a_portfolio_wants_what_its_members_want() -> None:
     both = Portfolio([TokenRecycling(), Medusa(medusa_head(), target())])
-    assert both.wants_top == TokenRecycling.wants_top and both.taps == (-1,) and not both.free
+    assert both.wants_top == TokenRecycling.wants_top and both.hidden_layers == (-1,) and not both.free
     assert both.deepest == max(TokenRecycling.deepest or 0, medusa_head().config.num_heads)
     assert Portfolio([PromptLookup(), TokenRecycling()]).deepest is None
     assert Portfolio([PromptLookup(), TokenRecycling()]).free

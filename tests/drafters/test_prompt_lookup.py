@@ -8,11 +8,11 @@ from drafting import Watch, assert_well_formed
 from tiny import prompts, sampler_of, target
 
 from draftproof.core.messages import Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
+from draftproof.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("lookup")
 
@@ -77,16 +77,16 @@ def test_a_chain_is_the_plain_search() -> None:
 
 def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[tuple[int, ...], float]:
     """The odds of every beginning of the best continuations, each taken if none before it is right."""
-    odds: dict[tuple[int, ...], float] = {}
+    confidence: dict[tuple[int, ...], float] = {}
     left = 1.0
     for size, end in search(text, longest, shortest)[:PLACES]:
         holds = left
         path = goes_on(text, end, budget)
         for depth in range(budget):
             holds *= (size + depth) / (size + depth + 3)
-            odds[tuple(path[: depth + 1])] = odds.get(tuple(path[: depth + 1]), 0.0) + holds
+            confidence[tuple(path[: depth + 1])] = confidence.get(tuple(path[: depth + 1]), 0.0) + holds
         left *= 3 / (size + 3)
-    return odds
+    return confidence
 
 
 def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
@@ -95,13 +95,13 @@ def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
         asked = frontier([text], 6, trees=True, seed=len(text))
         tree = PromptLookup(longest, shortest).propose(asked)
         assert_well_formed(tree, asked)
-        odds = by_hand(text, longest, shortest, 6)
-        assert tree.odds is not None
-        said = [float(value) for value, there in zip(tree.odds[0, 1:], tree.present[0, 1:], strict=True) if there]
-        assert said == pytest.approx(sorted(odds.values(), reverse=True)[:6])
+        confidence = by_hand(text, longest, shortest, 6)
+        assert tree.confidence is not None
+        said = [float(value) for value, there in zip(tree.confidence[0, 1:], tree.present[0, 1:], strict=True) if there]
+        assert said == pytest.approx(sorted(confidence.values(), reverse=True)[:6])
         for node in range(1, 1 + len(said)):
             path = tuple(token for token in tree.texts[0, node].tolist() if token >= 0)[1:]
-            assert said[node - 1] == pytest.approx(odds[path])
+            assert said[node - 1] == pytest.approx(confidence[path])
         branched += int((tree.parents[0, 1 : 1 + len(said)] == 0).sum()) > 1
     assert branched > 30, "no tree had two branches: it tests chains"
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.redrafter_learning import LearnConfig
+from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 
 
@@ -71,7 +71,7 @@ def random_head(vocabulary: Any, **form: Any) -> ReDrafterHead:
 
 
 def asking(
-    drafter: Drafter, hidden: Tensor, roots: list[int], budget: int, *, at_hand: bool | None = None, **wishes: Any
+    drafter: Drafter, hidden: Tensor, roots: list[int], budget: int, *, at_hand: bool | None = None, **params: Any
 ) -> Frontier:
     """The drafter has observed one token per row, with these hidden states [B, H] behind it, and is to go on at `roots`."""
     rows = len(roots)
@@ -82,7 +82,7 @@ def asking(
     tokens = torch.zeros(rows, 65, dtype=torch.int64)
     tokens[:, 1] = torch.tensor(roots)
     prefix = Prefix(tokens, torch.ones(rows, dtype=torch.int64), ahead=budget)
-    return Frontier(prefix, sampler_of(*[Sampling(**wishes) for _ in roots], at_hand=at_hand), budget)
+    return Frontier(prefix, sampler_of(*[Sampling(**params) for _ in roots], at_hand=at_hand), budget)
 
 
 # The published search, token by token ----------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, at_hand: boo
         if budget >= width:  # a narrower budget searches with fewer beams
             assert set(paths_in(tree, 0)) == set(wanted)
             told = torch.tensor([weighed[path] for path in paths_in(tree, 0)]).exp()
-            torch.testing.assert_close(tree.odds[0, : len(told)].double(), told.double(), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(tree.confidence[0, : len(told)].double(), told.double(), rtol=1e-5, atol=1e-7)
         assert len(paths_in(tree, 0)) <= budget + 1
 
 
@@ -197,26 +197,26 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
             assert tree.tokens[row].tolist() == published_beams(head, tables, hidden[row], root, 1, 3, None)[0]
 
 
-@pytest.mark.parametrize("wishes", [
+@pytest.mark.parametrize("params", [
     {"temperature": 0.8, "seed": 5},
     {"repetition_penalty": 1.7},
     {"temperature": 2.0, "no_repeat_ngram": 1, "top_p": 0.95, "seed": 2},
 ])  # fmt: skip
-def test_every_beam_races_by_its_own_path(wishes: dict[str, Any]) -> None:
+def test_every_beam_races_by_its_own_path(params: dict[str, Any]) -> None:
     """Children are the winners of the target's race, noise and penalties included, at the very path they hang on."""
     tables = Tables()
     head = random_head(tables)
     hidden = torch.randn(1, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     drafter = ReDrafter(head, tables, width=3, length=3)
-    frontier = asking(drafter, hidden, [7], budget=18, **wishes)
+    frontier = asking(drafter, hidden, [7], budget=18, **params)
     tree = drafter.propose(frontier)
     paths = paths_in(tree, 0)
     for path in paths:
         children = {other[-1] for other in paths if other[:-1] == path and other}
         logits = law_behind(head, tables, hidden[0], [7, *path], None)[None, None]
         chain = TokenTree.chain(torch.tensor([[7, *path]]))
-        race = frontier.sampler.race(logits, Paths(frontier.prefix, chain, first=len(path)), Role.TARGET)
-        assert children <= set(race[0, 0].topk(3).indices.tolist())
+        gumbel_logits = frontier.sampler.gumbel_logits(logits, Paths(frontier.prefix, chain, first=len(path)), Role.TARGET)
+        assert children <= set(gumbel_logits[0, 0].topk(3).indices.tolist())
     inner = [path for path in paths if any(other[:-1] == path for other in paths if other)]
     assert len(paths) == 19 and len(inner) > 3
 
@@ -232,10 +232,10 @@ def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, tr
     frontier = asking(drafter, hidden, [7], budget=3, at_hand=at_hand, temperature=temperature, seed=3)
     tree = drafter.propose(frontier)
     logits = law_behind(head, tables, hidden[0], [7], None)[None, None]
-    race = frontier.sampler.race(logits, Paths(frontier.prefix, TokenTree.root(torch.tensor([7]))), Role.TARGET)
-    assert tree.odds is not None
-    wanted = (race * trust).softmax(-1)[0, 0, tree.tokens[0, 1:]]
-    torch.testing.assert_close(tree.odds[0, 1:].double(), wanted.double(), rtol=1e-5, atol=1e-7)
+    gumbel_logits = frontier.sampler.gumbel_logits(logits, Paths(frontier.prefix, TokenTree.root(torch.tensor([7]))), Role.TARGET)
+    assert tree.confidence is not None
+    wanted = (gumbel_logits * trust).softmax(-1)[0, 0, tree.tokens[0, 1:]]
+    torch.testing.assert_close(tree.confidence[0, 1:].double(), wanted.double(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
@@ -433,21 +433,21 @@ LEARN = LearnConfig(every=4, window=32, memory=8, batch=6, lr=0.02)
 
 def test_learning_changes_speed_and_never_text() -> None:
     """A fresh head, the same few prompts again and again: the text stays, the drafts get better, the given head stays."""
-    asked, wishes = prompts(4), [Sampling(), Sampling(temperature=1.0, seed=5)] * 2
-    wanted = texts(Engine(target()), asked, max_new_tokens=40, sampling=wishes)
+    asked, params = prompts(4), [Sampling(), Sampling(temperature=1.0, seed=5)] * 2
+    wanted = texts(Engine(target()), asked, max_new_tokens=40, sampling=params)
     head = ReDrafterHead.fresh(target(), steps=3)
     given = {name: weight.clone() for name, weight in head.state_dict().items()}
     drafter = ReDrafter(head, target(), learn=LEARN)
     engine = Engine(target(), Watch(drafter), budget=8)
     shares = []
     for _ in range(4):
-        done = engine.generate(asked, max_new_tokens=40, sampling=wishes, batch_size=3)
+        done = engine.generate(asked, max_new_tokens=40, sampling=params, batch_size=3)
         assert [(one.tokens, one.finish_reason) for one in done] == wanted
         shares.append(accepted_share(done))
     assert shares[-1] > 2 * shares[0]
     assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
     still = Engine(target(), ReDrafter(head, target()), budget=8)
-    assert accepted_share(still.generate(asked, max_new_tokens=40, sampling=wishes, batch_size=3)) < shares[-1] / 2
+    assert accepted_share(still.generate(asked, max_new_tokens=40, sampling=params, batch_size=3)) < shares[-1] / 2
 
 
 def test_learning_is_without_chance_and_bounded() -> None:
@@ -524,7 +524,7 @@ def test_the_head_that_was_given_stays_as_it_is(learn: LearnConfig | None) -> No
             drafter.observe(Commit([0], torch.randint(256, (1, 12), generator=dice), place, place[:, -1] + 1, hidden))
     assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
     assert all(bool(tree.present.all()) for tree in trees)
-    moved = not torch.equal(trees[1].odds, trees[2].odds)  # type: ignore[arg-type]
+    moved = not torch.equal(trees[1].confidence, trees[2].confidence)  # type: ignore[arg-type]
     assert moved == (learn is not None), "what was learnt is what drafts"
 
 
@@ -592,17 +592,17 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
             assert native is not None and once.tokens.shape == often.tokens.shape
             assert once.tokens.shape[1] == 1 + 3 + 9 + 9 + 9 or trial == 3
             for row in range(40):
-                odds = dict(walked(once, row))
+                confidence = dict(walked(once, row))
                 for path, chance in walked(often, row):
                     nodes += 1
-                    same += path in odds and abs(odds[path] - chance) <= 0.05 * chance + 1e-6
+                    same += path in confidence and abs(confidence[path] - chance) <= 0.05 * chance + 1e-6
     assert same > 0.97 * nodes
 
 
 def walked(tree: TokenTree, row: int) -> list[tuple[tuple[int, ...], float]]:
     """The tokens to each node of a row, and its odds."""
-    assert tree.odds is not None
+    assert tree.confidence is not None
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return list(zip(paths, tree.odds[row].tolist(), strict=True))
+    return list(zip(paths, tree.confidence[row].tolist(), strict=True))

@@ -12,11 +12,11 @@ from tiny import VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
 from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Lanes, way
+from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 
 CAPACITY = 64
@@ -46,10 +46,10 @@ def propose(drafter: SuffixDrafter, texts: list[Text], budget: int = 6, trees: b
 
 def paths_of(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
     """Drafted texts behind the root and their odds."""
-    assert tree.odds is not None
+    assert tree.confidence is not None
     texts = [tuple(token for token in text[1:] if token != NOTHING) for text in tree.texts[row].tolist()]
     there = tree.present[row].tolist()
-    return {text: odds for text, odds, here in zip(texts, tree.odds[row].tolist(), there, strict=True) if here and text}
+    return {text: confidence for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True) if here and text}
 
 
 def started(memory: int = 4096, rows: int = 4) -> SuffixDrafter:
@@ -66,7 +66,7 @@ def ways() -> Text:
 
 def counted(text: Text, others: list[Text]) -> dict[int, float]:
     """The odds of each next token behind `text`, by dictionaries: escape to the next shorter context (method C)."""
-    odds: dict[int, float] = {}
+    confidence: dict[int, float] = {}
     left = 1.0
     for size in (size for size in SIZES if size <= len(text)):
         seen: dict[int, float] = {}
@@ -79,9 +79,9 @@ def counted(text: Text, others: list[Text]) -> dict[int, float]:
         seen = {token: count + OWN * own[token] for token, count in seen.items()}
         room = sum(seen.values()) + len(seen)
         for token, count in seen.items():
-            odds[token] = odds.get(token, 0.0) + left * count / room
+            confidence[token] = confidence.get(token, 0.0) + left * count / room
         left *= len(seen) / room if seen else 1.0
-    return odds
+    return confidence
 
 
 def test_the_odds_are_those_of_counting() -> None:
@@ -97,10 +97,10 @@ def test_the_odds_are_those_of_counting() -> None:
         drafter.observe(commit([0], [mine[:1]]))
         for start in range(1, len(mine) - 1, 5):                        # in pieces, as rounds commit them
             drafter.observe(commit([0], [mine[start : min(start + 5, len(mine) - 1)]]))
-        found = {path[0]: odds for path, odds in paths_of(propose(drafter, [mine], budget=30)).items() if len(path) == 1}
+        found = {path[0]: confidence for path, confidence in paths_of(propose(drafter, [mine], budget=30)).items() if len(path) == 1}
         wanted = counted(mine, texts[:2])
         assert found.keys() <= wanted.keys()
-        kept = {token: odds for token, odds in wanted.items() if odds > 0.05}       # the least may not be drafted at all
+        kept = {token: confidence for token, confidence in wanted.items() if confidence > 0.05}       # the least may not be drafted at all
         assert {token: found.get(token, 0.0) for token in kept} == pytest.approx(kept, rel=0.05), case
         checked += len(kept)
     assert checked > 50

@@ -13,14 +13,14 @@ from tiny import sampler_of
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.core.wishes import Sampling
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.drafters.recycling import TokenRecycling
 from draftproof.drafters.suffix import SIZES, WAYS, SuffixDrafter, way
+from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.lookup import Twins
 from draftproof.native.structures import LANES
@@ -49,10 +49,10 @@ def operators(wanted: bool) -> Iterator[None]:
 
 def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
     """Of one row the drafted texts, and their odds."""
-    assert tree.odds is not None
+    assert tree.confidence is not None
     texts = [tuple(token for token in text if token != NOTHING) for text in tree.texts[row].tolist()]
     there = tree.present[row].tolist()
-    return {text: odds for text, odds, here in zip(texts, tree.odds[row].tolist(), there, strict=True) if here}
+    return {text: confidence for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True) if here}
 
 
 def assert_alike(one: TokenTree, other: TokenTree) -> None:
@@ -61,7 +61,7 @@ def assert_alike(one: TokenTree, other: TokenTree) -> None:
         ours, theirs = spread(one, row), spread(other, row)
         assert list(ours.values()) == sorted(ours.values(), reverse=True)
         torch.testing.assert_close(torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), rtol=1e-5, atol=1e-7)
-        assert {text for text, odds in ours.items() if odds > min(ours.values()) * 1.0001} <= set(theirs)
+        assert {text for text, confidence in ours.items() if confidence > min(ours.values()) * 1.0001} <= set(theirs)
         for text in ours.keys() & theirs.keys():
             assert ours[text] == pytest.approx(theirs[text], rel=1e-5)
 
@@ -70,37 +70,37 @@ def pools(dice: torch.Generator, rows: int, size: int, vocab: int = 3) -> tuple[
     """Random forests: tokens, parents, and odds that fall along every path; some nodes, and all below them, are not there."""
     tokens = torch.randint(vocab, (rows, size), generator=dice)
     parents = (torch.rand(rows, size, generator=dice) * torch.arange(size)).long()
-    odds = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)
-    odds[torch.rand(rows, size, generator=dice) < 0.1] = 0
-    odds[:, 0], parents[:, 0] = 1, -1
+    confidence = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)
+    confidence[torch.rand(rows, size, generator=dice) < 0.1] = 0
+    confidence[:, 0], parents[:, 0] = 1, -1
     for node in range(1, size):
-        odds[:, node] *= odds[:, :node].gather(1, parents[:, node, None])[:, 0]
-    return torch.where(odds > 0, tokens, ABSENT), parents, odds
+        confidence[:, node] *= confidence[:, :node].gather(1, parents[:, node, None])[:, 0]
+    return torch.where(confidence > 0, tokens, ABSENT), parents, confidence
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 30, 99])
 def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
     dice = torch.Generator().manual_seed(nodes)
     for size in (1, 2, 9, 40):
-        tokens, parents, odds = pools(dice, 3, size)
-        ours = TokenTree.found(*native().lookup.grow(tokens, parents, odds, nodes, Twins.APART, ABSENT), size)
-        theirs = TokenTree.likeliest(tokens, parents.clamp(min=0), odds, nodes, size)
+        tokens, parents, confidence = pools(dice, 3, size)
+        ours = TokenTree.found(*native().lookup.grow(tokens, parents, confidence, nodes, Twins.APART, ABSENT), size)
+        theirs = TokenTree.likeliest(tokens, parents.clamp(min=0), confidence, nodes, size)
         width = ours.tokens.shape[1]
         assert int(theirs.present.sum(1).amax()) == width and not theirs.present[:, width:].any()
         assert torch.equal(ours.tokens, theirs.tokens[:, :width]) and torch.equal(ours.parents, theirs.parents[:, :width])
-        assert torch.equal(ours.odds, theirs.odds[:, :width])                       # type: ignore[arg-type]
+        assert torch.equal(ours.confidence, theirs.confidence[:, :width])                       # type: ignore[arg-type]
 
 
 def test_trees_side_by_side_grow_together() -> None:
     dice = torch.Generator().manual_seed(1)
     for sizes in ((1,), (1, 1), (4, 7), (12, 1, 20)):
-        trees, odds = [], []
+        trees, confidence = [], []
         for size in sizes:
             tokens, parents, chances = pools(dice, 3, size)
             tokens[:, 0] = 1
             trees.append(TokenTree(tokens, parents, size))
-            odds.append(chances)
-        pool, chances = TokenTree.beside(trees), torch.cat(odds, 1)
+            confidence.append(chances)
+        pool, chances = TokenTree.beside(trees), torch.cat(confidence, 1)
         ours = native().lookup.grow(pool.tokens, pool.parents, chances, 12, Twins.LIKELIEST, ABSENT)
         assert_alike(TokenTree.found(*ours, max(sizes)), pool.merged(chances, 12))
 
@@ -230,7 +230,7 @@ def test_successors_are_kept_and_found_alike() -> None:
     ours, theirs = (drafter._table for drafter in drafters)
     assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 20
     assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(ours.tokens[:-1], theirs.tokens[:-1])
-    torch.testing.assert_close(ours.odds[:-1], theirs.odds[:-1], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours.confidence[:-1], theirs.confidence[:-1], rtol=1e-5, atol=1e-7)
 
 
 def test_members_are_judged_and_merged_alike() -> None:
@@ -239,7 +239,7 @@ def test_members_are_judged_and_merged_alike() -> None:
 
     class Silent(PromptLookup):
         def propose(self, frontier: Frontier) -> TokenTree:
-            return replace(super().propose(frontier), odds=None, ranked=False)
+            return replace(super().propose(frontier), confidence=None, ranked=False)
 
     drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
     for drafter in drafters:

@@ -10,13 +10,13 @@ import torch
 from tiny import VOCAB, fresh, prompts, target
 
 from draftproof import embedded
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
+from draftproof.core.params import Sampling
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.drafters.redrafter import ReDrafterHead
-from draftproof.target.loading import load_tokenizer
-from draftproof.target.target import Target
+from draftproof.engine.engine import Engine
+from draftproof.model.loading import load_tokenizer
+from draftproof.model.target import Target
 from draftproof.training.chats import Marked
 from draftproof.training.features import Streamed
 from draftproof.training.heads import HeadsAlone
@@ -68,7 +68,7 @@ def head_of(kind: str, where: Target | None = None) -> DraftHead:
 
 
 def subject_of(head: DraftHead, objective: str = "ce", where: Target | None = None) -> HeadsAlone:
-    read = Streamed(where or target(), head.taps, objective != "ce")
+    read = Streamed(where or target(), head.hidden_layers, objective != "ce")
     return HeadsAlone(head, where or target(), read, read, objective)
 
 

@@ -12,12 +12,12 @@ from tiny import VOCAB, prompts, target
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.costs import CostCurve
-from draftproof.decoding.engine import Engine
+from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.engine.cost_curve import CostCurve
+from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.training import calibrate
 from draftproof.training.calibrate import (

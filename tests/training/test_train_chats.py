@@ -8,8 +8,8 @@ import pytest
 
 from draftproof import embedded
 from draftproof.errors import BadInput
-from draftproof.target.loading import load_tokenizer
-from draftproof.target.text import Codec
+from draftproof.model.loading import load_tokenizer
+from draftproof.model.tokenizer import Codec
 from draftproof.training.chats import marked_chats, question
 
 PLAIN = """{% for m in messages %}<{{ m.role }}>

@@ -10,7 +10,7 @@ from lessons import written
 from tiny import fresh, target
 
 from draftproof.errors import BadInput
-from draftproof.target.target import Target
+from draftproof.model.target import Target
 from draftproof.training.features import Cached, Streamed
 from draftproof.training.rows import Batches
 

@@ -12,7 +12,7 @@ from tiny import fresh
 from torch import Tensor
 
 from draftproof.drafters.losses import head_loss
-from draftproof.target.target import Target
+from draftproof.model.target import Target
 from draftproof.training import joint
 from draftproof.training.joint import Joint, Together
 from draftproof.training.rows import Batches

@@ -51,7 +51,7 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
 def test_steps_share_the_teachers_law_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over steps is that of steps that each work it out, and it is worked out once."""
     head = head_of("medusa")
-    features = Streamed(target(), head.taps, True)(Batches(written(), 4, 0)[0])
+    features = Streamed(target(), head.hidden_layers, True)(Batches(written(), 4, 0)[0])
     assert features.logits is not None
     alone = torch.zeros((), dtype=torch.float32)
     for step, logits in enumerate(head.predict(features, target())):
@@ -94,7 +94,7 @@ def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
     """On texts the target wrote: the loss that is asked for falls, and drafts are accepted more often."""
     head, watch = head_of("medusa"), Silent()
     batch = Batches(written(), 24, 0)[0]
-    features = Streamed(target(), head.taps, True)(batch)
+    features = Streamed(target(), head.hidden_layers, True)(batch)
     assert features.logits is not None
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ import torch
 from tiny import prompts
 
 from draftproof import embedded
-from draftproof.target.loading import load_tokenizer
-from draftproof.target.text import Codec
+from draftproof.model.loading import load_tokenizer
+from draftproof.model.tokenizer import Codec
 from draftproof.training.chats import Marked
 from draftproof.training.rows import Batches, Rows, marked
 from draftproof.training.texts import Document

@@ -33,12 +33,12 @@ from draftproof.bench.machine import facts
 from draftproof.bench.measure import Bare, Bench, Reads, Setting, Task, Way
 from draftproof.bench.ours import Ours
 from draftproof.bench.workloads import GENERAL, STORIES, chosen
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine
-from draftproof.decoding.load import load
+from draftproof.core.params import Sampling
 from draftproof.drafters.plain import Plain
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
 from draftproof.errors import BadInput, DraftproofError
-from draftproof.target.loading import embedded, load_model, resolve
+from draftproof.model.loading import embedded, load_model, resolve
 
 DRAFTING = "draft model"
 GREEDY = Setting(1, 0.0)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Task, Written
-from draftproof.core.wishes import Sampling
-from draftproof.target.loading import PreTrainedModel, stop_tokens
+from draftproof.core.params import Sampling
+from draftproof.model.loading import PreTrainedModel, stop_tokens
 
 
 class Generate:

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from draftproof.bench.inflate import inflated
 from draftproof.errors import BadInput
-from draftproof.target.loading import PreTrainedModel, load_tokenizer
+from draftproof.model.loading import PreTrainedModel, load_tokenizer
 
 PRECISIONS = ("bf16", "int8")
 """bfloat16 weights, or eight bits each: W8A8 here, OpenVINO's int8 and llama.cpp's Q8_0."""

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from draftproof.bench.measure import Bench, Setting, Trial
-from draftproof.decoding.stats import RoundStats
+from draftproof.engine.stats import RoundStats
 
 PLAIN, GENERATE = "plain", "transformers"
 """Names of the ways that others are compared with."""

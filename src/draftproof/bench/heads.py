@@ -23,16 +23,16 @@ from rich.table import Table
 import draftproof as dp
 from draftproof.bench.sweep import prompt_of
 from draftproof.bench.workloads import GENERAL, STORIES, read
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine, Prompt
-from draftproof.decoding.load import HEADS
-from draftproof.decoding.stats import RoundStats
+from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.checkpoint import read_head
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.drafters.plain import Plain
+from draftproof.engine.engine import Engine, Prompt
+from draftproof.engine.load import HEADS
+from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
-from draftproof.target.loading import resolve
+from draftproof.model.loading import resolve
 
 
 class Line(NamedTuple):
@@ -60,8 +60,8 @@ def lines(
     def written(drafter: Drafter, size: int, heat: float, lossy: bool = False) -> tuple[RoundStats, list[list[int]]]:
         engine = Engine(plain.target, drafter, codec=plain.codec, budget=size, stop_tokens=plain.stop_tokens, lossy=lossy)
         asked = list(prompts) * (samples if heat else 1)
-        wishes = [Sampling(temperature=heat, seed=number) for number in range(len(asked))]
-        done, total = engine.generate(asked, max_new_tokens=new_tokens, sampling=wishes, batch_size=1), RoundStats()
+        params = [Sampling(temperature=heat, seed=number) for number in range(len(asked))]
+        done, total = engine.generate(asked, max_new_tokens=new_tokens, sampling=params, batch_size=1), RoundStats()
         for one in done:
             total.add(one.stats)
         return total, [one.tokens for one in done]

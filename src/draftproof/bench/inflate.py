@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.target.loading import PreTrainedModel, load_model
+from draftproof.model.loading import PreTrainedModel, load_model
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Whose blocks add nothing where their norms are zero, and whose MLPs are three layers of a width of their own."""

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from draftproof.bench.figures import Interval, interval
 from draftproof.bench.measure import Clock
+from draftproof.model.packed_linear import PackedLinear
+from draftproof.model.quantized_linear import Int8Linear
 from draftproof.native.kernels import kernels
-from draftproof.target.lowbit import Int8Linear
-from draftproof.target.pack import PackedLinear
 
 Layer = Callable[[Tensor], Tensor]
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftproof.target.device import Device, processor
+from draftproof.model.device import Device, processor
 
 POWERCAP = Path("/sys/class/powercap")
 """Where Linux keeps the energy counters of processors (RAPL)."""

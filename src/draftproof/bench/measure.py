@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from draftproof.bench.machine import Energy, peak_of
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.stats import RoundStats
+from draftproof.core.params import Sampling
+from draftproof.engine.stats import RoundStats
 
 Clock = Callable[[], float]
 Tick = Callable[[str], None]

@@ -62,8 +62,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import draftproof as dp
-    from draftproof.target import cache
-    from draftproof.target.loading import resolve
+    from draftproof.model import kv_cache
+    from draftproof.model.loading import resolve
 
     dp.load("demo", assistant_model="demo-draft").generate([[1, 2, 3]], max_new_tokens=8)
     gc.collect()
@@ -71,15 +71,15 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")                      # the peak starts anew
     before = _resident("VmRSS")
     caches: list[int] = []
-    make = cache.RowCache.empty
+    make = kv_cache.KVCache.empty
 
-    def counted(*args: Any, **kwargs: Any) -> cache.RowCache:
+    def counted(*args: Any, **kwargs: Any) -> kv_cache.KVCache:
         made = make(*args, **kwargs)
         caches.append(made.nbytes)
         return made
 
     engine = dp.load(options.model, assistant_model=options.assistant_model)
-    cache.RowCache.empty = counted  # type: ignore[method-assign]
+    kv_cache.KVCache.empty = counted  # type: ignore[method-assign]
     dice = torch.Generator().manual_seed(0)
     prompt = torch.randint(engine.target.vocab_size, (options.prompt_tokens,), generator=dice).tolist()
     engine.generate([prompt] * options.rows, max_new_tokens=options.new_tokens)

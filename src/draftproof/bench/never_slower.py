@@ -33,10 +33,10 @@ from torch import Tensor
 import draftproof as dp
 from draftproof.bench.figures import Ratio
 from draftproof.bench.measure import Clock
-from draftproof.decoding.engine import usual_budget
-from draftproof.decoding.load import training_free
-from draftproof.decoding.sequence import Running
-from draftproof.decoding.stats import RoundStats
+from draftproof.engine.engine import usual_budget
+from draftproof.engine.load import training_free
+from draftproof.engine.sequence import SequenceState
+from draftproof.engine.stats import RoundStats
 
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily. She",
@@ -128,7 +128,7 @@ class Way:
     texts: list[list[list[int]]] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
 
-    def take(self, writing: Writing) -> None:
+    def take(self, writing: SelfGenerateConfig) -> None:
         """Note a group that is written."""
         tokens = writing.tokens
         self.wall.append(writing.seconds[0] / tokens)
@@ -138,7 +138,7 @@ class Way:
             self.stats.add(row.stats)
 
 
-class Writing:
+class SelfGenerateConfig:
     """A group of prompts being completed side by side, slice by slice.
 
     seconds: by each of the clocks, of the slices alone.
@@ -146,7 +146,7 @@ class Writing:
 
     def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case, clocks: Sequence[Clock]) -> None:
         self.clocks, self.seconds = clocks, [0.0] * len(clocks)
-        self.rows: list[Running] = []
+        self.rows: list[SequenceState] = []
         self.ended = False
         wanted = dp.Sampling(temperature=case.temperature, seed=1)
         self._rounds = engine.rounds(prompts, max_new_tokens=case.new_tokens, sampling=wanted, batch_size=len(prompts))
@@ -236,7 +236,7 @@ def _measure(
     ways["adaptive"].engine.budget = usual_budget(ways["adaptive"].engine.drafter)
     names = deque(ways)
     for batch in batches * (rounds * (len(PROMPTS) // len(batches))):
-        writings = {name: Writing(way.engine, batch, case, clocks) for name, way in ways.items()}
+        writings = {name: SelfGenerateConfig(way.engine, batch, case, clocks) for name, way in ways.items()}
         names.rotate()
         first, *others = names
         orders = cycle([(first, *others), (first, *reversed(others))])

@@ -22,14 +22,14 @@ from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Task, Wri
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
-from draftproof.decoding.costs import measure_costs
-from draftproof.decoding.engine import Completion, Engine
-from draftproof.decoding.stats import RoundStats
 from draftproof.drafters.base import Drafter
-from draftproof.native.kernels import Chains, Contest
-from draftproof.target.cache import RowCache
-from draftproof.target.target import Target
-from draftproof.target.text import Codec, TextStream
+from draftproof.engine.cost_curve import measure_costs
+from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.stats import RoundStats
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.target import Target
+from draftproof.model.tokenizer import Codec, TextStream
+from draftproof.native.kernels import Chains, DraftSampling
 
 TARGET = "target"
 COVERED = 0.95
@@ -104,19 +104,19 @@ class Watched:
         self.calls = 0
 
     def read(
-        self, tree: TokenTree, cache: RowCache, *, first: int = 0, last_only: bool = False, taps: tuple[int, ...] = ()
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False, hidden_layers: tuple[int, ...] = ()
     ) -> Reading:
         self.calls += 1
         if not last_only:
             rows, nodes = tree.tokens.shape
             width = round(sum(tree.sizes) / rows) + 1 if self.inner.skips_absent and not first else nodes - first
             self.shapes[Shape(rows, width, cache.capacity)] += 1
-        return self.inner.read(tree, cache, first=first, last_only=last_only, taps=taps)
+        return self.inner.read(tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers)
 
-    def chain(self, prefix: Prefix, width: int, cache: RowCache, steps: int, nodes: int, contest: Contest) -> Chains | None:
+    def chain(self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int, draft_sampling: DraftSampling) -> Chains | None:
         """Chains in one call count as the reads they take the place of: what was missing with the root, then one by one."""
         lacking = int((prefix.position - cache.lengths).amax())
-        chains = self.inner.chain(prefix, width, cache, steps, nodes, contest)
+        chains = self.inner.chain(prefix, width, cache, steps, nodes, draft_sampling)
         if chains is not None:
             self.shapes[Shape(len(chains.read), 1 + lacking, cache.capacity)] += 1
             for depth in range(1, int(chains.read.amax())):

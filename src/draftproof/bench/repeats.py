@@ -34,10 +34,10 @@ from torch import Tensor
 import draftproof as dp
 from draftproof.bench.figures import Ratio
 from draftproof.bench.inflate import inflated
-from draftproof.decoding.load import training_free
-from draftproof.decoding.stats import RoundStats
+from draftproof.engine.load import training_free
+from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput, DraftproofError
-from draftproof.target.pack import pack_linears
+from draftproof.model.packed_linear import pack_linears
 
 ARTICLE = 1400
 """Characters of an article: what the embedded model's context has room for."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from draftproof.bench.figures import GENERATE, PLAIN, Category, Figures, Interval
 from draftproof.bench.measure import Bench, Setting, Shape, Trial
-from draftproof.decoding.costs import CostCurve
+from draftproof.engine.cost_curve import CostCurve
 
 FORMAT = 2
 """Of the JSON; it grows when a field changes its meaning."""

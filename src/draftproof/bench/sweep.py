@@ -25,14 +25,14 @@ from rich.table import Table
 import draftproof as dp
 from draftproof.bench import plots
 from draftproof.bench.workloads import GENERAL, STORIES, read
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.engine import Engine, Prompt
-from draftproof.decoding.load import HEADS
-from draftproof.decoding.stats import RoundStats
+from draftproof.core.params import Sampling
 from draftproof.drafters.checkpoint import read_head
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
+from draftproof.engine.engine import Engine, Prompt
+from draftproof.engine.load import HEADS
+from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput, DraftproofError
-from draftproof.target.loading import resolve
+from draftproof.model.loading import resolve
 
 WARM_UP = 8
 

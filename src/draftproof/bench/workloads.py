@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import BadInput
-from draftproof.target.text import Messages
+from draftproof.model.tokenizer import Messages
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories of MT-bench; Spec-Bench counts them as one of its six tasks."""

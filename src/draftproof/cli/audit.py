@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from draftproof.core.wishes import Sampling
-    from draftproof.proof.audit import Audit
-    from draftproof.proof.likeness import Drafting
-    from draftproof.proof.outcomes import Sampler as Engine
+    from draftproof.core.params import Sampling
+    from draftproof.verify.audit import Audit
+    from draftproof.verify.bug_match import Drafting
+    from draftproof.verify.outcomes import Sampler as Engine
 
 PROMPT = "Once upon a time"
 
@@ -70,7 +70,7 @@ def audit(
             raise BadInput("give one engine to audit: --hf MODEL, --hf-style STYLE, --endpoint URL or --python MODULE:NAME")
         from transformers.utils import logging
 
-        from draftproof.core.wishes import Sampling
+        from draftproof.core.params import Sampling
 
         logging.set_verbosity_error()
 
@@ -131,8 +131,8 @@ class _Plan:
     ids: str | None
 
     def hf(self, name: str | None, style: str | None, assistant_name: str | None) -> _Job:
-        from draftproof.proof import adapters
-        from draftproof.target.loading import load_model, stop_tokens
+        from draftproof.model.loading import load_model, stop_tokens
+        from draftproof.verify import adapters
 
         if style is not None:
             title, (model, assistant) = f"a tiny random {style} pair", adapters.tiny_pair(style)
@@ -156,8 +156,8 @@ class _Plan:
         )  # fmt: skip
 
     def endpoint(self, url: str, name: str | None, reference: str | None, assistant_name: str | None) -> _Job:
-        from draftproof.proof import adapters
-        from draftproof.target.loading import load_model, load_tokenizer, stop_tokens
+        from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
+        from draftproof.verify import adapters
 
         if name is None or reference is None:
             raise BadInput("--endpoint needs --model NAME (its name on the server) and --reference MODEL (a local copy of it)")
@@ -178,8 +178,8 @@ class _Plan:
         )  # fmt: skip
 
     def python(self, name: str, model_name: str | None, assistant_name: str | None) -> _Job:
-        from draftproof.proof import adapters
-        from draftproof.target.loading import load_model, stop_tokens
+        from draftproof.model.loading import load_model, stop_tokens
+        from draftproof.verify import adapters
 
         if model_name is None:
             raise BadInput("--python needs --model MODEL, a local copy of the model whose law the function should have")
@@ -192,9 +192,9 @@ class _Plan:
 
     def _drafting(self, name: str | None) -> Drafting | None:
         """The law of a draft model that the engine is said to use."""
-        from draftproof.proof.adapters import ModelLaw
-        from draftproof.proof.likeness import Drafting
-        from draftproof.target.loading import load_model
+        from draftproof.model.loading import load_model
+        from draftproof.verify.adapters import ModelLaw
+        from draftproof.verify.bug_match import Drafting
 
         if name is None:
             return None
@@ -207,7 +207,7 @@ class _Plan:
         return self.length if self.length is not None else 3 if small else 2
 
     def _prompt(self, name: str | None, model: PreTrainedModel) -> list[int]:
-        from draftproof.target.loading import load_tokenizer
+        from draftproof.model.loading import load_tokenizer
 
         if self.text is not None and self.ids is not None:
             raise BadInput("both --prompt and --prompt-tokens were given; give one of them")
@@ -228,8 +228,8 @@ class _Plan:
 
 def _examined(job: _Job, wanted: Sampling, samples: int, seed: int) -> Audit:
     """The audit, with a bar."""
-    from draftproof.proof import adapters
-    from draftproof.proof.audit import audit as examine
+    from draftproof.verify import adapters
+    from draftproof.verify.audit import audit as examine
 
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn()
     console = Console(stderr=True)

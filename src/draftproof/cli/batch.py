@@ -23,8 +23,8 @@ from draftproof.cli.setup import Setup, as_chat, sampling
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.core.wishes import Sampling
-    from draftproof.decoding.engine import Completion, Engine, Prompt
+    from draftproof.core.params import Sampling
+    from draftproof.engine.engine import Completion, Engine, Prompt
 
 WINDOW = 8
 """Batches of rows the engine gets at a time: enough that few rows run alone at the end of one."""
@@ -281,12 +281,12 @@ def _understood(line: Line, base: Sampling, chat: bool) -> Request:
         raise BadInput(f"the row is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadInput(f"the row is a JSON {type(row).__name__}; it must be an object with one of {', '.join(PROMPTS)}")
-    wishes = row.get("sampling") or {}
-    if not isinstance(wishes, dict):
+    params = row.get("sampling") or {}
+    if not isinstance(params, dict):
         raise BadInput('"sampling" must be an object of sampling options')
     if row.get("max_new_tokens") is not None:
-        wishes = {**wishes, "max_new_tokens": row["max_new_tokens"]}
-    return Request(line, prompt_of(row, chat), _wanted(base, wishes))
+        params = {**params, "max_new_tokens": row["max_new_tokens"]}
+    return Request(line, prompt_of(row, chat), _wanted(base, params))
 
 
 def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
@@ -307,17 +307,17 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     return as_chat(given) if chat else given
 
 
-def _wanted(base: Sampling, wishes: Mapping[str, Any]) -> Sampling:
+def _wanted(base: Sampling, params: Mapping[str, Any]) -> Sampling:
     """`base` with what the row wishes."""
     known = {field.name: field.type for field in fields(base) if field.name != "processors"}
-    for name, value in wishes.items():
+    for name, value in params.items():
         if name not in known:
             raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(known)}")
         if str(known[name]).startswith("int") and not isinstance(value, int):
             raise BadInput(f"{name} was {value!r}; it must be a whole number")
     try:
-        bias = {int(token): float(value) for token, value in dict(wishes.get("logit_bias", base.logit_bias)).items()}
-        return replace(base, **{**wishes, "logit_bias": bias})
+        bias = {int(token): float(value) for token, value in dict(params.get("logit_bias", base.logit_bias)).items()}
+        return replace(base, **{**params, "logit_bias": bias})
     except BadInput:
         raise
     except (TypeError, ValueError) as error:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from draftproof.bench.measure import Bench, Way
     from draftproof.bench.report import Grid, Report
     from draftproof.bench.workloads import Workload
-    from draftproof.decoding.costs import CostCurve
-    from draftproof.decoding.engine import Engine
-    from draftproof.target.loading import PreTrainedModel
-    from draftproof.target.target import Target
+    from draftproof.engine.cost_curve import CostCurve
+    from draftproof.engine.engine import Engine
+    from draftproof.model.loading import PreTrainedModel
+    from draftproof.model.target import Target
 
 N = TypeVar("N", int, float)
 
@@ -216,7 +216,7 @@ def _racers(model: str, drafters: Sequence[str] | None, assistants: Sequence[str
 
 
 def _is_demo(model: str) -> bool:
-    from draftproof.target.loading import embedded, resolve
+    from draftproof.model.loading import embedded, resolve
 
     return resolve(model) == str(embedded("demo"))
 
@@ -289,21 +289,21 @@ def _run(run: Bench, target: Target) -> tuple[dict[int, CostCurve], bool]:
 
 
 def _curve(target: Target, rows: int) -> CostCurve:
-    from draftproof.decoding.costs import WIDTHS, measure_costs
+    from draftproof.engine.cost_curve import WIDTHS, measure_costs
 
     return measure_costs(target, [width for width in WIDTHS if width == 1 or rows * width <= WIDEST], rows=rows)
 
 
 def _plain(plan: _Plan) -> Engine:
     """Plain decoding of the model, inflated if that was asked for."""
-    from draftproof.decoding.load import load
+    from draftproof.engine.load import load
 
     if plan.inflate is None:
         engine = load(
             plan.model, drafter="none", dtype=plan.dtype, device=plan.device, quantize=plan.quantize, kv_cache=plan.kv_cache
         )
     else:
-        from draftproof.target.pack import pack_linears
+        from draftproof.model.packed_linear import pack_linears
 
         heavy = _heavy(plan)
         if plan.quantize is None:
@@ -325,8 +325,8 @@ def _our_ways(plan: _Plan, first: Engine) -> list[Way]:
     """Plain decoding and every drafter around one target."""
     from draftproof.bench.figures import PLAIN
     from draftproof.bench.ours import Ours
-    from draftproof.decoding.load import load
-    from draftproof.decoding.self_draft import PREFIX
+    from draftproof.engine.load import load
+    from draftproof.engine.self_draft import PREFIX
 
     codec = first.codec
     asked: list[tuple[str, dict[str, Any]]] = [(name, {"drafter": name}) for name in plan.drafters]
@@ -354,7 +354,7 @@ def _their_ways(plan: _Plan) -> list[Way]:
     """transformers' generate, plain and with every draft model."""
     from draftproof.bench.against_transformers import Generate
     from draftproof.bench.figures import GENERATE
-    from draftproof.target.loading import load_model
+    from draftproof.model.loading import load_model
 
     model = _heavy(plan)
     ways: list[Way] = [Generate(GENERATE, model)]

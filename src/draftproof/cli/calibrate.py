@@ -19,8 +19,8 @@ from draftproof.cli import options as opt
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.decoding.engine import Engine
     from draftproof.drafters.base import DraftHead
+    from draftproof.engine.engine import Engine
     from draftproof.training.calibrate import Calibration
 
 PICTURE, FIGURES = "calibration.png", "calibration.json"
@@ -70,9 +70,9 @@ def calibrate(
 
 def _folder(drafter: str) -> Path:
     """Where the heads are."""
-    from draftproof.decoding.load import HEADS
     from draftproof.drafters.checkpoint import is_head
-    from draftproof.target import loading
+    from draftproof.engine.load import HEADS
+    from draftproof.model import loading
 
     folder = Path(loading.resolve(HEADS.get(drafter, drafter)))
     if not is_head(folder):
@@ -97,9 +97,9 @@ def _must_be_ours(where: Path, named: bool) -> None:
 
 def _loaded(model: str, folder: Path, dtype: str | None, device: str | None) -> tuple[Engine, DraftHead]:
     """The engine that drafts with the heads, and the heads themselves."""
-    from draftproof.decoding.engine import Engine
-    from draftproof.decoding.load import load
     from draftproof.drafters.checkpoint import read_head
+    from draftproof.engine.engine import Engine
+    from draftproof.engine.load import load
 
     with show.status("loading ..."):
         plain = load(model, drafter="none", dtype=dtype, device=device)

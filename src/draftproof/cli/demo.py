@@ -17,8 +17,8 @@ from draftproof.cli import show
 from draftproof.cli.setup import Setup
 
 if TYPE_CHECKING:
-    from draftproof.decoding.engine import Completion, Engine
-    from draftproof.decoding.stats import RoundStats
+    from draftproof.engine.engine import Completion, Engine
+    from draftproof.engine.stats import RoundStats
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
@@ -76,11 +76,11 @@ def demo() -> None:
     with show.status("loading ..."):
         lanes = _lanes(Setup("demo").engine())
         _choose_threads(lanes[0].engine)
-    _tell(console, next(lane.engine for lane in lanes if lane.name == TOLD_BY))
-    for title, wishes in LAWS.items():
+    _flush(console, next(lane.engine for lane in lanes if lane.name == TOLD_BY))
+    for title, params in LAWS.items():
         for lane in lanes:
             lane.done.clear()
-        _race(console, lanes, title, wishes)
+        _race(console, lanes, title, params)
         console.print()
         console.print(_table(title, lanes))
         if any([mine.tokens for mine in lane.done] != [theirs.tokens for theirs in lanes[0].done] for lane in lanes):
@@ -91,7 +91,7 @@ def demo() -> None:
 
 def _lanes(engine: Engine) -> list[Lane]:
     """An engine per drafter around one target."""
-    from draftproof.decoding.load import load
+    from draftproof.engine.load import load
 
     model, codec = engine.target.model, engine.codec
     tokenizer = codec.tokenizer if codec else None
@@ -110,7 +110,7 @@ def _choose_threads(engine: Engine) -> None:
     torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
 
 
-def _tell(console: Console, engine: Engine) -> None:
+def _flush(console: Console, engine: Engine) -> None:
     """Stream one story, with a legend."""
     prompt = OPENINGS[0]
     console.print(Text.assemble(("the opening", "bold"), " · ", ("drafted by the small model", show.ACCEPTED), " · the rest"))
@@ -126,11 +126,11 @@ def _tell(console: Console, engine: Engine) -> None:
     console.print(show.summary(done), style="dim")
 
 
-def _race(console: Console, lanes: list[Lane], title: str, wishes: dict[str, Any]) -> None:
+def _race(console: Console, lanes: list[Lane], title: str, params: dict[str, Any]) -> None:
     """Every opening with every drafter in turn, so that a change of the machine's speed hits all alike."""
-    from draftproof.core.wishes import Sampling
+    from draftproof.core.params import Sampling
 
-    wanted = Sampling(**wishes)
+    wanted = Sampling(**params)
     for lane in lanes:
         lane.engine.generate(OPENINGS[0], max_new_tokens=WARM_UP, sampling=wanted)
     columns = TextColumn(f"{title}: {{task.description}}"), BarColumn(), TextColumn("{task.completed}/{task.total}")

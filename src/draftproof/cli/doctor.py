@@ -20,9 +20,9 @@ from draftproof.cli.setup import Setup, lost, quantised
 if TYPE_CHECKING:
     import torch
 
-    from draftproof.decoding.engine import Engine
-    from draftproof.target.exactness import Exactness
-    from draftproof.target.target import Target
+    from draftproof.engine.engine import Engine
+    from draftproof.model.exactness import Exactness
+    from draftproof.model.target import Target
 
 SIZE, ROWS, TIMES = 1024, 8, 30
 """The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
@@ -41,7 +41,7 @@ def doctor(
     rehearse: opt.Rehearse = None,
 ) -> None:
     """Show what this machine is, and what is promised on it."""
-    from draftproof.target.exactness import probe
+    from draftproof.model.exactness import probe
 
     if rehearse is not None:
         from draftproof.cli.rehearsal import rehearse as held
@@ -75,7 +75,7 @@ def _facts(target: Target) -> dict[str, Any]:
     """Versions, device, threads, memory, and the speed of bfloat16."""
     import torch
 
-    from draftproof.target.device import Device
+    from draftproof.model.device import Device
 
     device = Device(target.device)
     fast, slow = _milliseconds(torch.bfloat16, target.device), _milliseconds(torch.float32, target.device)

@@ -16,7 +16,7 @@ from draftproof.errors import BadInput, DraftproofError, RankLost
 
 if TYPE_CHECKING:
     from draftproof.cli.batch import Batch, Line
-    from draftproof.decoding.engine import Completion, Engine
+    from draftproof.engine.engine import Completion, Engine
 
 LOSSES = 3
 """Workers one row may cost before it is given up."""

@@ -16,8 +16,8 @@ from draftproof.cli.setup import Setup, lost
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.decoding.engine import Engine
-    from draftproof.proof.report import Report, Section, Tick
+    from draftproof.engine.engine import Engine
+    from draftproof.verify.report import Report, Section, Tick
 
 
 class Part(StrEnum):
@@ -80,8 +80,8 @@ def prove(
 
 def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
     """Run the sections with a progress bar on stderr; print each verdict as it is reached, and one over all."""
-    from draftproof.proof.prove import prove as prove_sections
-    from draftproof.proof.prove import report
+    from draftproof.verify.prove import prove as prove_sections
+    from draftproof.verify.prove import report
 
     out, loaded = Console(highlight=False, soft_wrap=True), list[Any]()
 

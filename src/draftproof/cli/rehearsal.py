@@ -57,9 +57,9 @@ def _cases(setup: Setup) -> Iterator[Setup]:
 
 
 def _rehearsed(case: Setup) -> dict[str, Any]:
-    from draftproof.core.wishes import Sampling
-    from draftproof.decoding.budget import Fixed
-    from draftproof.decoding.rehearse import rehearse
+    from draftproof.core.params import Sampling
+    from draftproof.engine.budget import Fixed
+    from draftproof.engine.emulate_device import rehearse
 
     engine = case.engine()
     gc.unfreeze()                                                   # another engine follows, and this one must go

@@ -15,8 +15,8 @@ from draftproof.cli.setup import Setup, as_chat, as_on_gaudi, described, lost, p
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.core.wishes import Sampling
-    from draftproof.decoding.engine import Completion, Engine, Prompt
+    from draftproof.core.params import Sampling
+    from draftproof.engine.engine import Completion, Engine, Prompt
 
 WARM_UP = 8
 """Tokens decoded before a comparison, so that neither side pays for the first calls."""

@@ -15,12 +15,12 @@ from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
 
 if TYPE_CHECKING:
-    from draftproof.core.lossy import Typical
+    from draftproof.core.params import Sampling
     from draftproof.core.tree import TreeShape
-    from draftproof.core.wishes import Sampling
-    from draftproof.decoding.engine import Engine
-    from draftproof.decoding.shapes import Shapes
-    from draftproof.target.group import Group
+    from draftproof.core.typical import Typical
+    from draftproof.engine.engine import Engine
+    from draftproof.engine.shape_policy import ShapePolicy
+    from draftproof.model.process_group import ProcessGroup
 
 MOST_NODES = 1024
 """Draft tokens per round beyond which a tree is a typing error."""
@@ -82,7 +82,7 @@ class Setup:
 
     def engine(self) -> Engine:
         """Load everything and check it against each other. What is there then stays as long as the process does."""
-        from draftproof.decoding.load import load
+        from draftproof.engine.load import load
 
         engine = load(
             self.model,
@@ -105,15 +105,15 @@ class Setup:
         gc.freeze()                                     # to look through all of it for garbage takes a quarter of a second
         return engine
 
-    def _shapes(self) -> Shapes | None:
-        from draftproof.decoding.shapes import Shapes
+    def _shapes(self) -> ShapePolicy | None:
+        from draftproof.engine.shape_policy import ShapePolicy
 
-        return Shapes(closed=True, bucket=self.bucket) if self.bucket is not None or self.graphs else None
+        return ShapePolicy(closed=True, bucket=self.bucket) if self.bucket is not None or self.graphs else None
 
-    def group(self) -> Group:
+    def group(self) -> ProcessGroup:
         """The processes that run the target together; this one alone, if nobody said so."""
-        from draftproof.target.group import ALONE, form_group
-        from draftproof.target.sharded import check_engine
+        from draftproof.model.process_group import ALONE, form_group
+        from draftproof.model.tensor_parallel import check_engine
 
         if self.parallel is None:
             return ALONE
@@ -121,7 +121,7 @@ class Setup:
         return form_group()
 
     @contextmanager
-    def one_voice(self) -> Iterator[Group]:
+    def one_voice(self) -> Iterator[ProcessGroup]:
         """Only rank 0 speaks inside: what every rank would say is said once."""
         group = self.group()
         if group.leads:
@@ -149,7 +149,7 @@ class Setup:
         return TreeShape.branching(branching(self.draft_tree)) if self.draft_tree is not None else None
 
     def _typical(self) -> Typical | bool:
-        from draftproof.core.lossy import Typical
+        from draftproof.core.typical import Typical
 
         return Typical(*thresholds(self.lossy)) if self.lossy is not None else False
 
@@ -192,8 +192,8 @@ def as_on_gaudi(dtype: str | None, device: str | None, bf16: bool, graphs: bool)
 
 def plain_beside(engine: Engine) -> Engine:
     """Plain decoding with the same target and defaults; nothing is loaded twice."""
-    from draftproof.decoding.engine import Engine
     from draftproof.drafters.plain import Plain
+    from draftproof.engine.engine import Engine
 
     return Engine(engine.target, Plain(), codec=engine.codec, sampling=engine.sampling, stop_tokens=engine.stop_tokens)
 

@@ -15,8 +15,8 @@ from rich.style import Style
 from draftproof.cli.options import Color
 
 if TYPE_CHECKING:
-    from draftproof.decoding.engine import Chunk, Completion
-    from draftproof.decoding.stats import RoundStats
+    from draftproof.engine.engine import Chunk, Completion
+    from draftproof.engine.stats import RoundStats
 
 ACCEPTED = "green"
 """The colour of draft tokens that stood."""
@@ -84,7 +84,7 @@ def status(text: str) -> Status:
 
 def added(completions: Sequence[Completion]) -> RoundStats:
     """Statistics of completions that ran one after the other."""
-    from draftproof.decoding.stats import RoundStats
+    from draftproof.engine.stats import RoundStats
 
     total = RoundStats()
     for completion in completions:

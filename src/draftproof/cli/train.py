@@ -16,8 +16,8 @@ from draftproof.cli import show
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.training.course import MakeHead
-    from draftproof.training.own_text import Progress as Written
+    from draftproof.training.self_generate import Progress as Written
+    from draftproof.training.train_run import MakeHead
     from draftproof.training.trainer import Exam
 
 
@@ -50,7 +50,7 @@ Tokens = Annotated[int, _text("N", "How much it writes.", "--tokens")]
 Temperatures = Annotated[list[float] | None, _text("T", "It writes at these in turn; 0 and 0.7.", "--temperature")]
 Drafts = Annotated[str | None, _text("MODEL", "Drafts while it writes.", "--assistant-model")]
 Rows = Annotated[int, _text("B", "Rows it writes side by side.", "--batch-size")]
-OwnText = Annotated[Path | None, _text("FILE", "Where its text is kept, to train several heads on; in --out.", "--own-text")]
+SelfGeneratedText = Annotated[Path | None, _text("FILE", "Where its text is kept, to train several heads on; in --out.", "--own-text")]
 Out = Annotated[Path, opt._in(None, "DIR", "Where the heads go; the same command goes on.", "--out")]
 
 Minutes = Annotated[float | None, _loop("M", "Train about so long.", "--minutes")]
@@ -87,7 +87,7 @@ def train(
     temperature: Temperatures = None,
     assistant_model: Drafts = None,
     batch_size: Rows = 32,
-    own_text: OwnText = None,
+    own_text: SelfGeneratedText = None,
     minutes: Minutes = None,
     steps: Steps = None,
     epochs: Epochs = 2.0,
@@ -111,9 +111,9 @@ def train(
     device: opt.Device = None,
 ) -> None:
     """Train draft heads for a model: Medusa or ReDrafter, on texts or on what the model itself writes."""
-    from draftproof.training import course as courses
+    from draftproof.training import train_run as courses
+    from draftproof.training.data import DataConfig, SelfGenerateConfig
     from draftproof.training.joint import Together
-    from draftproof.training.material import Sources, Writing
     from draftproof.training.trainer import Plan
 
     theirs = {
@@ -128,10 +128,10 @@ def train(
     else:
         form, make_head = _recurrent(horizon or 5, layers or 1, exit_dim, share_lm_head)
     heat = tuple(temperature or (0.0, 0.7))
-    writing = Writing(tokens, heat, assistant_model, batch_size, own_text) if self_generate else None
-    course = courses.Course(
+    writing = SelfGenerateConfig(tokens, heat, assistant_model, batch_size, own_text) if self_generate else None
+    course = courses.TrainRun(
         model=model,
-        sources=Sources(tuple(data), held_out, chat),
+        sources=DataConfig(tuple(data), held_out, chat),
         out=out,
         form=form,
         plan=Plan(steps, minutes, epochs, lr, accumulate=accumulate, seed=seed, save_minutes=save_minutes),
@@ -175,7 +175,7 @@ def _recurrent(horizon: int, layers: int, exit_dim: int | None, share_lm_head: b
 
 
 class Screen:
-    """A bar on a terminal, and a line per examination anywhere. Implements `training.course.Guide`."""
+    """A bar on a terminal, and a line per examination anywhere. Implements `training.train_run.Guide`."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)

@@ -22,7 +22,7 @@ from draftproof.core import noise
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
-from draftproof.core.sampling import winner
+from draftproof.core.sampling import argmax_token
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native.kernels import Kernels
 
@@ -39,26 +39,26 @@ class Chance(Protocol):
         ...
 
 
-def accept_by_matching(tree: TokenTree, picks: Tensor) -> Accepted:
+def accept_by_matching(tree: TokenTree, target_tokens: Tensor) -> Accepted:
     """A node stands if it is what the target picked at its parent and all its ancestors stand.
 
     picks: [B, N] the target's choice at every node. Specification B.4 of sample-and-match; no synchronisation.
     """
     if tree.is_chain:                                                    # the same in fewer steps
-        stands = (tree.tokens[:, 1:] == picks[:, :-1]).cumprod(-1).sum(-1)
-        nodes = torch.arange(picks.shape[1], device=picks.device).expand_as(picks)
-        return Accepted(nodes, stands + 1, picks.gather(1, stands[:, None])[:, 0])
-    hit = tree.tokens == picks.gather(1, tree.parents.clamp(min=0))      # [B, N]
+        stands = (tree.tokens[:, 1:] == target_tokens[:, :-1]).cumprod(-1).sum(-1)
+        nodes = torch.arange(target_tokens.shape[1], device=target_tokens.device).expand_as(target_tokens)
+        return Accepted(nodes, stands + 1, target_tokens.gather(1, stands[:, None])[:, 0])
+    hit = tree.tokens == target_tokens.gather(1, tree.parents.clamp(min=0))      # [B, N]
     hit |= tree.parents < 0                                              # the root was picked last round
     alive = (hit[:, None] | ~tree.ancestors).all(-1)                     # [B, N]
     last = (alive * (tree.depths + 1)).argmax(-1)                        # [B] the deepest standing node
-    return _accepted(tree, last, picks.gather(1, last[:, None])[:, 0])
+    return _accepted(tree, last, target_tokens.gather(1, last[:, None])[:, 0])
 
 
-def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
+def accept_by_looking(tree: TokenTree, target_tokens: Tensor) -> Accepted:
     """As `accept_by_matching`, node by node on the host: quicker where looking at a number costs nothing."""
     paths, roots, deep = [], [], tree.depth_limit + 1
-    for tokens, parents, chosen in zip(*tree.on_host, picks.tolist(), strict=True):
+    for tokens, parents, chosen in zip(*tree.on_host, target_tokens.tolist(), strict=True):
         depths, deepest = [0] + [-1] * (len(tokens) - 1), 0              # of nodes that stand
         for node in range(1, len(tokens)):
             above = parents[node]
@@ -76,15 +76,15 @@ def accept_by_looking(tree: TokenTree, picks: Tensor) -> Accepted:
     return accepted
 
 
-def accept_at_once(tree: TokenTree, picks: Tensor, found: Kernels) -> Accepted:
+def accept_at_once(tree: TokenTree, target_tokens: Tensor, found: Kernels) -> Accepted:
     """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well; a root stands by itself."""
-    rows = len(picks)
+    rows = len(target_tokens)
     if tree.tokens.shape[1] == 1:
-        accepted = Accepted(*_alone(rows), picks[:, 0])
-        accepted.__dict__["on_host"] = [([0], root) for (root,) in picks.tolist()]
+        accepted = Accepted(*_alone(rows), target_tokens[:, 0])
+        accepted.__dict__["on_host"] = [([0], root) for (root,) in target_tokens.tolist()]
         tree.__dict__["sizes"] = tree.__dict__["reach"] = [0] * rows
         return accepted
-    path, told = found.settle(tree.tokens, tree.parents, picks, tree.depth_limit + 1, ABSENT)
+    path, told = found.settle(tree.tokens, tree.parents, target_tokens, tree.depth_limit + 1, ABSENT)
     counts, roots, sizes, reach = told.tolist()
     accepted = Accepted(path, told[0], told[1])
     paths = zip(path.tolist(), counts, roots, strict=True)
@@ -141,8 +141,8 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
         mass = rest.sum(-1)
         last = ~tree.present[:, node + 1] if node + 1 < nodes else torch.ones_like(there)
         room = mass + 1 - weight
-        odds = torch.where(last, weight, torch.where(room > 0, mass / room.clamp(min=_TINY), 1))     # 0/0 is 1
-        stands = there & chance.flip(torch.where(there, odds, 0), node)
+        confidence = torch.where(last, weight, torch.where(room > 0, mass / room.clamp(min=_TINY), 1))     # 0/0 is 1
+        stands = there & chance.flip(torch.where(there, confidence, 0), node)
         here = torch.where(stands, node, here)
         residual = torch.where(stands[:, None], rest, residual)
     depth = tree.depths.gather(1, here[:, None])[:, 0]
@@ -160,11 +160,11 @@ class Rule(NamedTuple):
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
     sampler = frontier.sampler
-    picks = sampler.pick(logits, Paths(frontier.prefix, tree))
+    target_tokens = sampler.pick(logits, Paths(frontier.prefix, tree))
     found = sampler.kernels(logits)
     if found is not None:
-        return accept_at_once(tree, picks, found)
-    return (accept_by_looking if sampler.at_hand else accept_by_matching)(tree, picks)
+        return accept_at_once(tree, target_tokens, found)
+    return (accept_by_looking if sampler.at_hand else accept_by_matching)(tree, target_tokens)
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
@@ -200,7 +200,7 @@ class KeyedChance:
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position, at_hand=self.at_hand)
-        return winner(weights.log() + noise.gumbel(place, weights.shape[-1], at_hand=self.at_hand)[:, 0])
+        return argmax_token(weights.log() + noise.gumbel(place, weights.shape[-1], at_hand=self.at_hand)[:, 0])
 
 
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.noise import Role
+from draftproof.core.params import SamplingParams
 from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.processing import Processing
+from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import NOTHING
-from draftproof.core.wishes import Wishes
-from draftproof.native.kernels import Contest, Kernels, kernels
+from draftproof.native.kernels import DraftSampling, Kernels, kernels
 
 STOCK, STOCKED = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, where a round does not ask for more."""
@@ -29,14 +29,14 @@ class Sampler:
     where each look would wait for a device, or where that is rehearsed.
     """
 
-    def __init__(self, rows: Sequence[Wishes], device: torch.device | str = "cpu", at_hand: bool | None = None) -> None:
+    def __init__(self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", at_hand: bool | None = None) -> None:
         self.rows = tuple(rows)
         self.device = torch.device(device)
         self.at_hand = self.device.type == "cpu" if at_hand is None else at_hand
         wants = [row.sampling for row in rows]
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
-        self._processing = Processing(self.rows, self.device)
+        self._processors = LogitsProcessors(self.rows, self.device)
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._stocks = STOCK
         self._stock: _Stock | None = None
@@ -49,24 +49,24 @@ class Sampler:
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
         """Copy to the device now, not in the round that comes, whatever scores of this dtype and width will need."""
-        self._processing.prepare(dtype, vocab)
+        self._processors.prepare(dtype, vocab)
         _ = self._trust
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] processed logits, -inf where a token may not be chosen."""
-        return self._processing.filtered(logits, paths)
+        return self._processors.filtered(logits, paths)
 
     @property
     def reads_text(self) -> bool:
         """Whether a choice depends on which tokens stand before it, beside what the logits say."""
-        return self._processing.reads_text
+        return self._processors.reads_text
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
         found = self.kernels(logits)
         if found is None:
-            return winner(self.race(logits, paths, Role.TARGET))
-        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._heats, NOTHING)
+            return argmax_token(self.gumbel_logits(logits, paths, Role.TARGET))
+        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._temperatures, NOTHING)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the law of the choice at each node (fp32, or fp64 for fp64 logits); one-hot where greedy."""
@@ -74,11 +74,11 @@ class Sampler:
         law = scores.softmax(-1)
         if all(row.sampling.temperature > 0 for row in self.rows):
             return law
-        picks = winner(scores)[..., None]                                   # NOTHING has no law: NaN, as by softmax
-        best = torch.zeros_like(law).scatter_(-1, picks.clamp(min=0), 1.0).masked_fill_(picks == NOTHING, torch.nan)
-        return torch.where(self._processing.greedy_rows, best, law)
+        target_tokens = argmax_token(scores)[..., None]                                   # NOTHING has no law: NaN, as by softmax
+        best = torch.zeros_like(law).scatter_(-1, target_tokens.clamp(min=0), 1.0).masked_fill_(target_tokens == NOTHING, torch.nan)
+        return torch.where(self._processors.greedy_rows, best, law)
 
-    def race(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
+    def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
         """[B, N, V] processed logits plus keyed Gumbel noise: argmax is a draw, top-k draws without replacement.
 
         With Role.TARGET the noise depends on (seed, position, token) alone; the other roles draw afresh each round.
@@ -92,47 +92,47 @@ class Sampler:
         depths = paths.tree.depths[:, paths.first :, None]
         return scores + noises.gather(1, depths.expand_as(scores))
 
-    def odds(self, race: Tensor, sure: float = 1.0) -> Tensor:
+    def confidence(self, gumbel_logits: Tensor, sure: float = 1.0) -> Tensor:
         """[B, N, V] logarithms of what a drafter that races with the target's noise may think a token's chance to be chosen.
 
         Draft and target part only where their logits do, and a low temperature makes more of that: the softmax of the race
         itself is too sure. A high one would have it less sure than it is. sure: the nearer a drafter's logits are to the
         target's, the more may be made of a lead.
         """
-        return (race * (sure * self._trust[..., None]).to(race.dtype)).log_softmax(-1)
+        return (gumbel_logits * (sure * self._trust[..., None]).to(gumbel_logits.dtype)).log_softmax(-1)
 
     def best(self, logits: Tensor, paths: Paths, count: int, sure: float = 1.0) -> tuple[Tensor, Tensor]:
         """The `count` tokens likeliest to be chosen at each node, and the logarithm of the chance of each, [B, N, count] both.
 
         For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
-        sure: see `odds`.
+        sure: see `confidence`.
         """
         found = self.kernels(logits)
         if found is not None:
             rows, nodes, vocab = logits.shape
-            heats, trusts = (_each(column, nodes) for column in (self._heats, sure * self._trust))
-            asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), heats, trusts, count)
-            odds, tokens = found.best(*asked)
-            return odds.view(rows, nodes, count), tokens.view(rows, nodes, count)
-        best = self.odds(self.race(logits, paths, Role.TARGET), sure).topk(count, -1)
+            temperatures, confidence_scales = (_each(column, nodes) for column in (self._temperatures, sure * self._trust))
+            asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), temperatures, confidence_scales, count)
+            confidence, tokens = found.best(*asked)
+            return confidence.view(rows, nodes, count), tokens.view(rows, nodes, count)
+        best = self.confidence(self.gumbel_logits(logits, paths, Role.TARGET), sure).topk(count, -1)
         return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
-    def contest(self, prefix: Prefix, steps: int, vocab: int, floor: float, sure: float = 1.0) -> Contest | None:
+    def draft_sampling(self, prefix: Prefix, steps: int, vocab: int, floor: float, sure: float = 1.0) -> DraftSampling | None:
         """What `best` goes by for `steps` tokens behind the root; None where it goes by more than our kernels know.
 
-        floor: the chance to stand below which no row's draft goes on. sure: see `odds`.
+        floor: the chance to stand below which no row's draft goes on. sure: see `confidence`.
         """
         if not self._simple:
             return None
         noises, places = None, None
         if not self.greedy:
             noises, places = self._stocked(prefix, steps - 1, vocab)
-        return Contest(noises, places, self._heats, sure * self._trust, log(floor) if floor else -inf)
+        return DraftSampling(noises, places, self._temperatures, sure * self._trust, log(floor) if floor else -inf)
 
     @cached_property
     def slope(self) -> Tensor:
-        """[B] by how much `odds` part where logits part by 1, at a temperature."""
-        return (self._trust / self._heats)[:, 0]
+        """[B] by how much `confidence` part where logits part by 1, at a temperature."""
+        return (self._trust / self._temperatures)[:, 0]
 
     def kernels(self, logits: Tensor) -> Kernels | None:
         """Our own, where they know all that these rows ask for and can read such logits."""
@@ -145,7 +145,7 @@ class Sampler:
     @cached_property
     def _simple(self) -> bool:
         """Whether numbers are at hand and nothing but a temperature is asked for."""
-        return self.at_hand and self.device.type == "cpu" and self._processing.heats_at_most
+        return self.at_hand and self.device.type == "cpu" and self._processors.only_temperature
 
     def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
         """Noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
@@ -168,14 +168,14 @@ class Sampler:
         return stock.noises, stock.starts + prefix.position
 
     @cached_property
-    def _heats(self) -> Tensor:
+    def _temperatures(self) -> Tensor:
         """[B, 1] what logits are divided by."""
         return torch.tensor([row.sampling.temperature or 1.0 for row in self.rows], device=self.device)[:, None]
 
     @cached_property
     def _trust(self) -> Tensor:
         """[B, 1] what scores are multiplied by to say a chance, by a drafter that is no surer than others."""
-        return self._heats.clamp(max=1)
+        return self._temperatures.clamp(max=1)
 
     def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""
@@ -194,7 +194,7 @@ class Sampler:
         noises = noise.gumbel(streams, vocab, at_hand=self.at_hand)
         if not self._some_greedy:
             return noises
-        return noises.masked_fill_(self._processing.greedy_rows, 0.0)                       # temperature 0 is noise 0
+        return noises.masked_fill_(self._processors.greedy_rows, 0.0)                       # temperature 0 is noise 0
 
     @cached_property
     def _some_greedy(self) -> bool:
@@ -220,7 +220,7 @@ def _each(column: Tensor, nodes: int) -> Tensor:
     return column if nodes == 1 else column.expand(-1, nodes).contiguous()
 
 
-def winner(race: Tensor) -> Tensor:
-    """[...] the token with the highest score of `race` [..., V]; NOTHING if all are -inf or one is NaN."""
-    best = race.max(-1)
+def argmax_token(gumbel_logits: Tensor) -> Tensor:
+    """[...] the token with the highest score of `gumbel_logits` [..., V]; NOTHING if all are -inf or one is NaN."""
+    best = gumbel_logits.max(-1)
     return torch.where(best.values > -torch.inf, best.indices, NOTHING)

@@ -130,7 +130,7 @@ class Node(NamedTuple):
 
     token: int
     parent: int
-    odds: float
+    confidence: float
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class TokenTree:
     depth_limit: int
     draft_probs: Tensor | None = None
     is_chain: bool = False
-    odds: Tensor | None = None
+    confidence: Tensor | None = None
     ranked: bool = False
     turns: Tensor | None = None
 
@@ -183,11 +183,11 @@ class TokenTree:
 
     @classmethod
     def shaped(
-        cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, odds: Tensor | None = None
+        cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, confidence: Tensor | None = None
     ) -> TokenTree:
         """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
         static = _beside(shape, len(tokens), tokens.device)
-        tree = cls(tokens, static.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, odds)
+        tree = cls(tokens, static.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, confidence)
         tree.__dict__["depths"], tree.__dict__["ancestors"] = static.depths, static.ancestors
         return tree
 
@@ -206,10 +206,10 @@ class TokenTree:
         absent = (paths == ABSENT).cumsum(-1) > 0
         head = (owner == torch.arange(width, device=paths.device)[:, None]) & ~absent
         if votes is not None:
-            odds = (same * votes[:, None]).sum(2).gather(1, owner).cummin(-1).values.clamp(max=1)
+            confidence = (same * votes[:, None]).sum(2).gather(1, owner).cummin(-1).values.clamp(max=1)
             place = owner * length + torch.arange(length, device=paths.device)      # [B, W, D] of each prefix in the pool
             parents = torch.cat([place[..., :1], place[..., :-1]], -1)
-            return cls.likeliest(paths.flatten(1), parents.flatten(1), (odds * head).flatten(1), nodes, length - 1)
+            return cls.likeliest(paths.flatten(1), parents.flatten(1), (confidence * head).flatten(1), nodes, length - 1)
         rank = head.flatten(1).cumsum(1).sub(1).view(rows, width, length)
         slot = rank.gather(1, owner)                                                # [B, W, D] node of each prefix
         slot = torch.where(absent, nodes, slot)
@@ -221,34 +221,34 @@ class TokenTree:
 
     @classmethod
     def likeliest(
-        cls, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, depth_limit: int, *, at_hand: bool = False
+        cls, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int, *, at_hand: bool = False
     ) -> TokenTree:
-        """The tree of the `nodes` likeliest nodes of a pool, in falling order of their `odds`, all [B, M].
+        """The tree of the `nodes` likeliest nodes of a pool, in falling order of their `confidence`, all [B, M].
 
         The root is the pool's node 0; what has odds of 0 is not there. A parent comes before its children and is
         no less likely. No host synchronisation, unless numbers are `at_hand`; then the tree is no wider than it must be.
         """
         found = kernels() if at_hand else None
         if found is not None:
-            return cls.found(*found.lookup.grow(tokens, parents, odds, nodes, Twins.APART, ABSENT), depth_limit)
+            return cls.found(*found.lookup.grow(tokens, parents, confidence, nodes, Twins.APART, ABSENT), depth_limit)
         if at_hand:
-            rows = zip(tokens.tolist(), parents.tolist(), odds.tolist(), strict=True)
+            rows = zip(tokens.tolist(), parents.tolist(), confidence.tolist(), strict=True)
             return cls.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, depth_limit)
         nodes = min(nodes, tokens.shape[1])
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-        best = torch.where(first, 1.0, odds).sort(dim=1, descending=True, stable=True)      # of equals the parent comes first
-        order, odds = best.indices[:, :nodes], best.values[:, :nodes]
-        there = odds > 0
+        best = torch.where(first, 1.0, confidence).sort(dim=1, descending=True, stable=True)      # of equals the parent comes first
+        order, confidence = best.indices[:, :nodes], best.values[:, :nodes]
+        there = confidence > 0
         numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(best.indices)
         place = torch.empty_like(numbers).scatter_(1, best.indices, numbers)                # place in the pool → new node
         above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
         drafted = torch.where(there, tokens.gather(1, order), ABSENT)
-        return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), odds=torch.where(there, odds, 0), ranked=True)
+        return cls(drafted, _rooted(above), min(depth_limit, nodes - 1), confidence=torch.where(there, confidence, 0), ranked=True)
 
     @classmethod
-    def found(cls, tokens: Tensor, parents: Tensor, odds: Tensor, depth_limit: int) -> TokenTree:
-        """What a search found best first: nodes in falling order of their `odds`, parents -1 at the root, all [B, N]."""
-        return cls(tokens, parents, min(depth_limit, tokens.shape[1] - 1), odds=odds, ranked=True)
+    def found(cls, tokens: Tensor, parents: Tensor, confidence: Tensor, depth_limit: int) -> TokenTree:
+        """What a search found best first: nodes in falling order of their `confidence`, parents -1 at the root, all [B, N]."""
+        return cls(tokens, parents, min(depth_limit, tokens.shape[1] - 1), confidence=confidence, ranked=True)
 
     @classmethod
     def listed(cls, pools: Sequence[Sequence[Node]], nodes: int, depth_limit: int) -> TokenTree:
@@ -258,8 +258,8 @@ class TokenTree:
         absent = Node(ABSENT, 0, 0.0)
         padded = [[*row, *[absent] * (width - len(row))] for row in rows]
         tokens, parents = ([[node[place] for node in row] for row in padded] for place in range(2))
-        odds = torch.tensor([[node.odds for node in row] for row in padded])
-        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), odds=odds, ranked=True)
+        confidence = torch.tensor([[node.confidence for node in row] for row in padded])
+        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), confidence=confidence, ranked=True)
         tree.__dict__["on_host"] = tokens, parents
         return tree
 
@@ -272,19 +272,19 @@ class TokenTree:
         tokens = torch.cat([tree.tokens for tree in trees], 1)
         return cls(tokens, torch.cat(shifted, 1), max(tree.depth_limit for tree in trees))
 
-    def merged(self, odds: Tensor, nodes: int) -> TokenTree:
-        """The tree of the likeliest `nodes` by `odds` [B, M]: what stands more than once, once, with the best of its odds."""
-        best = torch.where(self.twins, odds[:, None], 0).amax(2)
+    def merged(self, confidence: Tensor, nodes: int) -> TokenTree:
+        """The tree of the likeliest `nodes` by `confidence` [B, M]: what stands more than once, once, with the best of its odds."""
+        best = torch.where(self.twins, confidence[:, None], 0).amax(2)
         first = self.firsts == torch.arange(best.shape[1], device=best.device)
         parents = self.firsts.gather(1, self.parents.clamp(min=0))
         return self.likeliest(self.tokens, parents, torch.where(first, best, 0), nodes, self.depth_limit)
 
     def shared(self, nodes: int) -> TokenTree:
-        """The likeliest nodes by `odds`, of all rows together `nodes` for each; a tree that tells no odds as it is."""
-        if self.odds is None:
+        """The likeliest nodes by `confidence`, of all rows together `nodes` for each; a tree that tells no odds as it is."""
+        if self.confidence is None:
             return self
         rows, width = self.tokens.shape
-        falling = self.odds[:, 1:].T.flatten()                                      # of equals a parent comes first
+        falling = self.confidence[:, 1:].T.flatten()                                      # of equals a parent comes first
         order = falling.sort(descending=True, stable=True)
         turns = torch.empty_like(order.indices).scatter_(0, order.indices, torch.arange(len(falling), device=falling.device))
         turns = F.pad(turns.view(width - 1, rows).T // rows + 1, (1, 0))
@@ -292,17 +292,17 @@ class TokenTree:
         end = 1 + int((there * torch.arange(width, device=there.device)).amax())
         tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :end], self.parents[:, :end]
         limit = min(self.depth_limit, end - 1)
-        odds, turns = self.odds[:, :end], turns[:, :end]
-        tree = replace(self, tokens=tokens, parents=parents, depth_limit=limit, odds=odds, turns=turns)
+        confidence, turns = self.confidence[:, :end], turns[:, :end]
+        tree = replace(self, tokens=tokens, parents=parents, depth_limit=limit, confidence=confidence, turns=turns)
         if "depths" in self.__dict__:                                               # a static shape keeps what is known of it
             tree.__dict__["depths"] = self.depths[:, :end]
             tree.__dict__["ancestors"] = self.ancestors[:, :end, :end]
         return tree
 
     def trunk(self) -> TokenTree:
-        """The chain with the most expected tokens by `odds`, for targets that cannot read trees."""
-        assert self.odds is not None, "without odds there is no telling which path is best"
-        worth = (self.ancestors * self.odds[:, None]).sum(-1)                       # [B, N]
+        """The chain with the most expected tokens by `confidence`, for targets that cannot read trees."""
+        assert self.confidence is not None, "without odds there is no telling which path is best"
+        worth = (self.ancestors * self.confidence[:, None]).sum(-1)                       # [B, N]
         node = torch.where(self.present, worth, -1).argmax(1)
         tokens = self.tokens.gather(1, self.path_to(node))
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -397,8 +397,8 @@ def _rooted(parents: Tensor) -> Tensor:
 
 def _grown(pool: Sequence[Node], nodes: int) -> list[Node]:
     """The likeliest nodes of a pool, at most so many, in falling order; of equals the earlier, as a parent is."""
-    order = sorted(range(1, len(pool)), key=lambda node: -pool[node].odds)[: nodes - 1]
-    order = [0, *(node for node in order if pool[node].odds > 0)]
+    order = sorted(range(1, len(pool)), key=lambda node: -pool[node].confidence)[: nodes - 1]
+    order = [0, *(node for node in order if pool[node].confidence > 0)]
     place = {node: new for new, node in enumerate(order)}
     first = Node(pool[0].token, -1, 1.0)
     return [first, *(pool[node]._replace(parent=place[pool[node].parent]) for node in order[1:])]

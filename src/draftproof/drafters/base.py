@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.tree import TokenTree
 from draftproof.errors import DrafterMismatch
-from draftproof.target.lean import Tables
+from draftproof.model.fast_forward import Tables
 
 
 class Drafter(ABC):
@@ -25,11 +25,11 @@ class Drafter(ABC):
     """
 
     name: str = "drafter"
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
     wants_top: int = 0
     """How many of the likeliest tokens behind each node it wants in `Commit.successors`; none costs nothing."""
-    rereads: bool = False
+    has_kv_cache: bool = False
     """It keeps what it read of its own tree, so `Commit.nodes` must number the nodes of that tree and of no other."""
     default_budget: int = 5
     """The most tokens per row and round when nobody says; how many of them pay is measured."""
@@ -38,9 +38,9 @@ class Drafter(ABC):
     free: bool = False
     """Proposing costs next to nothing and leaves no trace: it may be asked while nothing it proposes is read."""
 
-    def unread(self, untold: int = 0) -> int:
+    def unread(self, pending: int = 0) -> int:
         """Committed tokens, over all rows, that it must read before it can propose; of each row it has yet to be told of
-        `untold`. Default: none."""
+        `pending`. Default: none."""
         return 0
 
     def start(self, rows: int, capacity: int) -> None:
@@ -90,7 +90,7 @@ class DraftHead(nn.Module, ABC):
 
     kind: ClassVar[str]
     """Its name in checkpoints and on the command line."""
-    taps: tuple[int, ...] = (-1,)
+    hidden_layers: tuple[int, ...] = (-1,)
     """Hidden layers it reads, counted as transformers does; -1 is the state behind the final norm."""
     decay: float = 1.0
     """Step i counts decay^(i + 1) in the loss."""

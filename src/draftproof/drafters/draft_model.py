@@ -25,8 +25,8 @@ from draftproof.errors import DrafterMismatch
 
 WIDTHS = (2, 4, 8)
 """How many tokens the first read of a round takes: the root, and what was committed without the draft."""
-SURE = 1.4
-"""How much is made of a lead in the race (`Sampler.odds`): then tokens taken for so likely to be chosen are chosen as often."""
+CONFIDENCE_SCALE = 1.4
+"""How much is made of a lead in the race (`Sampler.confidence`): then tokens taken for so likely to be chosen are chosen as often."""
 
 
 class Cache(Protocol):
@@ -61,7 +61,7 @@ class DraftModel(Drafter):
 
     name = "draft-model"
     default_budget = 10
-    rereads = True
+    has_kv_cache = True
 
     def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
         if shape is not None and not shape.is_chain and not model.reads_trees:
@@ -76,8 +76,8 @@ class DraftModel(Drafter):
         self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
         self.scratch: int | Tensor | None = None     # nodes of the last proposal, of each row, in the cache's scratch
 
-    def unread(self, untold: int = 0) -> int:
-        return sum(max(0, behind + untold - 1) for behind in self.behind)
+    def unread(self, pending: int = 0) -> int:
+        return sum(max(0, behind + pending - 1) for behind in self.behind)
 
     def start(self, rows: int, capacity: int) -> None:
         self.cache = self.model.new_cache(rows, capacity)
@@ -110,7 +110,7 @@ class DraftModel(Drafter):
         root = frontier.prefix.root[:, None]
         if len(shape) == 1:
             return TokenTree.chain(root)
-        tokens, laws, odds = root, [], torch.zeros(root.shape, device=root.device)
+        tokens, laws, confidence = root, [], torch.zeros(root.shape, device=root.device)
         live = torch.ones_like(root, dtype=torch.bool)
         logits = self._read_root(frontier.prefix, room)
         for depth, level in enumerate(shape.levels[1:], start=1):
@@ -134,12 +134,12 @@ class DraftModel(Drafter):
             if frontier.drawn:
                 laws.append(frontier.sampler.probs(logits, paths)[:, parents])
             elif frontier.floor and chains:
-                odds = torch.cat([odds, torch.where(there, odds[:, -1:] + scores, -torch.inf)], 1)
-                live = odds[:, -1:] >= max(log(frontier.floor), _least(odds[:, 1:], frontier.budget * len(root)))
+                confidence = torch.cat([confidence, torch.where(there, confidence[:, -1:] + scores, -torch.inf)], 1)
+                live = confidence[:, -1:] >= max(log(frontier.floor), _least(confidence[:, 1:], frontier.budget * len(root)))
                 if not bool(live.any()):
                     break
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
-        known = odds.exp() if odds.shape == tokens.shape else None
+        known = confidence.exp() if confidence.shape == tokens.shape else None
         tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, known)
         return tree.shared(frontier.budget) if frontier.most and chains else tree
 
@@ -153,12 +153,12 @@ class DraftModel(Drafter):
         prefix, draft, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.behind)
         if not steps or draft is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
-        contest = frontier.sampler.contest(prefix, steps, self.vocab_size, frontier.floor, SURE)
-        if contest is None:
+        draft_sampling = frontier.sampler.draft_sampling(prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
+        if draft_sampling is None:
             return None
         width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
         cache.bound(prefix.longest)
-        found = draft(prefix, width, cache, steps, frontier.budget * rows, contest)
+        found = draft(prefix, width, cache, steps, frontier.budget * rows, draft_sampling)
         if found is None:
             return None
         self.behind, self.scratch = [0] * rows, found.read
@@ -168,8 +168,8 @@ class DraftModel(Drafter):
     def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
         if not frontier.drawn:
-            return frontier.sampler.best(logits, paths, count, SURE)
-        best = frontier.sampler.race(logits, paths, Role.DRAFT).topk(count, -1)
+            return frontier.sampler.best(logits, paths, count, CONFIDENCE_SCALE)
+        best = frontier.sampler.gumbel_logits(logits, paths, Role.DRAFT).topk(count, -1)
         return best.values, best.indices
 
     def _tree(self, tokens: Tensor, shape: TreeShape) -> TokenTree:
@@ -225,6 +225,6 @@ class DraftModel(Drafter):
         return self.cache.rows(start, stop)
 
 
-def _least(odds: Tensor, nodes: int) -> float:
+def _least(confidence: Tensor, nodes: int) -> float:
     """The odds of the last of the likeliest `nodes` among [B, N]; -inf where there are fewer."""
-    return float(odds.flatten().topk(nodes).values[-1]) if odds.numel() >= nodes else -torch.inf
+    return float(confidence.flatten().topk(nodes).values[-1]) if confidence.numel() >= nodes else -torch.inf

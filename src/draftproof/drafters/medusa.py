@@ -26,7 +26,7 @@ from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
-from draftproof.drafters.medusa_pairs import WEIGHT, Pairs, Table, tree_of_heads
+from draftproof.drafters.bigram import WEIGHT, Pairs, Table, tree_of_heads
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.drafters.medusa_weights import Head, Weights
 from draftproof.errors import BadInput, DrafterMismatch
@@ -163,7 +163,7 @@ class Medusa(Drafter):
     """
 
     name = "medusa"
-    taps = (-1,)
+    hidden_layers = (-1,)
 
     def __init__(
         self, head: MedusaHead, vocabulary: Vocabulary, tree: str | Sequence[Sequence[int]] | None = None
@@ -218,13 +218,13 @@ class Medusa(Drafter):
         if frontier.sampler.at_hand and len(shape) > frontier.budget + 1:
             listed = zip(root[:, 0].tolist(), steps.tolist(), choices.tolist(), strict=True)
             return TokenTree.listed([_likeliest(*row, frontier.budget) for row in listed], frontier.budget + 1, plan.depth)
-        odds = F.pad(steps.exp().flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)        # [B, N - 1]
-        odds = F.pad(odds, (1, 0), value=1)
-        tokens = torch.where(odds[:, 1:] > 0, choices.flatten(1)[:, plan.last], ABSENT)
-        tree = TokenTree.shaped(torch.cat([root, tokens], 1), shape, odds=odds)
+        confidence = F.pad(steps.exp().flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)        # [B, N - 1]
+        confidence = F.pad(confidence, (1, 0), value=1)
+        tokens = torch.where(confidence[:, 1:] > 0, choices.flatten(1)[:, plan.last], ABSENT)
+        tree = TokenTree.shaped(torch.cat([root, tokens], 1), shape, confidence=confidence)
         if len(shape) <= frontier.budget + 1:
             return tree
-        return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), odds, frontier.budget + 1, plan.depth)
+        return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), confidence, frontier.budget + 1, plan.depth)
 
     def _paired(self, frontier: Frontier, root: Tensor, pairs: Table, shape: TreeShape | None) -> TokenTree:
         """The tree of this shape, or the likeliest paths, where each choice depends on the one before."""
@@ -232,17 +232,17 @@ class Medusa(Drafter):
         deepest = self.config.num_heads if shape is None else len(shape.levels) - 1
         steps, vocab, hidden = min(deepest, nodes), self.vocabulary.vocab_size, self._hidden[: len(root)]
         found = kernels() if hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu" else None
-        contest = sampler.contest(frontier.prefix, steps, vocab, 0) if found is not None else None
-        if found is not None and contest is not None and self._together is not None:
-            return tree_of_heads(found, self._together, steps, hidden, root[:, 0], nodes, contest, shape)
+        draft_sampling = sampler.draft_sampling(frontier.prefix, steps, vocab, 0) if found is not None else None
+        if found is not None and draft_sampling is not None and self._together is not None:
+            return tree_of_heads(found, self._together, steps, hidden, root[:, 0], nodes, draft_sampling, shape)
         logits = self._weights.logits(hidden, steps, self.vocabulary)
-        if found is not None and contest is not None:
-            return pairs.tree(found, logits, root[:, 0], nodes, contest, shape)
+        if found is not None and draft_sampling is not None:
+            return pairs.tree(found, logits, root[:, 0], nodes, draft_sampling, shape)
         behind = self._behind(frontier, root, logits)
-        odds, weights = sampler.odds(sampler.race(logits, behind, Role.TARGET)), WEIGHT * sampler.slope
+        confidence, weights = sampler.confidence(sampler.gumbel_logits(logits, behind, Role.TARGET)), WEIGHT * sampler.slope
         if shape is not None:
-            return pairs.shaped(root[:, 0], odds, weights, shape)
-        tokens, parents, chances = pairs.pool(root[:, 0], odds, weights, nodes)
+            return pairs.shaped(root[:, 0], confidence, weights, shape)
+        tokens, parents, chances = pairs.pool(root[:, 0], confidence, weights, nodes)
         return TokenTree.likeliest(tokens, parents, chances.exp(), nodes + 1, logits.shape[1], at_hand=sampler.at_hand)
 
     def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
+from draftproof.model.packed_linear import PackedLinear
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.structures import LANES, Heads, Linear, Pairs
-from draftproof.target.pack import PackedLinear
 
 
 class Head(nn.Module):

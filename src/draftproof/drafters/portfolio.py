@@ -37,7 +37,7 @@ class Portfolio(Drafter):
     """Merges the proposals of cheap drafters, and of trained heads, into one tree of the likeliest nodes.
 
     members: at least one; each is asked in every round, so a member should cost little next to the target. They may
-    want hidden states and successors; a draft model, which rereads its own tree, has to be used alone.
+    want hidden states and successors; a draft model, which has_kv_cache its own tree, has to be used alone.
     """
 
     name = "portfolio"
@@ -45,12 +45,12 @@ class Portfolio(Drafter):
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         for member in members:
-            if member.rereads:
+            if member.has_kv_cache:
                 raise DrafterMismatch(f"{member.name} rereads the tree it drafted and cannot share one; use it alone")
         if not members:
             raise BadInput("a portfolio of no drafters was asked for; give it at least one")
         self.members = tuple(members)
-        self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
+        self.hidden_layers = tuple(sorted({tap for member in members for tap in member.hidden_layers}))
         self.wants_top = max(member.wants_top for member in members)
         self.free = all(member.free for member in members)
         deepest = [member.deepest for member in members]
@@ -87,7 +87,7 @@ class Portfolio(Drafter):
         asked = replace(frontier, budget=frontier.budget + frontier.budget // 2, drawn=False)      # corrected, others may do
         trees = [member.propose(asked) for member in self.members]
         if native is not None:
-            members = [Member(tree.tokens, tree.parents, tree.odds) for tree in trees]
+            members = [Member(tree.tokens, tree.parents, tree.confidence) for tree in trees]
             depth = max(tree.depth_limit for tree in trees)
             pool, grown = native.lookup.merge(counts.at_hand, everyone, members, frontier.budget + 1, ABSENT)
             tree = TokenTree.found(*grown, depth)
@@ -104,11 +104,11 @@ class Portfolio(Drafter):
 
     def _for(self, member: Drafter, commit: Commit) -> Commit:
         """The commit with the hidden states this member taps, in its order."""
-        if commit.hidden is None or member.taps == self.taps:
+        if commit.hidden is None or member.hidden_layers == self.hidden_layers:
             return commit
-        if not member.taps:
+        if not member.hidden_layers:
             return replace(commit, hidden=None)
-        return replace(commit, hidden=torch.stack([commit.hidden[:, :, self.taps.index(tap)] for tap in member.taps], 2))
+        return replace(commit, hidden=torch.stack([commit.hidden[:, :, self.hidden_layers.index(tap)] for tap in member.hidden_layers], 2))
 
 
 class _Asked(NamedTuple):
@@ -186,19 +186,19 @@ def _merged(trees: Sequence[TokenTree], counts: _Counts, everyone: Tensor, nodes
     given = _given(trees, pool)                                                                     # [B, M]
     kinds = _kinds(trees, given)
     steps = torch.where(pool.parents < 0, 1, counts.corrected(given, kinds, everyone))
-    odds = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
-    return Pool(pool.texts.contiguous(), pool.parents, kinds), pool.merged(torch.where(pool.present, odds, 0), nodes)
+    confidence = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
+    return Pool(pool.texts.contiguous(), pool.parents, kinds), pool.merged(torch.where(pool.present, confidence, 0), nodes)
 
 
 def _given(trees: Sequence[TokenTree], pool: TokenTree) -> Tensor:
     """[B, M] the odds that members give each node, its parent standing; 0 where absent."""
-    odds = torch.cat([tree.odds if tree.odds is not None else UNTOLD**tree.depths * tree.present for tree in trees], 1)
-    return odds / odds.gather(1, pool.parents.clamp(min=0)).clamp(min=1e-9)
+    confidence = torch.cat([tree.confidence if tree.confidence is not None else UNTOLD**tree.depths * tree.present for tree in trees], 1)
+    return confidence / confidence.gather(1, pool.parents.clamp(min=0)).clamp(min=1e-9)
 
 
 def _kinds(trees: Sequence[TokenTree], given: Tensor) -> Tensor:
     """[B, M] by what each node is judged."""
-    first, told = _first_kinds(tuple((tree.tokens.shape[1], tree.odds is not None) for tree in trees), given.device)
+    first, told = _first_kinds(tuple((tree.tokens.shape[1], tree.confidence is not None) for tree in trees), given.device)
     return first + told * (given * LEVELS).long().clamp(max=LEVELS - 1)
 
 

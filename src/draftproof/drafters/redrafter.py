@@ -27,9 +27,9 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput
+from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.native.kernels import kernels
 from draftproof.native.structures import LANES, Linear, Recurrence
-from draftproof.target.pack import PackedLinear, pack_linears
 
 STEPS = 5
 """Tokens a fresh head foretells, as published."""
@@ -237,7 +237,7 @@ class ReDrafter(Drafter):
     """
 
     name = "redrafter"
-    taps = (-1,)
+    hidden_layers = (-1,)
 
     def __init__(
         self,
@@ -308,19 +308,19 @@ class ReDrafter(Drafter):
             if self.tree == "beams" and width > 1:
                 return TokenTree.from_paths(levels[-1].best(width).paths, min(frontier.budget, width * length) + 1)
             weighed = _weighed(root, levels)
-        tokens, parents, odds = weighed
+        tokens, parents, confidence = weighed
         if width == 1:
-            return replace(TokenTree.chain(tokens), odds=odds)
-        return TokenTree.likeliest(tokens, parents, odds, frontier.budget + 1, length, at_hand=frontier.sampler.at_hand)
+            return replace(TokenTree.chain(tokens), confidence=confidence)
+        return TokenTree.likeliest(tokens, parents, confidence, frontier.budget + 1, length, at_hand=frontier.sampler.at_hand)
 
     def _at_once(self, frontier: Frontier, root: Tensor, length: int, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """What a search weighs, as `_weighed`, in one call; None where our kernels cannot."""
         found = kernels() if self._native is not None and self.tree == "nodes" and self.cut is None else None
-        contest = frontier.sampler.contest(frontier.prefix, length, self.vocabulary.vocab_size, frontier.floor)
-        if found is None or contest is None or self._native is None:
+        draft_sampling = frontier.sampler.draft_sampling(frontier.prefix, length, self.vocabulary.vocab_size, frontier.floor)
+        if found is None or draft_sampling is None or self._native is None:
             return None
         head, context = self._native.recurrence, self._context[: len(root)]
-        tokens, parents, chances = found.search(head, context, root[:, 0], width, length, contest)
+        tokens, parents, chances = found.search(head, context, root[:, 0], width, length, draft_sampling)
         return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()
 
     def _logits(self, state: Tensor) -> Tensor:
@@ -336,8 +336,8 @@ class ReDrafter(Drafter):
         state = self._head.advance(embedded.to(self._context.dtype), beams.state)           # [B, W, H]
         logits, paths = self._logits(state), Paths(frontier.prefix, *beams.tree(root, frontier.sampler.reads_text))
         if self.cut is not None:
-            among = frontier.sampler.race(logits, paths, Role.TARGET).topk(min(self.cut, logits.shape[-1]), -1)
-            steps, tokens = frontier.sampler.odds(among.values)[..., :children], among.indices[..., :children]
+            among = frontier.sampler.gumbel_logits(logits, paths, Role.TARGET).topk(min(self.cut, logits.shape[-1]), -1)
+            steps, tokens = frontier.sampler.confidence(among.values)[..., :children], among.indices[..., :children]
             steps = torch.where(steps > -torch.inf, steps, -torch.inf)                      # NaN where nothing may be chosen
         else:
             steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]

@@ -84,15 +84,15 @@ class SuffixDrafter(Drafter):
             return tree if frontier.trees else tree.trunk()
         index.text[self._rows.end] = root                               # where it will stand if it is committed
         found = index.successors(torch.cat([self._rows.tail, root[:, None]], 1)[:, 1:], self._rows)
-        odds, best = (part[:, :PATHS] for part in found.odds.sort(dim=1, descending=True, stable=True))        # [B, W]
+        confidence, best = (part[:, :PATHS] for part in found.confidence.sort(dim=1, descending=True, stable=True))        # [B, W]
         place, size = found.place.gather(1, best), best // WAYS
         ahead = torch.arange(budget, device=root.device)                # [K]
         circle = torch.where(place >= self._rows.begin[:, None], end + 1 - place, 0)[..., None]
         ahead = torch.where(circle > 0, ahead % circle.clamp(min=1), ahead)             # its own end is its beginning
         drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
-        drafted = torch.where(odds[..., None] > 0, drafted, ABSENT)                     # [B, W, K]
+        drafted = torch.where(confidence[..., None] > 0, drafted, ABSENT)                     # [B, W, K]
         paths = torch.cat([root[:, None, None].expand(-1, PATHS, 1), drafted], -1)
-        votes = odds[..., None] * _lasting(budget, root.device)[size]                    # [B, W, 1 + K]
+        votes = confidence[..., None] * _lasting(budget, root.device)[size]                    # [B, W, 1 + K]
         tree = TokenTree.from_paths(paths, budget + 1, votes)
         return tree if frontier.trees else tree.trunk()
 
@@ -173,7 +173,7 @@ class _Rows(NamedTuple):
 class _Found(NamedTuple):
     """Successors of a row's text: their odds [B, O * WAYS], by context size and way, and where each stands [B, O * WAYS]."""
 
-    odds: Tensor
+    confidence: Tensor
     place: Tensor
 
 

@@ -120,7 +120,7 @@ class Kernels:
         self._heads(blocks, *places, heads, layers, len(hidden), torch.get_num_threads())
         return states
 
-    def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, nothing: int) -> Tensor:
+    def pick(self, logits: Tensor, noise: Tensor | None, places: Tensor | None, temperatures: Tensor, nothing: int) -> Tensor:
         """[B, N] the first token with the highest score at each node of logits [B, N, V], `nothing` if there is none.
 
         Rounds as torch's operators do, so the choice is the same. Arguments as for `best`, places [B, N], heats [B].
@@ -129,12 +129,12 @@ class Kernels:
         tokens = torch.empty(rows, nodes, dtype=torch.int64)
         where = (None if one is None else one.data_ptr() for one in (noise, places))
         self._pick(
-            logits.data_ptr(), *where, heats.data_ptr(), nodes, rows * nodes, vocab, nothing, tokens.data_ptr(),
+            logits.data_ptr(), *where, temperatures.data_ptr(), nodes, rows * nodes, vocab, nothing, tokens.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         return tokens
 
-    def settle(self, tokens: Tensor, parents: Tensor, picks: Tensor, deep: int, absent: int) -> tuple[Tensor, Tensor]:
+    def settle(self, tokens: Tensor, parents: Tensor, target_tokens: Tensor, deep: int, absent: int) -> tuple[Tensor, Tensor]:
         """Of trees [B, N] the nodes that stand [B, deep], root first; and [4, B] how many these are, what was picked behind the
         last, how many nodes behind the root are not `absent`, and the edges to the deepest of them.
 
@@ -143,26 +143,26 @@ class Kernels:
         """
         (rows, nodes), tokens, parents = tokens.shape, tokens.contiguous(), parents.contiguous()
         path, told = torch.empty(rows, deep, dtype=torch.int64), torch.empty(4, rows, dtype=torch.int64)
-        places = (tokens.data_ptr(), parents.data_ptr(), picks.data_ptr())
+        places = (tokens.data_ptr(), parents.data_ptr(), target_tokens.data_ptr())
         self._settle(*places, rows, nodes, deep, absent, path.data_ptr(), told.data_ptr())
         return path, told
 
     def best(
-        self, logits: Tensor, noise: Tensor | None, places: Tensor | None, heats: Tensor, trusts: Tensor, count: int
+        self, logits: Tensor, noise: Tensor | None, places: Tensor | None, temperatures: Tensor, confidence_scales: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
         """The `count` best tokens of each row and the logarithm of their chances, [rows, count] both.
 
         logits: [rows, V] bfloat16. noise: [., V] float32, of which `places` [rows] names each row's. heats: [rows] what logits
-        are divided by. trusts: [rows] what scores are multiplied by to say a chance.
+        are divided by. confidence_scales: [rows] what scores are multiplied by to say a chance.
         """
         rows, vocab = logits.shape
-        odds, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+        confidence, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
         where = (None if one is None else one.data_ptr() for one in (noise, places))
         self._best(
-            logits.data_ptr(), *where, heats.data_ptr(), trusts.data_ptr(), rows, vocab, count, odds.data_ptr(),
+            logits.data_ptr(), *where, temperatures.data_ptr(), confidence_scales.data_ptr(), rows, vocab, count, confidence.data_ptr(),
             tokens.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return odds, tokens
+        return confidence, tokens
 
     def top(self, logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
         """The `count` best tokens, and their logits, [B, P * N, count] both, of P logits [B, N, V] in bfloat16, side by side.
@@ -194,7 +194,7 @@ class Kernels:
         return noise
 
     def search(
-        self, head: Recurrence, context: Tensor, roots: Tensor, width: int, length: int, contest: Contest
+        self, head: Recurrence, context: Tensor, roots: Tensor, width: int, length: int, draft_sampling: DraftSampling
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What a beam search weighs, [rows, M] each: tokens, parents, and the logarithms of the chances of the paths.
 
@@ -205,15 +205,15 @@ class Kernels:
         chances, context = torch.empty(rows, room), context.contiguous()
         each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
         work = context.new_empty(rows * width * each)
-        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        where = (None if one is None else one.data_ptr() for one in draft_sampling[:4])
         size = self._search(
-            ctypes.addressof(head), context.data_ptr(), roots.data_ptr(), rows, width, length, *where, contest.floor,
+            ctypes.addressof(head), context.data_ptr(), roots.data_ptr(), rows, width, length, *where, draft_sampling.floor,
             tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), room, work.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens[:, :size], parents[:, :size], chances[:, :size]
 
     def paired(
-        self, pairs: Pairs, weight: float, logits: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest,
+        self, pairs: Pairs, weight: float, logits: Tensor, roots: Tensor, nodes: int, children: int, draft_sampling: DraftSampling,
         absent: int, shape: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The tree of the likeliest `nodes` nodes, [rows, nodes + 1] each: tokens, parents, chances.
@@ -225,7 +225,7 @@ class Kernels:
         (rows, heads, vocab), logits = logits.shape, logits.contiguous()
         tokens, chances = torch.empty(rows, nodes + 1, dtype=torch.int64), torch.empty(rows, nodes + 1)
         parents, work = torch.empty_like(tokens), torch.empty(rows * heads * (vocab + LANES))
-        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        where = (None if one is None else one.data_ptr() for one in draft_sampling[:4])
         self._paired(
             ctypes.addressof(pairs), weight, None if shape is None else shape.data_ptr(), logits.data_ptr(), roots.data_ptr(),
             rows, heads, vocab, nodes, children, *where, absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(),
@@ -234,7 +234,7 @@ class Kernels:
         return tokens, parents, chances
 
     def medusa(
-        self, heads: Heads, count: int, hidden: Tensor, roots: Tensor, nodes: int, children: int, contest: Contest, absent: int,
+        self, heads: Heads, count: int, hidden: Tensor, roots: Tensor, nodes: int, children: int, draft_sampling: DraftSampling, absent: int,
         shape: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `paired`, by what the first `count` of `heads` say of hidden states [rows, size], contiguous, in bfloat16."""
@@ -242,7 +242,7 @@ class Kernels:
         tokens, chances = torch.empty(rows, nodes + 1, dtype=torch.int64), torch.empty(rows, nodes + 1)
         parents, work = torch.empty_like(tokens), torch.empty(rows * count * (vocab + LANES))
         room = hidden.new_empty(rows * count * (2 * size + vocab))
-        where = (None if one is None else one.data_ptr() for one in contest[:4])
+        where = (None if one is None else one.data_ptr() for one in draft_sampling[:4])
         self._medusa(
             ctypes.addressof(heads), hidden.data_ptr(), None if shape is None else shape.data_ptr(), roots.data_ptr(), rows,
             count, nodes, children, *where, absent, tokens.data_ptr(), parents.data_ptr(), chances.data_ptr(), room.data_ptr(),
@@ -251,7 +251,7 @@ class Kernels:
         return tokens, parents, chances
 
 
-class Contest(NamedTuple):
+class DraftSampling(NamedTuple):
     """By what the next tokens of a chain are chosen, as for `Kernels.best`; `places` [rows] are those behind the root.
 
     floor: the logarithm of the chance to stand below which a chain does not go on.
@@ -259,8 +259,8 @@ class Contest(NamedTuple):
 
     noise: Tensor | None
     places: Tensor | None
-    heats: Tensor
-    trusts: Tensor
+    temperatures: Tensor
+    confidence_scales: Tensor
     floor: float
 
 

@@ -34,7 +34,7 @@ class Grown(NamedTuple):
 
     tokens: Tensor
     parents: Tensor
-    odds: Tensor
+    confidence: Tensor
 
 
 class _Grown(ctypes.Structure):
@@ -68,7 +68,7 @@ class Member(NamedTuple):
 
     tokens: Tensor
     parents: Tensor
-    odds: Tensor | None
+    confidence: Tensor | None
 
 
 class _Member(ctypes.Structure):
@@ -103,14 +103,14 @@ class Lookup:
             self._call[name].argtypes = shape
             self._call[name].restype = None
 
-    def grow(self, tokens: Tensor, parents: Tensor, odds: Tensor, nodes: int, twins: Twins, absent: int) -> Grown:
+    def grow(self, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, twins: Twins, absent: int) -> Grown:
         """The trees of the likeliest nodes of pools [rows, M], the root (their node 0) among at most `nodes`.
 
         Of equals the earlier. A parent comes before its children; a node whose parent is -1, or itself, is the root once
         more. What has odds of 0 is not there.
         """
         rows, size = tokens.shape
-        parts = [part.contiguous() for part in (tokens, parents, odds.float())]
+        parts = [part.contiguous() for part in (tokens, parents, confidence.float())]
         places = (part.data_ptr() for part in parts)
         return _into(rows, min(nodes, size), absent, lambda out: self._call["grow"](*places, rows, size, twins, out))
 
@@ -142,10 +142,10 @@ class Lookup:
         parts = [part.contiguous() for part in (tokens, parents, tails, best, logits.float())]
         self._call["recycle"](ctypes.addressof(table), *(part.data_ptr() for part in parts), *best.shape)
 
-    def told(self, table: Table, before: Tensor, tokens: Tensor, successors: Tensor, odds: float) -> None:
+    def told(self, table: Table, before: Tensor, tokens: Tensor, successors: Tensor, confidence: float) -> None:
         """Learn that successors were read behind tokens, and these behind others, all [b, N]; they get these odds."""
         parts = [part.contiguous() for part in (before, tokens, successors)]
-        self._call["told"](ctypes.addressof(table), *(part.data_ptr() for part in parts), tokens.numel(), odds)
+        self._call["told"](ctypes.addressof(table), *(part.data_ptr() for part in parts), tokens.numel(), confidence)
 
     def remember(
         self, table: Table, text: Tensor, position: Tensor, tails: Tensor, width: int, fan: int, depth: int, nodes: int
@@ -186,8 +186,8 @@ def _texts(text: Tensor, position: Tensor) -> ctypes.Array[_Texts]:
 def _into(rows: int, nodes: int, absent: int, grow: Callable[[ctypes.Array[_Grown]], object]) -> Grown:
     """The trees that are grown into so much room, as wide as the largest."""
     tokens, parents = torch.empty(2, rows, nodes, dtype=torch.int64).unbind()
-    odds = torch.empty(rows, nodes)
-    out = (_Grown * 1)(_Grown(tokens.data_ptr(), parents.data_ptr(), odds.data_ptr(), nodes, absent, 1))
+    confidence = torch.empty(rows, nodes)
+    out = (_Grown * 1)(_Grown(tokens.data_ptr(), parents.data_ptr(), confidence.data_ptr(), nodes, absent, 1))
     grow(out)
     width = out[0].widest
-    return Grown(tokens, parents, odds) if width == nodes else Grown(tokens[:, :width], parents[:, :width], odds[:, :width])
+    return Grown(tokens, parents, confidence) if width == nodes else Grown(tokens[:, :width], parents[:, :width], confidence[:, :width])

@@ -25,16 +25,16 @@ from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.noise import Role
-from draftproof.core.wishes import Sampling
-from draftproof.decoding.costs import WIDTHS, CostCurve, measure_costs
-from draftproof.decoding.engine import Completion, Engine
-from draftproof.decoding.stats import RoundStats
+from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
+from draftproof.engine.cost_curve import WIDTHS, CostCurve, measure_costs
+from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
-from draftproof.target.target import Target
-from draftproof.target.text import Codec
+from draftproof.model.target import Target
+from draftproof.model.tokenizer import Codec
 from draftproof.training.chats import question
 from draftproof.training.texts import Document
 
@@ -222,16 +222,16 @@ def _ranks(head: DraftHead, target: Target, texts: Sequence[Written]) -> list[Te
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
     tokens = tokens.to(target.device)
-    features = target.features(tokens, torch.ones_like(tokens, dtype=torch.float32), taps=head.taps)
+    features = target.features(tokens, torch.ones_like(tokens, dtype=torch.float32), hidden_layers=head.hidden_layers)
     found = [torch.full((len(text.tokens) - text.prompt, head.steps), RANKS) for text in texts]
     for step, logits in enumerate(head.predict(features, target)):
         for row, text in enumerate(texts):
             first, last = text.prompt + 1 + step, len(text.tokens)              # the tokens this step foretells
             if first < last:
                 foretold = head.behind(tokens[row, first - 1 : last - 1], logits[row, first - step - 2 : last - step - 2])
-                race = _race(foretold, text.sampling, first)
-                own = race.gather(-1, tokens[row, first:last, None])
-                ranks = (race > own).sum(-1).clamp(max=RANKS)
+                gumbel_logits = _race(foretold, text.sampling, first)
+                own = gumbel_logits.gather(-1, tokens[row, first:last, None])
+                ranks = (gumbel_logits > own).sum(-1).clamp(max=RANKS)
                 found[row][: last - first, step] = ranks.cpu()
     return found
 

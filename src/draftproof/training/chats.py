@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from draftproof.errors import BadInput
-from draftproof.target.text import Codec
+from draftproof.model.tokenizer import Codec
 
 Turns = Sequence[tuple[str, str]]
 """A chat as (role, content)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.errors import BadInput
-from draftproof.target.target import Target
+from draftproof.model.target import Target
 from draftproof.training.rows import Batch, Rows
 
 
@@ -28,14 +28,14 @@ class Reader(Protocol):
 class Streamed:
     """The target reads every batch when it is needed. logits: give its own logits as well."""
 
-    def __init__(self, target: Target, taps: tuple[int, ...], logits: bool) -> None:
-        self.target, self.taps, self.logits = target, taps, logits
+    def __init__(self, target: Target, hidden_layers: tuple[int, ...], logits: bool) -> None:
+        self.target, self.hidden_layers, self.logits = target, hidden_layers, logits
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Features:
         device = self.target.device
         return self.target.features(
-            batch.tokens.to(device), batch.weights.to(device), taps=self.taps, logits=self.logits
+            batch.tokens.to(device), batch.weights.to(device), hidden_layers=self.hidden_layers, logits=self.logits
         )
 
 
@@ -48,9 +48,9 @@ class Cached:
 
     def __init__(self, streamed: Streamed, rows: Rows, folder: Path, gigabytes: float, identity: str) -> None:
         self.streamed, self.rows = streamed, rows
-        size = len(streamed.taps) * streamed.target.hidden_size
+        size = len(streamed.hidden_layers) * streamed.target.hidden_size
         self.kept = int(np.searchsorted(rows.starts, gigabytes * 1e9 / (2 * size), side="right")) - 1     # whole rows
-        self._last = -1 in streamed.taps and streamed.taps.index(-1)
+        self._last = -1 in streamed.hidden_layers and streamed.hidden_layers.index(-1)
         if streamed.logits:
             self._check_logits()
         shape = (int(rows.starts[self.kept]), size)
@@ -77,12 +77,12 @@ class Cached:
         return Features(batch.tokens.to(target.device), hidden, batch.weights.to(target.device), logits)
 
     def _recalled(self, batch: Batch) -> Features:
-        target, taps = self.streamed.target, len(self.streamed.taps)
-        hidden = torch.zeros(*batch.tokens.shape, taps, target.hidden_size, dtype=torch.bfloat16)
+        target, hidden_layers = self.streamed.target, len(self.streamed.hidden_layers)
+        hidden = torch.zeros(*batch.tokens.shape, hidden_layers, target.hidden_size, dtype=torch.bfloat16)
         for place, number in enumerate(batch.rows):
             begin, end = int(self.rows.starts[number]), int(self.rows.starts[number + 1])
             row = torch.from_numpy(self._states[begin:end]).view(torch.bfloat16)
-            hidden[place, : end - begin] = row.view(end - begin, taps, -1)
+            hidden[place, : end - begin] = row.view(end - begin, hidden_layers, -1)
         return self._with_logits(batch, hidden)
 
     def _keep(self, batch: Batch, hidden: Tensor) -> None:

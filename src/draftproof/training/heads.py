@@ -12,7 +12,7 @@ from draftproof.drafters.base import DraftHead, Vocabulary
 from draftproof.drafters.losses import Scores, head_loss, score
 from draftproof.training.features import Reader
 from draftproof.training.rows import Batch
-from draftproof.training.trainer import Exam, Group
+from draftproof.training.trainer import Exam, ProcessGroup
 
 CACHED, MEMORY = 1 << 24, 1 << 29
 """Bytes of logits made at a time: on a CPU what its caches hold, elsewhere what its memory will not notice."""
@@ -29,8 +29,8 @@ class HeadsAlone:
         self.head, self.vocabulary, self.objective = head, vocabulary, objective
         self.read_train, self.read_held_out = train, held_out
 
-    def groups(self) -> list[Group]:
-        return [Group([parameter for parameter in self.head.parameters() if parameter.requires_grad])]
+    def groups(self) -> list[ProcessGroup]:
+        return [ProcessGroup([parameter for parameter in self.head.parameters() if parameter.requires_grad])]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
         return backward(self.head, self.read_train(batch), self.vocabulary, self.objective, share)

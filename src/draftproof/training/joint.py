@@ -19,11 +19,11 @@ from torch import Tensor
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
 from draftproof.errors import BadInput
-from draftproof.target.loading import PreTrainedModel
-from draftproof.target.target import Target
+from draftproof.model.loading import PreTrainedModel
+from draftproof.model.target import Target
 from draftproof.training.heads import backward, examined, learnt, precision
 from draftproof.training.rows import Batch
-from draftproof.training.trainer import Exam, Group
+from draftproof.training.trainer import Exam, ProcessGroup
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
@@ -52,10 +52,10 @@ class Joint:
         self.head, self.target, self.together, self.objective = head, target, together, objective
         self.adapted = _adapted(target.model)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ProcessGroup]:
         heads = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         backbone = [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]
-        return [Group(heads), Group(backbone, SLOWER)]
+        return [ProcessGroup(heads), ProcessGroup(backbone, SLOWER)]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
         """The heads' gradient stops at the hidden states, and goes on from there with the backbone's own."""
@@ -103,7 +103,7 @@ class Joint:
 
     def _features(self, batch: Batch) -> Features:
         device = self.target.device
-        return self.target.features(batch.tokens.to(device), batch.weights.to(device), taps=self.head.taps, logits=True)
+        return self.target.features(batch.tokens.to(device), batch.weights.to(device), hidden_layers=self.head.hidden_layers, logits=True)
 
     def _read(self, batch: Batch) -> Features:
         found = self._features(batch)

@@ -1,4 +1,4 @@
-"""One process at a time. Knows files; where the system has no locks (Windows), it trusts."""
+"""One process at a time. Knows files; where the system has no locks (Windows), it confidence_scales."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.target.text import Codec
+from draftproof.model.tokenizer import Codec
 from draftproof.training.chats import Marked, marked_chats
 from draftproof.training.texts import Document
 

@@ -31,7 +31,7 @@ TRIAL, TRIAL_SECONDS = 24, 10.0
 """Batches, and seconds, that are tried to learn how fast this machine is."""
 
 
-class Group(NamedTuple):
+class ProcessGroup(NamedTuple):
     """Parameters with a learning rate of their own: `factor` times the plan's."""
 
     parameters: list[nn.Parameter]
@@ -51,7 +51,7 @@ class Exam(NamedTuple):
 class Subject(Protocol):
     """What is trained."""
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ProcessGroup]:
         """The parameters to optimise."""
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:

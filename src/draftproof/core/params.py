@@ -1,0 +1,95 @@
+"""What a request asks for, and what of it a running row knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from torch import Tensor
+
+from draftproof.errors import BadInput
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one request wants. The default is greedy decoding with nothing added.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    repetition_penalty: over prompt and new tokens (CTRL, arXiv 1909.05858); 1 is off.
+    presence_penalty, frequency_penalty: subtracted, over new tokens only (OpenAI's definition); 0 is off.
+    no_repeat_ngram: no n-gram of this size occurs twice; 0 is off.
+    logit_bias: added to the logits, by token id.
+    banned_words: strings or token id sequences that must not appear.
+    min_new_tokens: no end token before so many. max_new_tokens: None leaves it to the call.
+    stop: strings that end the text; they are not part of it. stop_tokens: end tokens; None takes the model's own.
+    seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
+    logprobs: report the log-probability of each new token under the unprocessed model.
+    processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_words: Sequence[str | Sequence[int]] = ()
+    min_new_tokens: int = 0
+    max_new_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] | None = None
+    seed: int = 0
+    logprobs: bool = False
+    processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "banned_words"):
+            if isinstance(getattr(self, name), str):                # one string is a list of one, not of letters
+                object.__setattr__(self, name, (getattr(self, name),))
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
+            _within(self, name, 0 if name == "temperature" else None)
+        for name in ("top_k", "no_repeat_ngram", "min_new_tokens"):
+            _within(self, name, 0, whole=True)
+        if self.max_new_tokens is not None:
+            _within(self, "max_new_tokens", 1, whole=True)
+        _within(self, "seed", whole=True)
+        _within(self, "top_p", 0, 1, open_low=True)
+        _within(self, "min_p", 0, 1)
+        _within(self, "repetition_penalty", 0, open_low=True)
+        if any(not bias < inf for bias in self.logit_bias.values()):
+            raise BadInput(f"logit_bias was {dict(self.logit_bias)!r}; each bias must be a number below infinity")
+        if any(word == "" for word in self.stop):
+            raise BadInput("stop was given an empty string; every text contains it. Leave it out")
+        if any(len(word) == 0 for word in self.banned_words):
+            raise BadInput("banned_words was given an empty word; leave it out")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One running row as the sampler sees it: its sampling with strings resolved, and its place among samples."""
+
+    sampling: Sampling
+    prompt_length: int
+    stop_tokens: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    sample: int = 0
+
+
+def _within(
+    owner: object, name: str, low: float | None = None, high: float | None = None, open_low: bool = False, whole: bool = False
+) -> None:
+    value = getattr(owner, name)
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and -inf < value < inf
+    if number and (low is None or (value > low if open_low else value >= low)) and (high is None or value <= high):
+        return
+    bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
+    bounds += [] if high is None else [f"at most {high}"]
+    wanted = " ".join(["a whole number" if whole else "a number", " and ".join(bounds)]).strip()
+    raise BadInput(f"{name} was {value!r}; it must be {wanted}")

@@ -1,0 +1,110 @@
+"""One running row on the host: its tokens, its text, and when it ends. Knows nothing of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from draftproof.core.params import SamplingParams
+from draftproof.engine.stats import RoundStats
+from draftproof.errors import DraftproofError
+
+
+class Detokenizer(Protocol):
+    """Text from tokens, one at a time; `target.text.TextStream` is one."""
+
+    def push(self, token: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass
+class SequenceState:
+    """A row that runs: `prompt` tokens, what it wishes, at most `limit` new tokens; `request` says for whom.
+
+    Tokens are taken one at a time, so where the text ends does not depend on how many came in a round.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    limit: int
+    detokenizer: Detokenizer | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: DraftproofError | None = None
+    request: int = 0
+    stats: RoundStats = field(default_factory=RoundStats)
+    _pieces: list[tuple[str, bool]] = field(default_factory=list)
+    _held: list[tuple[str, bool]] = field(default_factory=list)         # may turn out to begin a stop string
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int) -> int:
+        """Take new tokens, the first `drafted` of them from the draft, until the text ends; return how many."""
+        for index, token in enumerate(tokens):
+            self.tokens.append(token)
+            if logprobs is not None:
+                self.logprobs.append(logprobs[index])
+            self._write(token, index < drafted)
+            if self.finish_reason is None and token in self.params.stop_tokens:
+                self._end("stop")
+            if self.finish_reason is None and len(self.tokens) >= self.limit:
+                self._end("length")
+            if self.finish_reason is not None:
+                return index + 1
+        return len(tokens)
+
+    def fail(self, error: DraftproofError) -> None:
+        """End here, with everything written so far: there is no next token."""
+        self._end("error")
+        self.error = error
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """Text that is certain and was not handed out yet, each piece with whether its token was drafted."""
+        out, self._pieces = self._pieces, []
+        return out
+
+    def _write(self, token: int, drafted: bool) -> None:
+        if self.detokenizer is None:
+            return
+        self._hold(self.detokenizer.push(token), drafted)
+
+    def _hold(self, piece: str, drafted: bool) -> None:
+        """Add to the text; end it at the earliest stop string; hand out what cannot begin one."""
+        if not piece:
+            return
+        if not self.params.sampling.stop:
+            self.text += piece
+            self._pieces.append((piece, drafted))
+            return
+        self._held.append((piece, drafted))
+        held = "".join(text for text, _ in self._held)
+        found = [place for stop in self.params.sampling.stop if (place := held.find(stop)) >= 0]
+        if found:
+            self._release(min(found))
+            self._held.clear()
+            self.finish_reason = "stop"
+            return
+        self._release(len(held) - max((_overlap(held, stop) for stop in self.params.sampling.stop), default=0))
+
+    def _release(self, count: int) -> None:
+        """Move the first `count` held characters to the text."""
+        while count > 0:
+            piece, drafted = self._held.pop(0)
+            if len(piece) > count:
+                self._held.insert(0, (piece[count:], drafted))
+                piece = piece[:count]
+            self.text += piece
+            self._pieces.append((piece, drafted))
+            count -= len(piece)
+
+    def _end(self, reason: str) -> None:
+        if self.detokenizer is not None:
+            self._hold(self.detokenizer.finish(), False)
+        self._release(sum(len(piece) for piece, _ in self._held))
+        self.finish_reason = self.finish_reason or reason
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` could begin `stop`."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)

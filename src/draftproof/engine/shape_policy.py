@@ -1,0 +1,58 @@
+"""Which sizes a running batch takes: as needed, or from a small closed set. Knows numbers alone.
+
+A device that compiles a graph for every shape (a Gaudi, a captured CUDA graph) must not meet a new one with every prompt.
+Closed, a batch keeps its rows (those that nobody needs do what another row does), reads see the whole cache, prompts are
+read in chunks of a few sizes, and only a few numbers of drafted tokens are tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftproof.core.tree import CHUNKS, padded
+from draftproof.errors import BadInput
+
+BUCKET = 128
+"""Capacities are multiples of this."""
+
+
+@dataclass(frozen=True)
+class ShapePolicy:
+    """closed: take sizes from the closed set. bucket: closed capacities are multiples of this, rounded up to a multiple
+    of 128; None doubles from 128."""
+
+    closed: bool = False
+    bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket is not None and self.bucket < 1:
+            raise BadInput(f"a bucket of {self.bucket} tokens was given; it must be at least 1")
+
+    def rows(self, wanted: int) -> int:
+        """Rows of a batch that is to run so many at a time."""
+        return 1 << (wanted - 1).bit_length() if self.closed else wanted
+
+    def capacity(self, tokens: int) -> int:
+        """Positions per row for texts of so many tokens, scratch included."""
+        if not self.closed:
+            return -(-tokens // BUCKET) * BUCKET
+        if self.bucket is not None:
+            step = -(-self.bucket // BUCKET) * BUCKET
+            return -(-tokens // step) * step
+        return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()
+
+    def chunk(self, tokens: int) -> int:
+        """Tokens of the next read of a prompt of which so many are left, padding included."""
+        return padded(tokens) if self.closed else min(tokens, CHUNKS[-1])
+
+    def sizes(self, most: int) -> tuple[int, ...]:
+        """Numbers of drafted tokens to choose from, none included, when they are closed: reads of 1, 2, 4, 8, ... nodes."""
+        return (*(size for size in ((1 << power) - 1 for power in range(12)) if size < most), most)
+
+    def reads(self, capacity: int) -> tuple[int, ...]:
+        """The widths in which prompts are read, when they are closed."""
+        return tuple(size for size in CHUNKS if size < capacity) or CHUNKS[:1]
+
+
+OPEN = ShapePolicy()
+"""As needed."""

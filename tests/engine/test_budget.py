@@ -1,0 +1,107 @@
+"""Budgets of a round: drafts that end early, rows that share, the same text whatever is decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drafting import DRAFTERS, Watch, texts
+from test_watch import Unsure
+from tiny import prompts, target
+
+from draftproof.core.messages import Frontier, Reading
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TokenTree
+from draftproof.drafters.plain import Plain
+from draftproof.engine.adaptive import Adaptive
+from draftproof.engine.budget import Confidence, Fixed
+from draftproof.engine.engine import Engine
+from draftproof.engine.pace import CostTable
+from draftproof.errors import BadInput
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.target import Target
+
+
+def test_bad_budgets_are_refused() -> None:
+    for wrong, word in (
+        (lambda: Fixed(-1), "-1 draft tokens"),
+        (lambda: Adaptive(-2), "-2 draft tokens"),
+        (lambda: Confidence(4, 1.0), "floor of 1.0"),
+        (lambda: Adaptive(5, stake=-1), "stake"),
+        (lambda: Adaptive(4, costs=CostTable((0, 8))), "8 tokens"),
+    ):
+        with pytest.raises(BadInput, match=word):
+            wrong()
+
+
+@pytest.mark.parametrize("drafter", ["draft chain", "redrafter", "redrafter, beams"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sampling) -> None:
+    """A higher floor drafts fewer tokens, of which more stand; the text is the same."""
+    asked = prompts(6, seed=4)
+    wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
+    shares, drafted = [], []
+    for floor in (0.0, 0.5, 0.99):
+        engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Confidence(6, floor))
+        alone = [engine.generate([text], max_new_tokens=24, sampling=sampling)[0] for text in asked]
+        assert [(one.tokens, one.finish_reason) for one in alone] == wanted
+        drafted.append(sum(one.stats.drafted for one in alone))
+        shares.append(sum(one.stats.accepted for one in alone) / drafted[-1])
+    assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"])
+def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row drafts beyond its part another does not; alone there is nobody to share with. The text is the same."""
+    monkeypatch.setattr(Target, "skips_absent", True)
+    asked, budget, sizes = prompts(6, seed=4), Unsure(6, 0), []
+    wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
+    engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
+    read = engine.target.read
+
+    def noted(tree: TokenTree, cache: KVCache, **options: Any) -> Reading:
+        if "hidden_layers" in options and cache.lengths.all() and tree.tokens.shape[1] > 1:       # no draft's read, no prompt
+            sizes.append(tree.sizes)
+        return read(tree, cache, **options)
+
+    monkeypatch.setattr(engine.target, "read", noted)
+    assert texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) == wanted
+    shared = [one for one in sizes if len(one) > 1]
+    assert all(sum(one) <= 2 * len(one) for one in shared) and any(max(one) > 2 > min(one) for one in shared)
+    assert max(map(max, shared)) <= 4 and all(max(one) <= 2 for one in sizes if len(one) == 1)
+    batches = [one for one in budget.rounds if one.rows > 1]
+    assert all(not one.chain and one.nodes is not None and set(one.nodes) <= {1, 2} for one in batches)
+    assert all(one.chain for one in budget.rounds if one.rows == 1)
+    told = [node for one in batches for node in one.nodes or ()]
+    assert told.count(1) >= told.count(2) > 0, "and what is drafted stands"
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "room", "floor"), [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)]
+)
+def test_a_row_may_have_a_little_more(rule: str, most: int, room: int, floor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than memory was set aside for; and where a rule weighs the law of drafts, none may look at what it drew."""
+    monkeypatch.setattr(Target, "skips_absent", True)
+    drafter, asked = DRAFTERS["draft chain"](target()), list[Frontier]()
+    propose = drafter.propose
+
+    def noted(frontier: Frontier) -> TokenTree:
+        asked.append(frontier)
+        return propose(frontier)
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    engine = Engine(target(), drafter, acceptance=rule, budget=Unsure(most, 0))
+    for together in (3, 1):
+        engine.generate(prompts(3, seed=4), max_new_tokens=20, batch_size=together)
+    rooms = {(min(2, len(one.prefix.position)), one.room, one.floor) for one in asked}
+    assert rooms == {(1, 2, floor), (2, room, floor)} and all(one.budget == 2 for one in asked)
+    assert all(one.prefix.ahead == one.room for one in asked)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_whatever_rows_share_the_text_is_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "skips_absent", True)
+    asked, sampling = prompts(5, seed=3), Sampling(temperature=0.7, seed=2)
+    wanted = texts(Engine(target(), Plain()), asked, max_new_tokens=24, sampling=sampling)
+    engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Adaptive(9))
+    assert [texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) for _ in range(2)] == [wanted] * 2

@@ -1,0 +1,321 @@
+"""The decoder's economy: no host read inside a round, storage that never moves, no token read twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy
+import pytest
+import torch
+from batches import Counted, decoder, running
+from drafting import DRAFTERS, LEARNERS, Fading
+from tiny import VOCAB, prompts, target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.messages import Accepted, Commit, Frontier
+from draftproof.core.tree import TokenTree
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.engine import decoder as decoder_module
+from draftproof.engine.budget import Fixed, Script
+from draftproof.engine.decoder import Decoder
+from draftproof.engine.engine import Engine
+from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.errors import DrafterMismatch
+from draftproof.model.kv_cache import KVCache
+
+SYNCING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "unique2", "_unique2", "item")
+
+
+HIDDEN = ("tolist", "numpy", "cpu")  # these never reach the dispatcher for a tensor on the CPU
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever must wait for the device."""
+
+    def __enter__(self) -> Any:
+        self.patch = pytest.MonkeyPatch()
+        for name in HIDDEN:
+            self.patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} reads from the device"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in SYNCING, f"{name} reads from the device"
+        if name in ("index", "index_put", "index_put_"):
+            indices = args[1]
+            assert all(index is None or index.dtype != torch.bool for index in indices), (
+                "a mask as an index has a size only the host knows"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("drafter", ["plain", "prompt-lookup", *LEARNERS, "draft chain", "draft tree", "smaller vocabulary"])
+def test_a_round_reads_nothing_back_before_it_delivers(drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft, read, accept, keep and observe wait for nothing; the one copy to the host is in `_deliver`."""
+    one = decoder(DRAFTERS[drafter](target()), rule)
+    one.at_hand = False                                                         # as on any device
+    wants = [{"temperature": 1.0}, {"top_k": 4, "temperature": 0.7, "top_p": 0.9, "min_p": 0.01}, {}]
+    for prompt, want in zip(prompts(3, seed=1), wants, strict=True):
+        one.admit([running(prompt, **want)])
+    one.step()
+    delivered: list[Any] = []
+    deliver = one._deliver
+
+    monkeypatch.setattr(one, "_deliver", lambda *args: delivered.append(args))
+    for _ in range(3):
+        with NoHostReads():
+            one.step()
+        with torch.inference_mode():
+            deliver(*delivered.pop())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t[0].item(),
+        lambda t: t.nonzero(),
+        lambda t: bool(t[0] > 0),
+        lambda t: t[t > 0],
+        lambda t: t.unique(),
+        lambda t: t.tolist(),
+        lambda t: int(t[0]),
+        lambda t: torch.equal(t, t),
+        lambda t: t.numpy(),
+    ],
+)
+def test_the_watchman_is_awake(wrong: Any) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)), NoHostReads():
+        wrong(torch.ones(2))
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft chain", "draft tree"])
+def test_storage_never_moves(drafter: str) -> None:
+    one = decoder(DRAFTERS[drafter](target()))
+    caches = [one.cache] + ([one.drafter.cache] if isinstance(one.drafter, DraftModel) else [])
+    places = _places(caches)
+    for round_ in range(14):
+        if len(one.running) < 4 and round_ % 3 == 0:
+            one.admit([running(prompts(5, seed=2)[round_ % 5], limit=9)])
+        one.step() if one.running else None
+        assert _places(caches) == places
+
+
+def _places(caches: list[KVCache]) -> list[int]:
+    return [store.data_ptr() for cache in caches for layer in cache.layers for store in (layer.keys, layer.values)]
+
+
+def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_stands() -> None:
+    """Every read starts where the committed text ends: nothing committed is read again, also with several samples."""
+    own = Counted(target())
+    one = decoder(PromptLookup(), own=own)
+    prompt = list(range(2, 14))
+    one.admit([running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
+    assert [tokens.tolist() for tokens, _ in own.reads] == [[prompt]]
+    while one.running:
+        before = one._view.lengths.clone()
+        own.reads.clear()
+        one.step()
+        ((_, starts),) = own.reads
+        assert starts.equal(before)
+
+
+def test_a_draft_reads_each_prompt_token_once() -> None:
+    """Tokens that the draft cache has are not read again; after rounds without a draft it catches up once."""
+    own = Counted(target(seed=1))
+    drafter = DraftModel(own, 40)
+    fade = Fading(5)
+    one = Decoder(target(), drafter, RULES["match"], fade, 2, 128)
+    one.admit([running(list(range(2, 30)), limit=40)])
+    covered = 0
+    while one.running:
+        own.reads.clear()
+        one.step()
+        for _tokens, lengths in own.reads:
+            assert int(lengths[0]) >= covered - 1, "read again"
+            covered = max(covered, int(lengths[0]))
+        if drafter.cache is not None and one.running:
+            assert int(drafter.cache.lengths[0]) <= int(one.cache.lengths[0])
+
+
+def test_rows_leave_and_join_in_any_order() -> None:
+    """Rows of every length of life, admitted whenever there is room: each writes what it writes alone."""
+    asked = prompts(12, seed=3)
+    limits = [1 + 3 * (index % 5) for index in range(12)]
+    alone = []
+    for index, prompt in enumerate(asked):
+        one = decoder(PromptLookup(), rows=1)
+        alone.append(running(prompt, limit=limits[index], temperature=0.8, seed=index))
+        one.admit([alone[-1]])
+        while one.running:
+            one.step()
+    for name in ("draft chain", "draft tree", "guess", "target itself, tree"):
+        one = decoder(DRAFTERS[name](target()), rows=3, budget=10)
+        rows = [running(prompt, limit=limits[index], temperature=0.8, seed=index) for index, prompt in enumerate(asked)]
+        waiting = list(rows)
+        while waiting or one.running:
+            while waiting and len(one.running) < 3:
+                one.admit([waiting.pop(0)])
+            if one.running:
+                one.step()
+        assert [row.tokens for row in rows] == [row.tokens for row in alone]
+        assert not one.cache.lengths.any(), "an empty batch has an empty cache"
+
+
+def test_a_round_commits_the_root_and_what_stood() -> None:
+    """The cache holds exactly the text before the root, in every row, after every round."""
+    one = decoder(DRAFTERS["target itself, tree"](target()), budget=10)
+    for prompt in prompts(4, seed=4):
+        one.admit([running(prompt, limit=25)])
+    while one.running:
+        one.step()
+        for index, row in enumerate(one.running):
+            text = [*row.prompt, *row.tokens]
+            assert int(one.cache.lengths[index]) == len(text) - 1
+            assert one.text[index, : len(text)].tolist() == text
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("plain", "guess")])
+@pytest.mark.parametrize("patience", [2, 32])
+def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
+    drafter: str, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rows, but for drafters that learn from the others in the order in which they write."""
+    told: list[int] = []
+
+    def drafts(patience: int) -> list[list[list[int]]]:
+        monkeypatch.setattr(decoder_module, "PATIENCE", patience)
+        inner, found = DRAFTERS[drafter](target()), []
+        propose, observe = inner.propose, inner.observe
+        monkeypatch.setattr(inner, "propose", lambda frontier: found.append(propose(frontier)) or found[-1])
+        monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+        one = decoder(inner, budget=Fading(3))
+        for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
+            one.admit([running(prompt, limit=25)])
+            for _ in range(3):                          # rows join before and after plain rounds
+                one.step()
+        told.clear()
+        while one.running:
+            one.step()
+        return [[tree.tokens.tolist(), tree.parents.tolist()] for tree in found]
+
+    once = drafts(1)
+    assert once and drafts(patience) == once and max(told) >= 2
+
+
+@pytest.mark.parametrize("has_kv_cache", [False, True])
+def test_what_answers_a_proposal_is_told_at_once(has_kv_cache: bool) -> None:
+    """A drafter that keeps what it read of its own tree must hear what became of it, though it may have been the root alone."""
+    told: list[int] = []
+
+    class Bare(Drafter):
+        name = "bare"
+
+        def propose(self, frontier: Frontier) -> TokenTree:
+            told.clear()
+            return TokenTree.root(frontier.prefix.root)
+
+        def observe(self, commit: Commit) -> None:
+            told.append(commit.tokens.shape[1])
+
+    inner = Bare()
+    inner.has_kv_cache = has_kv_cache
+    sizes = [0, 0, 3, 0, 0, 0, 3, 0, 0]
+    one = decoder(inner, budget=Script(sizes))
+    one.admit([running([3, 4, 5], limit=25)])
+    for _ in sizes:
+        one.step()
+    assert told == ([1] if has_kv_cache else [])
+    one._flush()
+    assert told == ([1, 2] if has_kv_cache else [3])
+
+
+@pytest.mark.parametrize("drafter", ["recycling", "medusa"])
+def test_no_more_logits_wait_than_there_is_room_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only for drafters that want successors."""
+    told: list[int] = []
+
+    def waits(held: int) -> int:
+        monkeypatch.setattr(decoder_module, "HELD", held)
+        inner = DRAFTERS[drafter](target())
+        observe = inner.observe
+        monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+        one = decoder(inner, budget=Fixed(0))
+        one.admit([running(prompts(1, seed=4)[0], limit=25)])
+        told.clear()
+        while one.running:
+            one.step()
+        return max(told)
+
+    each = VOCAB * torch.zeros((), dtype=target().dtype).element_size()
+    longest = waits(1 << 24)
+    assert longest > 10
+    assert [waits(0), waits(3 * each)] == ([1, 4] if drafter == "recycling" else [longest, longest])
+
+
+@pytest.mark.parametrize(
+    ("text", "repeats"),
+    [
+        ([7, 1, 2, 3, 4, 9, 1, 2, 3, 4], True),
+        ([1, 2, 3, 4, 1, 2, 3, 4], True),
+        ([5, 5, 5, 5, 5], True),
+        ([5, 5, 5, 5], False),
+        ([1, 2, 3, 9, 1, 2, 3, 4], False),
+        ([256, 0, 0, 0, 0, 6, 1, 0, 0, 0], False),
+        ([256, 0, 0, 0, 0, 1, 0, 0, 0, 6, 1, 0, 0, 0], True),
+    ],
+)
+def test_what_a_row_ends_with_is_found_before(text: list[int], repeats: bool) -> None:
+    """Token by token, and never in the room behind it, where older rows may have left theirs."""
+    page = numpy.array([(5 * text)[:20], 5 * [1, 2, 3, 4]])
+    rows = [SimpleNamespace(prompt=text[:3], tokens=text[3:]), SimpleNamespace(prompt=[1, 2], tokens=[3, 4])]
+    assert Decoder.repeating(cast(Decoder, SimpleNamespace(_page=page, running=rows)), 4) == repeats
+
+
+def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
+    class Greedy(Drafter):
+        name = "greedy"
+
+        def propose(self, frontier: Frontier) -> TokenTree:
+            return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, frontier.budget + 3))
+
+    engine = Engine(target(), Greedy(), budget=2)
+    with pytest.raises(DrafterMismatch, match="greedy proposed 4 nodes, 2 were allowed"):
+        engine.generate([[1, 2, 3]], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("closed", [False, True], ids=["at hand", "closed"])
+@pytest.mark.parametrize("drafter", ["medusa, pairs", "redrafter", "target itself", "medusa, fixed tree"])
+def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool, logprobs: bool) -> None:
+    """By number where nodes are ranked, so that a budget can tell what fewer would have given; of running rows alone."""
+    said: list[Accepted] = []
+
+    def noted(tree: TokenTree, logits: torch.Tensor, frontier: Frontier) -> Accepted:
+        said.append(RULES["match"].accept(tree, logits, frontier))
+        return said[-1]
+
+    rule = RULES["match"]._replace(accept=noted)
+    one = Decoder(target(), DRAFTERS[drafter](target()), rule, Fixed(6), 4, 128, ShapePolicy(closed=closed))
+    for prompt in prompts(3, seed=4):
+        one.admit([running(prompt, limit=20, logprobs=logprobs)])
+    stood = accepted = 0
+    while one.running:
+        before, rows = one.stats.accepted, range(len(one.running))
+        one.step()
+        if drafter == "medusa, fixed tree":
+            assert one.stood is None
+            continue
+        assert one.stood == [node for row in rows for node in said[-1].nodes[row, 1 : said[-1].count[row]].tolist()]
+        assert all(1 <= node <= 6 for node in one.stood)
+        assert len(one.stood) >= one.stats.accepted - before                    # what an end cut off stood as well
+        stood, accepted = stood + len(one.stood), accepted + one.stats.accepted - before
+    assert drafter == "medusa, fixed tree" or 0 < accepted <= stood

@@ -1,0 +1,173 @@
+"""The engine writes what the model would write alone: token for token, with every drafter, alone and in a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drafting import DRAFTERS, Fading, Hinted, Oracle, Watch, accepted_share, texts
+from tiny import build, model, prompts, shared, target
+from transformers import PreTrainedModel
+
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TreeShape
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
+from draftproof.errors import DrafterMismatch
+from draftproof.model.target import Target
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-neox", "phi", "mistral-sliding"]
+NEW = 20
+SAMPLED = Sampling(temperature=0.9, seed=11)
+
+
+def reference(own: PreTrainedModel, text: list[int], new: int = NEW) -> list[int]:
+    """transformers' own greedy continuation of a prompt, alone; a token that doubles as padding is text all the same."""
+    everything = torch.ones(1, len(text))
+    out = own.generate(torch.tensor([text]), attention_mask=everything, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return out[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_transformers(family: str) -> None:
+    """Ragged prompts, alone and eight at a time, drafted by lookup, by a chain, by a tree, and by one that knows."""
+    asked = prompts(8, seed=1)
+    wanted = [reference(model(family), text) for text in asked]
+    assert len({tuple(text) for text in wanted}) > 4, "the model says the same to everything: it tests nothing"
+    hinted = Hinted(Oracle({tuple(text): answer for text, answer in zip(asked, wanted, strict=True)}))
+    chosen = [DRAFTERS[name](target(family)) for name in ("plain", "prompt-lookup", "draft chain", "target itself, tree")]
+    for drafter in [*chosen, hinted]:
+        engine = Engine(target(family), Watch(drafter))
+        done = engine.generate(asked, max_new_tokens=NEW)
+        assert [one.tokens for one in done] == wanted, drafter.name
+    assert accepted_share(done) > 0.2
+    alone = Engine(target(family), hinted).generate(asked[2], max_new_tokens=NEW)
+    assert alone[0].tokens == wanted[2]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_same_text_with_any_drafter(drafter: str, sampling: Sampling) -> None:
+    asked = prompts(8, seed=2)
+    wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
+    engine = Engine(target(), Watch(DRAFTERS[drafter](target())))
+    assert texts(engine, asked, max_new_tokens=24, sampling=sampling) == wanted
+    assert texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) == wanted
+    assert [texts(engine, [text], max_new_tokens=24, sampling=sampling)[0] for text in asked[:3]] == wanted[:3]
+    fading = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Fading(10))
+    assert texts(fading, asked, max_new_tokens=24, sampling=sampling) == wanted
+
+
+def test_the_seed_decides() -> None:
+    asked = prompts(4, seed=3)
+    runs = [
+        texts(Engine(target()), asked, max_new_tokens=12, sampling=Sampling(temperature=1.0, seed=seed)) for seed in (0, 0, 1)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_sampled_text_of_other_families(family: str) -> None:
+    asked = prompts(5, seed=4)
+    wanted = texts(Engine(target(family)), asked, max_new_tokens=16, sampling=SAMPLED)
+    for drafter in ("prompt-lookup", "target itself, tree", "guess"):
+        assert (
+            texts(Engine(target(family), DRAFTERS[drafter](target(family))), asked, max_new_tokens=16, sampling=SAMPLED)
+            == wanted
+        )
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_greedy_is_the_same_under_every_rule(acceptance: str) -> None:
+    asked = prompts(6, seed=5)
+    wanted = texts(Engine(target()), asked, max_new_tokens=16)
+    for drafter in DRAFTERS:
+        engine = Engine(target(), DRAFTERS[drafter](target()), acceptance=acceptance)
+        assert texts(engine, asked, max_new_tokens=16) == wanted, drafter
+
+
+def test_a_prompt_of_several_chunks() -> None:
+    """Prefill in pieces of 256 tokens, with a draft that must catch up through all of them."""
+    own = target("llama", max_position_embeddings=1024)
+    long = torch.randint(40, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    asked = [long, [3, 4], long[:257], long[:256]]
+    wanted = texts(Engine(own), asked, max_new_tokens=8)
+    assert wanted[0][0] == reference(own.model, long, 8)
+    for drafter in (DraftModel(target(max_position_embeddings=1024, num_hidden_layers=1), 40), PromptLookup()):
+        assert texts(Engine(own, Watch(drafter)), asked, max_new_tokens=8, batch_size=2) == wanted
+
+
+def test_more_prompts_than_rows_and_samples_of_each() -> None:
+    asked = prompts(9, seed=6)
+    engine = Engine(target(), DRAFTERS["draft chain"](target()))
+    wanted = [texts(Engine(target()), [text], max_new_tokens=10, sampling=SAMPLED)[0] for text in asked]
+    for rows in (1, 2, 5, 64):
+        assert texts(engine, asked, max_new_tokens=10, sampling=SAMPLED, batch_size=rows) == wanted
+    three = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=3, batch_size=4)
+    assert [(one.prompt, one.sample) for one in three] == [(prompt, sample) for prompt in range(4) for sample in range(3)]
+    two = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=2)
+    assert [one.tokens for one in three if one.sample < 2] == [one.tokens for one in two]
+    assert [one.tokens for one in three if one.sample == 0] == [tokens for tokens, _ in wanted[:4]]
+    assert len({tuple(one.tokens) for one in three}) > 8, "samples differ"
+
+
+def test_rows_of_different_wishes_share_a_batch() -> None:
+    asked = prompts(6, seed=7)
+    wants = [
+        Sampling(),
+        SAMPLED,
+        Sampling(temperature=0.5, top_k=5, seed=2),
+        Sampling(repetition_penalty=1.5),
+        Sampling(temperature=1.0, no_repeat_ngram=2),
+        Sampling(temperature=1.2, top_p=0.8, min_new_tokens=3, stop_tokens=[1, 2, 3]),
+    ]
+    engine = Engine(target(), DRAFTERS["draft tree"](target()))
+    together = texts(engine, asked, max_new_tokens=14, sampling=wants)
+    assert together == [
+        texts(Engine(target()), [text], max_new_tokens=14, sampling=want)[0] for text, want in zip(asked, wants, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
+def test_real_models_write_what_transformers_writes(acceptance: str) -> None:
+    own = load(
+        shared("models", "tinystories-bitnet-3m"),
+        assistant_model=shared("models", "tinystories-llama-260k"),
+        dtype="float64",
+        acceptance=acceptance,
+        budget=5,
+    )
+    asked = [
+        own.codec.encode(text)
+        for text in ("Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They")
+    ]
+    wanted = [reference(own.target.model, text, 30) for text in asked]
+    done = own.generate(asked, max_new_tokens=30, sampling=Sampling())
+    assert [one.tokens for one in done] == wanted
+    assert accepted_share(done) > 0.4
+
+
+def test_real_models_sample_the_same_text_with_every_drafter() -> None:
+    own = load(shared("models", "tinystories-bitnet-3m"), drafter="none", dtype="float64")
+    draft = load(shared("models", "tinystories-llama-260k"), drafter="none", dtype="float64").target
+    asked = ["Once upon a time", "The dog saw a big", "Lily liked"]
+    want = Sampling(temperature=1.0, seed=3)
+    wanted = [one.text for one in own.generate(asked, max_new_tokens=24, sampling=want)]
+    shapes = [None, TreeShape.branching((2, 2, 1))]
+    for drafter in [PromptLookup(), *(DraftModel(draft, own.target.vocab_size, shape) for shape in shapes)]:
+        engine = Engine(own.target, drafter, codec=own.codec, stop_tokens=own.stop_tokens)
+        done = engine.generate(asked, max_new_tokens=24, sampling=want)
+        assert [one.text for one in done] == wanted
+    assert accepted_share(done) > 0.1
+
+
+def test_a_target_of_chains_only_gets_chains_only() -> None:
+    """MPT reads chains exactly and trees not: chains are the text of transformers, a tree is refused, not believed."""
+    own = Target(build("MptConfig", vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, initializer_range=0.4))
+    asked = prompts(3, seed=9)
+    for drafter in (PromptLookup(), DraftModel(target(seed=1), 40)):
+        done = Engine(own, drafter).generate(asked, max_new_tokens=NEW)
+        assert [one.tokens for one in done] == [reference(own.model, text) for text in asked]
+    with pytest.raises(DrafterMismatch, match="trees"):
+        Engine(own, DRAFTERS["draft tree"](own)).generate(asked)

@@ -1,0 +1,122 @@
+"""Drawn drafts through the real engine and its real noise: the joint law of the text is the target's.
+
+What enumeration cannot see, counting can: the seams between engine, drafter, rule and noise. Each test raises a false
+alarm once in a million seeds, and always says the same since its seeds are fixed; the control must be seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chi2
+from tiny import target
+
+from draftproof.core.messages import Frontier
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.engine.engine import Engine
+
+VOCAB, LENGTH, SAMPLES, ALARM = 5, 4, 3000, 1e-6
+PROMPT = [1, 3]
+WARM = Sampling(temperature=1.1, seed=17)
+OWN = {
+    "vocab_size": VOCAB,
+    "bos_token_id": None,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "initializer_range": 0.7,
+}
+
+
+def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The law of the tokens behind the first, by the model's own forward on every text."""
+    texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=LENGTH)])
+    with torch.inference_mode():
+        logits = target(**OWN).model(texts).logits[:, len(PROMPT) - 1 : -1] / sampling.temperature
+    if sampling.top_k:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k, -1).values[..., -1:], -torch.inf)
+    steps = logits.softmax(-1).gather(-1, texts[:, len(PROMPT) :, None])[..., 0]
+    law: dict[tuple[int, ...], float] = {}
+    for text, confidence in zip(texts[:, len(PROMPT) + 1 :].tolist(), steps.prod(-1).tolist(), strict=True):
+        law[tuple(text)] = law.get(tuple(text), 0.0) + confidence
+    return law
+
+
+def p_value(drafter: Drafter, rule: str, sampling: Sampling = WARM, budget: int | None = None) -> float:
+    """G-test of what the engine writes; cells expected fewer than five times are one cell."""
+    engine = Engine(target(**OWN), drafter, acceptance=rule, budget=budget)
+    done = engine.generate([PROMPT], max_new_tokens=LENGTH, sampling=sampling, n=SAMPLES)
+    seen: dict[tuple[int, ...], int] = {}
+    for one in done:
+        seen[tuple(one.tokens[1:])] = seen.get(tuple(one.tokens[1:]), 0) + 1
+    law = exact(sampling)
+    assert all(law[text] > 0 for text in seen), "an impossible text"
+    large = [text for text, confidence in law.items() if confidence * SAMPLES >= 5]
+    cells = [(seen.get(text, 0), law[text] * SAMPLES) for text in large]
+    rest = (SAMPLES - sum(count for count, _ in cells), SAMPLES - sum(mean for _, mean in cells))
+    cells += [rest] if rest[1] >= 5 else []
+    statistic = 2 * sum(count * (torch.tensor(count / mean).log().item()) for count, mean in cells if count)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def draft(shape: TreeShape | None = None) -> DraftModel:
+    return DraftModel(target(seed=1, **OWN), VOCAB, shape)
+
+
+SHAPES = {"chain": None, "tree 2-2": TreeShape.branching((2, 2)), "all five": TreeShape.branching((5,))}
+
+
+CASES = [
+    ("match", "tree 2-2"),
+    ("rejection", "chain"),
+    ("rejection", "tree 2-2"),
+    ("rejection", "all five"),
+    ("block", "chain"),
+]
+
+
+@pytest.mark.parametrize(("rule", "shape"), CASES)
+def test_the_text_has_the_law_of_the_target(rule: str, shape: str) -> None:
+    assert p_value(draft(SHAPES[shape]), rule, budget=3 if shape == "chain" else None) > ALARM
+
+
+def test_the_law_under_a_filter() -> None:
+    assert p_value(draft(), "block", Sampling(temperature=0.9, top_k=3, seed=3), budget=2) > ALARM
+
+
+class Boastful(Drafter):
+    """Attaches a law that is not the one it drew from."""
+
+    name = "boastful"
+
+    def __init__(self, inner: DraftModel) -> None:
+        self.inner = inner
+        self.start, self.observe, self.select = inner.start, inner.observe, inner.select  # type: ignore[method-assign]
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        tree = self.inner.propose(frontier)
+        assert tree.draft_probs is not None
+        law = tree.draft_probs.sqrt()
+        return TokenTree.chain(tree.tokens, law / law.sum(-1, keepdim=True).clamp(min=1e-9))
+
+
+def test_a_wrong_draft_law_is_seen() -> None:
+    assert p_value(Boastful(draft()), "block", budget=3) < ALARM
+
+
+def test_drawing_pays() -> None:
+    """Block accepts at least what rejection accepts, and rejection more than a coupled race, on unrelated laws."""
+    rates = {}
+    for rule in ("match", "rejection", "block"):
+        done = Engine(target(**OWN), draft(), acceptance=rule, budget=3).generate(
+            [PROMPT], max_new_tokens=9, sampling=WARM, n=600
+        )
+        rates[rule] = sum(one.stats.accepted for one in done) / sum(one.stats.rounds for one in done)
+    assert rates["block"] > rates["rejection"] - 0.05
+    assert rates["rejection"] > rates["match"] - 0.05

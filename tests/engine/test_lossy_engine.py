@@ -1,0 +1,140 @@
+"""Lossy decoding through the whole engine: asked for by name, told per token, and greedy rows as exact as ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from functools import partial
+
+import pytest
+import torch
+from drafting import DRAFTERS, texts
+from tiny import prompts, target
+
+from draftproof.core.acceptance import RULES, Rule
+from draftproof.core.params import Sampling
+from draftproof.core.typical import Typical
+from draftproof.drafters.plain import Plain
+from draftproof.engine.budget import Fixed
+from draftproof.engine.engine import Engine
+from draftproof.engine.stats import RoundStats
+from draftproof.errors import BadInput
+from draftproof.verify.exact import DRAFT, TARGET, WAYS
+from draftproof.verify.exact_decoder import DRAWS, Case, Outcomes, Request, _run, examine
+from draftproof.verify.reference import Wanted
+
+WARM = Sampling(temperature=1.0, seed=3)
+
+
+def case_of(rule: Rule, way: str, limit: int = 3) -> Case:
+    how = WAYS[way]
+    request = Request(Wanted(temperature=1.0), (1, 0), limit)
+    return Case("typical", rule, TARGET, how.draft, partial(Fixed, how.budget), [request], how.fan)
+
+
+@pytest.mark.parametrize("way", ["chain", "tree of 3"])
+def test_the_decoder_does_not_write_the_targets_law(way: str) -> None:
+    """By the enumeration that finds every exact rule below 1e-12."""
+    assert examine(case_of(RULES["match"], way)).distance < 1e-12
+    found = examine(case_of(Typical().rule, way))
+    assert found.distance > 0.05 and not found.wrong
+
+
+@pytest.mark.parametrize("way", ["chain", "tree of 3", "lookup"])
+def test_the_statistics_tell_the_distance_of_what_is_written(way: str) -> None:
+    case = case_of(Typical().rule, way, limit=4)
+    law: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    told, plans = 0.0, torch.full((1, DRAWS), -1)
+    while len(plans):
+        outcomes = Outcomes(plans)
+        for row, confidence in zip(_run(case, outcomes, [0] * len(plans)), outcomes.odds.tolist(), strict=True):
+            law[tuple(row.tokens)] += confidence
+            told += confidence * (row.stats.distance or 0.0)
+        plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    assert told == pytest.approx(strayed(law, 4), abs=1e-12) and told > 0.05
+
+
+def strayed(law: dict[tuple[int, ...], float], length: int) -> float:
+    """The expected sum of total variations of the next token's law, from the law of whole texts."""
+    total = 0.0
+    for prefix in itertools.chain.from_iterable(itertools.product(range(3), repeat=size) for size in range(length)):
+        mass = [sum(confidence for text, confidence in law.items() if text[: len(prefix) + 1] == (*prefix, token)) for token in range(3)]
+        if sum(mass) > 0:
+            own = torch.tensor(mass, dtype=torch.float64) / sum(mass)
+            true = torch.tensor(TARGET.logits((1, 0, *prefix)), dtype=torch.float64).softmax(-1)
+            total += sum(mass) * float((own - true).abs().sum() / 2)
+    return total
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_unchanged(drafter: str) -> None:
+    asked = prompts(3)
+    plain = texts(Engine(target(), Plain()), asked, max_new_tokens=12)
+    lossy = Engine(target(), DRAFTERS[drafter](target()), lossy=True)
+    assert texts(lossy, asked, max_new_tokens=12) == plain
+    assert {one.stats.distance for one in lossy.generate(asked, max_new_tokens=12)} == {0.0}
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    asked = prompts(4)
+    wanted = [Sampling(logprobs=True), WARM, Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, seed=9, logprobs=True)]
+    draft = DRAFTERS["draft tree"](target())
+    plain = Engine(target(), Plain()).generate(asked, max_new_tokens=14, sampling=wanted)
+    ours = Engine(target(), draft, lossy=Typical(epsilon=0.02)).generate(asked, max_new_tokens=14, sampling=wanted)
+    for row in (0, 2):
+        assert ours[row].tokens == plain[row].tokens and ours[row].stats.distance == 0.0
+    for row in (1, 3):
+        stats = ours[row].stats
+        assert stats.distance_per_token is not None and stats.accepted > 0
+        assert 0 < stats.distance_per_token <= stats.accepted / stats.emitted           # only draft tokens stray
+    for row in (0, 3):
+        scores = ours[row].logprobs
+        assert scores is not None and len(scores) == 14 and max(scores) <= 0
+    assert ours[0].logprobs == pytest.approx(plain[0].logprobs, abs=1e-9)
+
+
+def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -> None:
+    """1 - p(x) at drafted tokens: from the log-probabilities, at temperature 1 those of the unprocessed model."""
+    engine = Engine(target(), DRAFTERS["target itself"](target()), lossy=Typical(epsilon=1e-6))
+    wanted = Sampling(temperature=1.0, seed=2, logprobs=True)
+    (done,) = engine.generate([prompts(1)[0]], max_new_tokens=2, sampling=wanted, n=1)
+    assert done.stats.accepted == 1 and done.logprobs is not None                       # cut behind one drafted token
+    assert done.stats.distance == pytest.approx(1 - torch.tensor(done.logprobs[1]).exp().item(), abs=1e-6)
+
+
+def test_the_same_request_gives_the_same_text() -> None:
+    def run() -> list[tuple[list[int], str]]:
+        engine = Engine(target(), DRAFTERS["draft tree"](target()), lossy=True)
+        return texts(engine, prompts(3), max_new_tokens=10, sampling=WARM)
+
+    assert run() == run()
+
+
+def test_exact_rules_have_no_distance() -> None:
+    for rule in RULES:
+        (done,) = Engine(target(), DRAFTERS["draft chain"](target()), acceptance=rule).generate(
+            [prompts(1)[0]], max_new_tokens=8, sampling=WARM
+        )
+        assert done.stats.distance is None and done.stats.distance_per_token is None
+
+
+def test_statistics_add_up() -> None:
+    total = RoundStats()
+    total.add(RoundStats(emitted=3))
+    assert total.distance_per_token is None
+    total.add(RoundStats(emitted=5, distance=2.0))
+    assert total.distance_per_token == 0.25
+
+
+def test_lossy_is_asked_for_by_its_name() -> None:
+    with pytest.raises(BadInput, match="lossy=True"):
+        Engine(target(), acceptance="typical")
+    with pytest.raises(BadInput, match="leave one of them out"):
+        Engine(target(), acceptance="rejection", lossy=True)
+    assert Engine(target(), lossy=True).acceptance == "typical"
+    assert Engine(target(), lossy=False).acceptance == "match" and Engine(target()).lossy is None
+
+
+def test_the_draft_of_the_enumeration_is_not_the_target() -> None:
+    assert DRAFT.logits((1, 0)) != TARGET.logits((1, 0))

@@ -1,0 +1,256 @@
+"""Closed shapes: the same text, from few graphs, with nothing read back but once a round; and what breaks that is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from drafting import DRAFTERS, LEARNERS, medusa_head, redrafter_head, texts
+from tiny import fresh, prompts, target
+
+from draftproof.core.messages import Commit, Frontier
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.medusa import Medusa
+from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.redrafter import ReDrafter
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.engine.adaptive import Adaptive
+from draftproof.engine.budget import Fixed
+from draftproof.engine.emulate_device import LENGTHS, PARTS, rehearse
+from draftproof.engine.engine import Engine
+from draftproof.engine.pace import CostTable
+from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.errors import BadInput, ForbiddenOnDevice
+from draftproof.model.target import Target
+
+CLOSED = ShapePolicy(closed=True)
+WARM = Sampling(temperature=0.9, top_k=30, top_p=0.95, seed=3)
+
+
+@lru_cache(maxsize=4)
+def single(layers: int = 2, seed: int = 0) -> Target:
+    """A target in float32: a Gaudi has no float64."""
+    return Target(fresh("llama", seed, num_hidden_layers=layers).float())
+
+
+MAKERS: dict[str, Callable[[], Drafter]] = {
+    "plain": Plain,
+    "draft chain": lambda: DraftModel(single(1, 1), single().vocab_size),
+    "draft tree": lambda: DraftModel(single(1, 1), single().vocab_size, TreeShape.branching((2, 2))),
+    "medusa": lambda: Medusa(medusa_head(), single()),
+    "redrafter": lambda: ReDrafter(redrafter_head(), single(), width=3, length=3),
+    "prompt-lookup": PromptLookup,
+    "suffix": lambda: SuffixDrafter(memory=300),
+    "recycling": lambda: TokenRecycling(memory=50),
+    "portfolio": lambda: Portfolio([PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]),
+}
+
+
+# The text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "guess"])
+def test_closed_shapes_change_no_text(name: str) -> None:
+    """Ragged prompts, more than there are rows; rows that nobody needs do as others do and are not heard."""
+    asked = [*prompts(5), list(range(13)) * 11]
+    params = [Sampling(), WARM, *[Sampling(logprobs=True)] * 2, WARM, replace(WARM, repetition_penalty=1.3)]
+    plain = texts(Engine(target()), asked, max_new_tokens=9, sampling=params)
+    closed = Engine(target(), DRAFTERS[name](target()), shapes=CLOSED)
+    assert texts(closed, asked, max_new_tokens=9, sampling=params, batch_size=3) == plain
+    if name not in LEARNERS:
+        opened = Engine(target(), DRAFTERS[name](target())).generate(asked, max_new_tokens=9, sampling=params, batch_size=3)
+        again = closed.generate(asked, max_new_tokens=9, sampling=params, batch_size=3)
+        assert [one.stats.accepted for one in opened] == [one.stats.accepted for one in again], "as much is accepted"
+
+
+def test_long_prompts_are_read_in_chunks_of_closed_sizes() -> None:
+    long = target("llama", max_position_embeddings=1024)
+    asked = [list(range(40)) * 7, list(range(30)) * 19, [1, 2, 3]]
+    plain = texts(Engine(long), asked, max_new_tokens=6)
+    for name in ("draft chain", "medusa"):
+        assert texts(Engine(long, DRAFTERS[name](long), shapes=CLOSED), asked, max_new_tokens=6) == plain
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_closed_shapes_draw_the_same(rule: str) -> None:
+    drafter = DRAFTERS["draft chain"]
+    runs = [
+        texts(Engine(target(), drafter(target()), acceptance=rule, shapes=shapes), prompts(4), max_new_tokens=9, sampling=WARM)
+        for shapes in (None, CLOSED)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_samples_and_streams_in_closed_shapes() -> None:
+    closed = Engine(target(), PromptLookup(), shapes=CLOSED)
+    assert texts(closed, prompts(2), n=3, max_new_tokens=6, sampling=WARM) == texts(
+        Engine(target()), prompts(2), n=3, max_new_tokens=6, sampling=WARM
+    )
+    last = [chunk.completion for chunk in closed.stream([1, 2, 3], max_new_tokens=5)][-1]
+    assert last is not None and last.tokens == Engine(target()).generate([1, 2, 3], max_new_tokens=5)[0].tokens
+
+
+def test_a_pause_and_back_in_closed_shapes() -> None:
+    """K → 0 → K: the draft reads what it missed, all rows together."""
+    asked, plain = prompts(4), Engine(target())
+    engine = Engine(target(), DRAFTERS["draft chain"](target()), shapes=CLOSED, budget=Fading())
+    assert texts(engine, asked, max_new_tokens=30) == texts(plain, asked, max_new_tokens=30)
+
+
+class Fading:
+    """A budget that goes to 0 for long, and comes back."""
+
+    most, round = 3, 0
+
+    def nodes(self, stats: object, rows: int) -> int:
+        self.round += 1
+        return (3, 0, 0, 3, *[0] * 10, 1)[self.round % 15]
+
+
+# The set of shapes ----------------------------------------------------------------------------------------------------
+
+
+def test_capacities_rows_and_chunks_come_from_a_small_set() -> None:
+    assert {CLOSED.capacity(tokens) for tokens in range(1, 2049)} == {128, 256, 512, 1024, 2048}
+    assert {CLOSED.rows(rows) for rows in range(1, 33)} == {1, 2, 4, 8, 16, 32}
+    assert {CLOSED.chunk(tokens) for tokens in range(1, 2000)} == {32, 128, 256}
+    assert CLOSED.sizes(10) == (0, 1, 3, 7, 10) and CLOSED.sizes(0) == (0,)
+    assert all(CLOSED.capacity(tokens) >= tokens and CLOSED.rows(tokens) >= tokens for tokens in range(1, 600))
+    assert ShapePolicy(True, bucket=100).capacity(1) == 128 and ShapePolicy(True, bucket=256).capacity(300) == 512
+    assert [ShapePolicy().capacity(300), ShapePolicy().rows(3), ShapePolicy().chunk(5)] == [384, 3, 5]
+    with pytest.raises(BadInput, match="bucket"):
+        ShapePolicy(bucket=0)
+
+
+def test_a_closed_engine_tries_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftproof.engine.engine.usual_budget", lambda drafter: Adaptive(drafter.default_budget))
+    budget = Engine(target(), PromptLookup(), shapes=CLOSED).budget
+    assert isinstance(budget, Adaptive) and budget.sizes == (0, 1, 3, 7)
+
+
+# The rehearsal --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_drafter_passes_the_rehearsal(name: str) -> None:
+    """Twenty prompts of different lengths: one read a round, and a handful of graphs whatever their length."""
+    assert len(set(LENGTHS)) == 20
+    engine = Engine(single(), MAKERS[name]())
+    found = rehearse(engine, new_tokens=4, sampling=WARM)
+    assert found.rounds == found.reads > 5
+    assert all(1 <= found.graphs[part] <= 3 for part in PARTS if part != "draft") and found.graphs["draft"] <= 3
+    assert len(found.tokens) == 20 and all(len(tokens) == 4 for tokens in found.tokens)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@pytest.mark.parametrize("name", ["plain", "draft chain", "medusa"])
+def test_every_rule_passes_the_rehearsal(name: str, rule: str) -> None:
+    how: dict[str, Any] = {"lossy": True} if rule == "typical" else {"acceptance": rule}
+    found = rehearse(Engine(single(), MAKERS[name](), **how), new_tokens=4, sampling=WARM)
+    assert found.rounds == found.reads > 5
+
+
+def test_wishes_pass_the_rehearsal() -> None:
+    """Penalties, forbidden words and a minimum length copy nothing to the device in a round, and write through no view."""
+    wish = Sampling(
+        temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, no_repeat_ngram=3,
+        logit_bias={3: 1.0}, banned_words=([1, 2], [4]), min_new_tokens=3, stop_tokens=(5,), logprobs=True,
+    )  # fmt: skip
+    assert rehearse(Engine(single(), PromptLookup()), new_tokens=3, lengths=(3, 9, 20), sampling=wish).reads > 0
+
+
+def test_a_budget_that_chooses_passes_the_rehearsal() -> None:
+    """With several sizes, pauses included, there are at most three graphs of a part for each."""
+    budget = Adaptive(3, costs=CostTable((0, 1, 3)))
+    found = rehearse(Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20)
+    assert max(found.graphs.values()) <= 9 and found.reads == found.rounds
+
+
+class Planted(PromptLookup):
+    """Prompt lookup with a fault."""
+
+    def __init__(self, fault: Callable[[Frontier, TokenTree], TokenTree]) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        return self.fault(frontier, super().propose(frontier))
+
+
+def _reads_back(frontier: Frontier, tree: TokenTree) -> TokenTree:
+    return tree if int(frontier.prefix.position[0]) >= 0 else TokenTree.root(frontier.prefix.root)
+
+
+def _cut_to_size(frontier: Frontier, tree: TokenTree) -> TokenTree:
+    """As narrow as the widest row: what engines do that were made for one GPU."""
+    used = (tree.tokens >= -1).any(0)
+    return TokenTree(tree.tokens[:, used], tree.parents[:, used], tree.depth_limit)
+
+
+def _writes_a_slice(frontier: Frontier, tree: TokenTree) -> TokenTree:
+    tree.parents[:, 0].fill_(-1)
+    return tree
+
+
+def _by_length(frontier: Frontier, tree: TokenTree) -> TokenTree:
+    """A shape that the text's length decides, without reading anything back."""
+    global _TURN
+    _TURN += 1
+    torch.zeros(1 + _TURN // 40)
+    return tree
+
+
+_TURN = 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(_reads_back, "host"), (_cut_to_size, "depends on data"), (_writes_a_slice, "view"), (_by_length, "met a shape")],
+)
+def test_a_planted_fault_fails_the_rehearsal(fault: Callable[[Frontier, TokenTree], TokenTree], said: str) -> None:
+    with pytest.raises(ForbiddenOnDevice, match=said):
+        rehearse(Engine(single(), Planted(fault)), new_tokens=12)
+    rehearse(Engine(single(), Planted(lambda frontier, tree: tree)), new_tokens=3, lengths=(3, 9))
+
+
+def test_a_drafter_that_moves_the_cache_fails_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.model.kv_cache import KVCache
+
+    kept = KVCache.keep
+
+    def keep(self: Any, nodes: Any, count: Any) -> None:
+        kept(self, nodes, count)
+        self.layers[0].keys = self.layers[0].keys.clone()
+
+    monkeypatch.setattr(KVCache, "keep", keep)
+    with pytest.raises(ForbiddenOnDevice, match="moved"):
+        rehearse(Engine(single()), new_tokens=3, lengths=(3,))
+
+
+class Eager(Plain):
+    """Observes with a look at the host."""
+
+    def observe(self, commit: Commit) -> None:
+        self.seen: Sequence[int] = commit.count.tolist()
+
+
+def test_a_second_read_in_a_round_fails_the_rehearsal() -> None:
+    """It would take the place of the declared one, which then fails."""
+    with pytest.raises(ForbiddenOnDevice, match="host"):
+        rehearse(Engine(single(), Eager()), new_tokens=3, lengths=(3,))
+
+
+def test_an_open_engine_is_rehearsed_closed() -> None:
+    engine = Engine(single(), Plain(), budget=Fixed(0))
+    rehearse(engine, new_tokens=2, lengths=(2, 50))
+    assert not engine.shapes.closed, "the engine itself is left as it was"

@@ -1,0 +1,127 @@
+"""Devices: what is not there is refused in one sentence, what is there answers the same verbs."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+import torch
+
+from draftproof.errors import BadInput
+from draftproof.model import device as module
+from draftproof.model.device import Device
+
+CPU = Device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple")]
+)
+def test_a_device_that_is_not_there_is_refused_in_one_sentence(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "habana_frameworks", None)
+    monkeypatch.setattr(module.util, "find_spec", lambda package: None)
+    with pytest.raises(BadInput, match=said) as refused:
+        Device.found(name)
+    assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    for name in ("abacus", "meta"):
+        with pytest.raises(BadInput, match="choose one of"):
+            Device.found(name)
+
+
+def test_one_too_many_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Device.found("cuda:1").where == torch.device("cuda:1")
+    with pytest.raises(BadInput, match="2 of them"):
+        Device.found("cuda:2")
+
+
+def test_a_bridge_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = types.ModuleType("habana_frameworks")
+    broken.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None)
+    monkeypatch.setitem(sys.modules, "habana_frameworks", broken)
+    with pytest.raises(BadInput, match="cannot be imported"):
+        Device.found("hpu")
+
+
+@pytest.fixture
+def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A bridge with the names that Gaudi's has, which writes down what it is asked."""
+    said: list[str] = []
+    package, bridge, core = (types.ModuleType(name) for name in ("habana_frameworks", "habana_frameworks.torch", "core"))
+    package.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None)
+    core.mark_step = lambda: said.append("mark_step")  # type: ignore[attr-defined]
+
+    class Graph:
+        def replay(self) -> None:
+            said.append("replay")
+
+    class Recording:
+        def __init__(self, graph: Graph) -> None:
+            said.append("record")
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None:
+            said.append("recorded")
+
+    hpu = types.SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, synchronize=lambda: said.append("synchronize"),
+        HPUGraph=Graph, graph=Recording, get_device_name=lambda where: "GAUDI2", mem_get_info=lambda where: (1, 2),
+        reset_peak_memory_stats=lambda where: said.append("reset"), memory_allocated=lambda where: 5,
+        max_memory_allocated=lambda where: 12,
+    )  # fmt: skip
+    for name, found in (("", package), (".torch", bridge), (".torch.core", core)):
+        monkeypatch.setitem(sys.modules, f"habana_frameworks{name}", found)
+    monkeypatch.setattr(torch, "hpu", hpu, raising=False)
+    return said
+
+
+def test_a_gaudi_is_asked_by_its_own_names(gaudi: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Device.found("hpu")
+    assert found.compiles and found.captures and found.widest == torch.float32
+    assert found.name == "GAUDI2" and found.memory() == (1, 2)
+    assert Device.found().kind == "hpu", "a Gaudi is the best there is where its bridge is installed"
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+    found.flush()
+    assert gaudi == [], "without lazy mode there is nothing to mark"
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    found.synchronize()
+    assert gaudi == ["mark_step", "synchronize"]
+    assert found.peak_of(lambda: gaudi.append("run")) == 7 and "run" in gaudi
+    gaudi.clear()
+    replay, results = found.record(lambda: gaudi.append("call") or 3)
+    replay()
+    assert results == 3 and gaudi == ["call", "mark_step", "synchronize", "record", "call", "recorded", "replay"]
+
+
+def test_a_gaudi_has_no_float64_and_keeps_bfloat16(gaudi: list[str]) -> None:
+    found = Device.found("hpu")
+    with pytest.raises(BadInput, match="float64"):
+        found.must_compute(torch.float64)
+    assert found.dtype_for(torch.bfloat16) == torch.bfloat16 and found.dtype_for(torch.float16) == torch.bfloat16
+
+
+def test_optimum_habana_is_pointed_out(gaudi: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Device.found("hpu")
+    assert found.notes == []
+    monkeypatch.setattr(module, "_version", lambda package: "1.19.0")
+    assert "optimum-habana" in found.notes[0] and CPU.notes == []
+
+
+def test_the_cpu_answers_every_verb() -> None:
+    assert Device.found("cpu") == CPU and not CPU.compiles and not CPU.captures and CPU.widest == torch.float64
+    CPU.flush()
+    CPU.synchronize()
+    CPU.must_compute(torch.float64)
+    free, total = CPU.memory()
+    ran: list[int] = []
+    assert 0 < free <= total and CPU.name and CPU.peak_of(lambda: ran.append(1)) is None and ran == [1]
+    assert CPU.dtype_for(torch.float32) == torch.float32

@@ -1,0 +1,167 @@
+"""The rehearsal's rules, each broken on purpose: what a Gaudi cannot follow must not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.errors import ForbiddenOnDevice
+from draftproof.model.device_emulation import DeviceEmulation
+
+X = torch.arange(12.0).view(3, 4)
+MANY = torch.arange(3)
+
+READS: dict[str, Callable[[], object]] = {
+    "item": lambda: X[0, 0].item(),
+    "bool": lambda: bool(X[0, 0] > 0),
+    "if": lambda: 1 if X.any() else 0,
+    "int": lambda: int(MANY[1]),
+    "float": lambda: float(X[0, 1]),
+    "index": lambda: [1, 2, 3][MANY[1]],
+    "tolist": lambda: X.tolist(),
+    "cpu": lambda: X.cpu(),
+    "to cpu": lambda: X.to("cpu"),
+    "numpy": lambda: X.numpy(),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "in": lambda: 3.0 in X,
+}
+DYNAMIC: dict[str, Callable[[], object]] = {
+    "nonzero": lambda: X.nonzero(),
+    "where of one argument": lambda: torch.where(X > 3),
+    "boolean index": lambda: X[X > 3],
+    "boolean write": lambda: X.clone().index_put_((X > 3,), torch.zeros(8)),
+    "masked_select": lambda: X.masked_select(X > 3),
+    "unique": lambda: MANY.unique(),
+    "unique_consecutive": lambda: MANY.unique_consecutive(),
+    "bincount": lambda: MANY.bincount(),
+    "repeat_interleave": lambda: X.repeat_interleave(MANY, 0),
+}
+
+
+def _slice_written() -> None:
+    whole = torch.zeros(3, 4)
+    whole[:, 0] = whole[:, 1]
+
+
+def _part_written() -> None:
+    torch.zeros(3, 4)[1].add_(1)
+
+
+def _strided_written() -> None:
+    torch.zeros(3, 4).t().index_put_((torch.arange(4)[:, None], torch.arange(3)), torch.ones(4, 3))
+
+
+VIEWS: dict[str, Callable[[], None]] = {"slice": _slice_written, "part": _part_written, "strided": _strided_written}
+
+
+def warm() -> DeviceEmulation:
+    rehearsal = DeviceEmulation()
+    rehearsal.warm = True
+    rehearsal.graphs["round"] = Everything()
+    return rehearsal
+
+
+class Everything(set[int]):
+    """Any graph is known."""
+
+    def __contains__(self, graph: object) -> bool:
+        return True
+
+
+def run(call: Callable[[], object], reads: int = 0) -> DeviceEmulation:
+    rehearsal = warm()
+    with rehearsal.running(), rehearsal.part("round", strict=True), rehearsal.reading(reads):
+        call()
+    return rehearsal
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", READS)
+def test_nothing_is_read_back_but_what_is_declared(name: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        with pytest.raises(ForbiddenOnDevice, match="host"):
+            run(READS[name])
+        assert run(READS[name], reads=1).read == 1
+        with pytest.raises(ForbiddenOnDevice, match="host"):
+            run(lambda: (READS[name](), READS[name]()), reads=1)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_no_shape_depends_on_data(name: str, inference: bool) -> None:
+    with torch.inference_mode(inference), pytest.raises(ForbiddenOnDevice, match="depends on data"):
+        run(DYNAMIC[name], reads=9)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_no_part_of_a_tensor_is_written_through_a_view(name: str) -> None:
+    with torch.inference_mode(), pytest.raises(ForbiddenOnDevice, match="view"):
+        run(VIEWS[name])
+
+
+def test_a_whole_tensor_may_be_written_under_another_form() -> None:
+    whole = torch.zeros(3, 4)
+    run(lambda: whole.view(-1, 2).index_copy_(0, MANY, torch.ones(3, 2)))
+    assert whole.sum() == 6
+
+
+@pytest.mark.parametrize("call", [lambda: MANY * (1 << 40), lambda: torch.full((2,), -(1 << 33)), lambda: (MANY + 1) << 33])
+def test_integers_stay_within_32_bits(call: Callable[[], Tensor]) -> None:
+    with pytest.raises(ForbiddenOnDevice, match="32 bits"):
+        run(call)
+    run(lambda: MANY * 1000 + 7)
+
+
+def test_there_is_no_float64() -> None:
+    with pytest.raises(ForbiddenOnDevice, match="float64"):
+        run(lambda: X.double())
+
+
+def test_nothing_comes_from_the_host() -> None:
+    for call in (lambda: torch.tensor([1, 2]), lambda: torch.as_tensor([1.0])):
+        with pytest.raises(ForbiddenOnDevice, match="host data"):
+            run(call)
+
+
+def test_a_new_shape_after_warm_up_is_refused() -> None:
+    rehearsal, sizes = DeviceEmulation(), (3, 4)
+    with rehearsal.running():
+        for size in (*sizes, *sizes):
+            with rehearsal.part("round", strict=True):
+                torch.zeros(size) + 1
+        rehearsal.warm = True
+        assert len(rehearsal.graphs["round"]) == 2 and rehearsal.calls["round"] == 4
+        with rehearsal.part("round", strict=True):
+            torch.zeros(3) + 1
+        with pytest.raises(ForbiddenOnDevice, match="round met a shape"), rehearsal.part("round", strict=True):
+            torch.zeros(5) + 1
+
+
+def test_parts_inside_parts_are_counted_apart() -> None:
+    rehearsal = DeviceEmulation()
+    with rehearsal.running():
+        for size in (3, 4):
+            with rehearsal.part("round"):
+                with rehearsal.part("draft"):
+                    torch.zeros(size)
+                torch.ones(2)
+    assert {name: len(known) for name, known in rehearsal.graphs.items()} == {"draft": 2, "round": 1}
+
+
+def test_between_rounds_the_rules_rest() -> None:
+    rehearsal = warm()
+    with rehearsal.running(), rehearsal.part("round", strict=True):
+        with rehearsal.free():
+            assert X[0, 0].item() == 0 and len(X.nonzero()) == 11
+        with pytest.raises(ForbiddenOnDevice):
+            X[0, 0].item()
+
+
+def test_before_it_is_warm_constants_are_made() -> None:
+    rehearsal = DeviceEmulation()
+    with rehearsal.running(), rehearsal.part("round", strict=True):
+        assert torch.tensor([1.0]).item() == 1.0

@@ -1,0 +1,319 @@
+"""The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import of_family
+
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.model import packed_linear
+from draftproof.model.exactness import probe
+from draftproof.model.fused_forward import NODES
+from draftproof.model.packed_linear import PackedLinear, pack_linears
+from draftproof.model.target import Target
+from draftproof.native.kernels import SWITCH, has_amx, kernels
+
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "vocab_size": 96,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+    "mistral sliding": ("Mistral", {"sliding_window": 70}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2, "logits_scaling": 4.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": 70, "query_pre_attn_scalar": 24, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3 turned in part": (
+        "Phi3",
+        {
+            "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+}
+SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
+
+found = kernels()
+ALL = pytest.mark.skipif(found is None or not found.bf16, reason="no such product")
+BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="attention is by vectors in any case")
+WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL), pytest.param("attention by vectors", marks=BOTH)]
+TILES = pytest.mark.skipif(has_amx(), reason="oneDNN's sums depend on how many rows there are")
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+
+
+def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    name, extra = FAMILIES[family]
+    return of_family(name, **SIZES | extra).to(torch.bfloat16).to(dtype)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How linear layers are multiplied, and, where the machine has tiles, attention as on one without."""
+    if request.param == "attention by vectors":
+        assert found is not None
+        monkeypatch.setattr(found.attends_by_tiles, "value", 0)
+    return str(request.param)
+
+
+def read_by(way: str, family: str) -> Target:
+    """A target whose layers are multiplied by oneDNN, or by our kernels as well."""
+    own = model(family)
+    pack_linears(own, free=way != "by oneDNN")
+    target = Target(own)
+    assert target._lean is not None and target._lean.native == (way != "by oneDNN")
+    return target
+
+
+@ALL
+def test_our_kernels_read_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, or all of them if the environment says so or there are tiles; drafters in any case."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert found is not None
+    monkeypatch.setattr(found, "tiles", False)
+    small = model("llama")
+    layers = [layer for layer in small.modules() if type(layer) is torch.nn.Linear and layer is not small.lm_head]
+    size = sum(layer.weight.nbytes for layer in (*layers, small.lm_head))
+    for large, said, free, native in (
+        (size, None, None, True),
+        (size + 1, None, None, False),
+        (size + 1, "all", None, True),
+        (size + 1, None, True, True),
+        (size, None, False, False),
+    ):
+        monkeypatch.setattr(packed_linear, "LARGE", large)
+        monkeypatch.setenv(SWITCH, said) if said else monkeypatch.delenv(SWITCH, raising=False)
+        own = copy.deepcopy(small)
+        assert pack_linears(own, free=free) >= len(layers)
+        assert {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)} == {native}
+    monkeypatch.setattr(found, "tiles", True)
+    for free in (None, True, False):
+        own = copy.deepcopy(small)
+        pack_linears(own, free=free)
+        wholes = {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)}
+        assert wholes == {free is not False}
+
+
+def readings(target: Target) -> torch.Tensor:
+    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept."""
+    tokens = torch.randint(96, (3, 160), generator=torch.Generator().manual_seed(1))
+    cache = target.new_cache(3, 192)
+    with torch.inference_mode():
+        target.read(TokenTree.chain(tokens[:, :100]), cache)                    # wider than the kernels read
+        cache.keep(None, torch.tensor([100, 41, 1]))
+        first = target.read(TokenTree.shaped(tokens[:, 100:111], SHAPE), cache, hidden_layers=(0, 2, -1))
+        cache.keep(torch.tensor([[0, 2, 6], [0, 1, 5], [0, 3, 7]]), torch.tensor([3, 3, 2]))
+        tree = TokenTree.shaped(tokens[:, 120:131], SHAPE)
+        target.read(tree, cache)
+        second = target.read(tree, cache, first=4, hidden_layers=(3,))                   # level by level, as draft models do
+    assert first.hidden is not None and second.hidden is not None
+    return torch.cat([part.flatten().double() for part in (first.logits, first.hidden, second.logits, second.hidden)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
+    fused, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
+    assert fused._lean is not None and fused._lean.fused is not None
+    stock._lean = exact._lean = None
+    truth = readings(exact)
+    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (fused, stock))
+    assert 0 < ours < 1.25 * theirs < 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str, way: str) -> None:
+    found = probe(read_by(way, family), widths=(1, 2, 5, 16, 32))
+    assert not found.differ and len(found.same) == 12
+    assert "trees up to 29 nodes" in found.promise
+
+
+@pytest.mark.parametrize("lead", [31, 32, 300, 319])
+@pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
+def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(family: str, lead: int, way: str) -> None:
+    """Sums over the text are made of parts; none may end elsewhere because a token lies in another slot."""
+    target, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
+    stock._lean = exact._lean = None
+    text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
+    drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
+    tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
+    path = tree.path_to(torch.tensor([deepest]))[0]
+
+    def behind(read: Target, tree: TokenTree, *, alone: bool = False) -> torch.Tensor:
+        cache = read.new_cache(1, lead + 16)
+        with torch.inference_mode():
+            read.read(TokenTree.chain(text), cache)
+            cache.keep(None, torch.tensor([lead]))
+            if not alone:
+                return read.read(tree, cache).logits[0]
+            logits = []
+            for token in tree.tokens[0]:
+                logits.append(read.read(TokenTree.chain(token[None, None]), cache).logits[0, 0])
+                cache.keep(None, torch.tensor([1]))
+        return torch.stack(logits)
+
+    branch = behind(target, tree)[path]
+    chain = TokenTree.chain(drafted[:, path])
+    assert torch.equal(branch, behind(target, chain)) and torch.equal(branch, behind(target, chain, alone=True))
+    truth = behind(exact, tree)
+    ours, theirs = ((behind(one, tree).double() - truth).norm() / truth.norm() for one in (target, stock))
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
+    """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
+    target, tokens = read_by(way, family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    read = []
+    for capacity in (53, 128):
+        cache = target.new_cache(2, capacity)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(tokens[:, :50]), cache)
+            cache.keep(None, torch.tensor([50, 50]))
+            read.append(target.read(TokenTree.chain(tokens[:, 50:]), cache).logits)
+    assert torch.equal(*read)
+
+
+@pytest.mark.parametrize("free", [pytest.param(False, marks=TILES), True])
+def test_a_single_row_of_wide_layers_has_the_bits_of_several(free: bool) -> None:
+    """With layers as wide as these a single row would take another kernel, and plain decoding alone would round its own way."""
+    torch.manual_seed(0)
+    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
+    config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
+    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(own, free=free)
+    found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
+    assert not found.differ and len(found.same) == 11
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_layers_may_differ_in_width(free: bool) -> None:
+    own, fewer = model("llama"), 32
+    mlp = own.model.layers[-1].mlp
+    for name, weight in (("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])):
+        setattr(mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16))
+        getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    mlp.down_proj = torch.nn.Linear(fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16)
+    stock = Target(copy.deepcopy(own))
+    pack_linears(own, free=free)
+    fused = Target(own)
+    assert fused._lean is not None and fused._lean.fused is not None
+    stock._lean = None
+    found, wanted = readings(fused), readings(stock)
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_threads_do_not_change_a_bit(way: str) -> None:
+    target, before = read_by(way, "llama"), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(readings(target))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = read_by(way, family)
+    assert target.skips_absent and target._lean is not None and target._lean.fused is not None
+    dice = torch.Generator().manual_seed(2)
+    prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
+    drafted[0, 4] = 500                                                         # beyond the vocabulary: read as its last token
+    drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
+    tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
+    inner = "_whole" if target._lean.fused._model is not None else "_by_layers"
+    own = getattr(target._lean.fused, inner)
+
+    def noted(*asked: Any) -> Any:
+        widths.append(next(tuple(one.shape) for one in asked if isinstance(one, torch.Tensor)))     # of the tokens
+        return own(*asked)
+
+    for spared in (False, True):
+        cache = target.new_cache(4, 128)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(prompt), cache)
+            cache.keep(None, torch.tensor([90, 37, 1, 64]))
+            for store in (store for layer in cache.layers for store in layer.stores):
+                for row, length in enumerate(cache.lengths.tolist()):
+                    store[row, :, length:] = torch.nan                          # nor may what nobody wrote change a bit
+            with monkeypatch.context() as patch:
+                patch.setattr(target._lean.fused, inner, noted)
+                if not spared:
+                    patch.setattr("draftproof.model.fused_forward._Some.of", lambda *asked: None)
+                reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
+                last = target.read(tree, cache, last_only=True).logits
+        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
+        assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
+        assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
+        row, node = tree.present.nonzero().unbind(1)
+        slots = [store[row, :, cache.lengths[row] + node] for layer in cache.layers for store in layer.stores]
+        read.append((reading.logits, reading.hidden, torch.cat(slots)))
+    (logits, hidden, stored), (same, alike, kept) = read
+    assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(hidden[tree.present], alike[tree.present])
+    assert torch.equal(stored, kept)
+    assert same.isfinite().all() and alike.isfinite().all()
+
+
+@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
+@pytest.mark.parametrize("shape", [SHAPE, TreeShape.chain(10)], ids=["tree", "chain"])
+def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(way: str, shape: TreeShape) -> None:
+    """And so have the drafts: logits, hidden states, keys and values."""
+    target, dice, read = read_by(way, "llama"), torch.Generator().manual_seed(2), []
+    prompts, drafted = (torch.randint(96, size, generator=dice) for size in ((2, 30), (2, 11)))
+    prompts[1, 17:], tree = ABSENT, TokenTree.shaped(drafted, shape)
+    for beside in (True, False):
+        cache = target.new_cache(4, 128)
+        old, new = cache.rows(0, 2), cache.rows(2, 4)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(torch.arange(80).view(2, 40)), old)
+            old.keep(None, torch.tensor([40, 23]))
+            if beside:
+                both = target.read(tree.above(prompts), cache, hidden_layers=(0, -1))
+                readings = [both.part(slice(2), 11), both.part(slice(2, None), 30)]
+            else:
+                readings = [target.read(tree, old, hidden_layers=(0, -1))]
+                readings.append(target.read(TokenTree.chain(prompts), new, hidden_layers=(0, -1)))
+                alone = target.read(TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4), last_only=True, hidden_layers=(0, -1))
+                assert torch.equal(alone.logits[0, -1], readings[1].logits[1, 16])
+        there = [tree.present, prompts != ABSENT]
+        stored = [layer.stores[part][row, :, : length + many] for layer in cache.layers for part in (0, 1)
+                  for row, (length, many) in enumerate([(40, 11), (23, 11), (0, 30), (0, 17)])]  # fmt: skip
+        hidden_layers = [reading.hidden[mask] for reading, mask in zip(readings, there, strict=True) if reading.hidden is not None]
+        read.append([*hidden_layers, *(reading.logits[mask] for reading, mask in zip(readings, there, strict=True)), *stored])
+    assert len(read[0]) == len(read[1]) > 4 and all(torch.equal(one, other) for one, other in zip(*read, strict=True))
+
+
+def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
+    narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
+    slides = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=NODES))
+    for other in (model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))):
+        lean = Target(other)._lean
+        assert lean is not None and lean.fused is None

@@ -1,0 +1,316 @@
+"""The target reads trees as the model reads texts, for every family, or refuses in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB, build, fresh, model, target
+
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.errors import BrokenModel, UnsupportedModel
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.target import Target
+
+SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])
+LEADS = (9, 3, 14)
+ROUGH = dict.fromkeys(("gemma2", "gptj"), 3e-6)  # they weigh attention in float32, whatever the model's dtype
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def led(own: Target, seed: int = 0, capacity: int = 48) -> tuple[KVCache, list[list[int]]]:
+    """Three ragged rows with committed texts of `LEADS` tokens."""
+    dice = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(VOCAB, (size,), generator=dice).tolist() for size in LEADS]
+    cache = own.new_cache(len(texts), capacity)
+    for row, text in enumerate(texts):
+        view = cache.rows(row, row + 1)
+        for piece in (text[:2], text[2:]):
+            own.read(TokenTree.chain(torch.tensor([piece])), view, last_only=True)
+            view.keep(None, torch.tensor([len(piece)]))
+    return cache, texts
+
+
+def random_tree(rows: int, seed: int, shape: TreeShape = SHAPE) -> TokenTree:
+    tokens = torch.randint(VOCAB, (rows, len(shape)), generator=torch.Generator().manual_seed(seed))
+    return TokenTree.shaped(tokens, shape)
+
+
+def own_logits(own: Target, text: list[int]) -> torch.Tensor:
+    return own.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_is_read_as_its_paths(family: str) -> None:
+    """Ragged rows, texts longer than any window: at every node the logits of the model's own forward on its path."""
+    own = target(family)
+    assert own.reads_trees and own.vocab_size == VOCAB
+    cache, texts = led(own)
+    tree = random_tree(3, 1)
+    logits = own.read(tree, cache).logits
+    for row, node in [(row, node) for row in range(3) for node in range(len(SHAPE))]:
+        path = tree.tokens[row, tree.ancestors[row, node]].tolist()
+        torch.testing.assert_close(logits[row, node], own_logits(own, texts[row] + path), rtol=0, atol=ROUGH.get(family, 1e-9))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt", "falcon", "mistral-sliding"])
+def test_a_tree_may_be_read_level_by_level(family: str) -> None:
+    """With `first`, nodes already in the scratch are not read again; and absent nodes change nothing."""
+    own = target(family)
+    tree = random_tree(3, 2)
+    tree.tokens[1, [2, 5]] = ABSENT  # the second child and its descendants
+    cache, _ = led(own)
+    whole = own.read(tree, cache).logits
+    other, _ = led(own)
+    for level in SHAPE.levels:
+        cut = TokenTree.shaped(tree.tokens[:, : level.stop], SHAPE.within(level.stop - 1))
+        part = own.read(cut, other, first=level.start).logits
+        torch.testing.assert_close(part, whole[:, level.start : level.stop], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
+def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
+    own = target(family)
+    cache, texts = led(own)
+    tree = random_tree(3, 3, TreeShape.chain(2))
+    hidden = own.read(tree, cache, hidden_layers=(1, -1)).hidden
+    assert hidden is not None
+    for row in range(3):
+        text = torch.tensor([[*texts[row], *tree.tokens[row].tolist()]])
+        states = own.model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
+        for tap, layer in enumerate((1, -1)):
+            torch.testing.assert_close(hidden[row, :, tap], states[layer][0, -3:], rtol=0, atol=ROUGH.get(family, 1e-9))
+    assert own.read(tree, cache).hidden is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere"])
+@pytest.mark.parametrize("trims", [True, False])
+def test_the_last_logits_alone_are_the_same(family: str, trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of models that cannot be asked for the last ones only."""
+    own = target(family)
+    cache, _ = led(own)
+    tree = random_tree(3, 4, TreeShape.chain(3))
+    whole = own.read(tree, cache).logits
+    assert own._trims
+    monkeypatch.setattr(own, "_trims", trims)
+    torch.testing.assert_close(own.read(tree, cache, last_only=True).logits, whole[:, -1:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_attention_and_precision_are_accepted(attention: str, dtype: torch.dtype) -> None:
+    own = fresh("llama").to(dtype)
+    own.set_attn_implementation(attention)
+    assert Target(own).reads_trees
+
+
+def test_the_model_is_left_alone() -> None:
+    own = fresh("gemma3")
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    config = own.config.to_dict()
+    led(Target(own))
+    assert own.config.to_dict() == config
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "ALiBi, Bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "ALiBi, Falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),
+    "recurrent, Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "hybrid, Jamba": (
+        "JambaConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "hybrid, Qwen3-Next": (
+        "Qwen3NextConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "local attention, GPT-Neo": (
+        "GPTNeoConfig",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_read_exactly_is_refused(kind: str) -> None:
+    name, values = REFUSED[kind]
+    with pytest.raises(UnsupportedModel) as error:
+        Target(
+            build(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None, pad_token_id=None, initializer_range=0.4, **values)
+        )
+    message = str(error.value)
+    assert ("\n" not in message and len(message) < 300 and "Model" in message) or "For" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.4])
+def test_a_model_that_reads_only_chains_exactly_says_so(dtype: torch.dtype, spread: float) -> None:
+    """MPT's ALiBi counts slots: right for chains, wrong for trees by two or three in a hundred."""
+    mpt = build("MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=spread)
+    own = Target(mpt.to(dtype))
+    assert not own.reads_trees
+    if dtype == torch.float64:
+        cache, texts = led(own)
+        tree = random_tree(3, 1, TreeShape.chain(4))
+        logits = own.read(tree, cache).logits
+        for row, node in [(row, node) for row in range(3) for node in range(5)]:
+            text = texts[row] + tree.tokens[row, : node + 1].tolist()
+            torch.testing.assert_close(logits[row, node], own_logits(own, text), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_not_taken_for_a_mistake(family: str, dtype: torch.dtype) -> None:
+    assert Target(fresh(family).to(dtype)).reads_trees
+
+
+def test_long_rope_is_read_up_to_where_it_changes() -> None:
+    """Beyond its first limit LongRoPE rescales every position of the batch; no round may cross it."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 24,
+    }
+    own = Target(
+        fresh(
+            "phi3", max_position_embeddings=64, original_max_position_embeddings=24, sliding_window=None, rope_parameters=rope
+        )
+    )
+    assert own.context == 24
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        Target(T5ForConditionalGeneration(config))
+
+
+def test_other_attention_kernels_are_refused() -> None:
+    own = fresh("llama")
+    own.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedModel, match="flex_attention"):
+        Target(own)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_model_is_named(value: float) -> None:
+    own = fresh("llama")
+    own.lm_head.weight.data[:] = value
+    with pytest.raises(BrokenModel, match="finite"):
+        Target(own)
+
+
+def test_the_self_test_sees_a_small_wrong() -> None:
+    """A model whose positions, mask or cache are off by a little in float64 is not exact."""
+
+    class Off(type(model("llama"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **options: Any) -> Any:
+            out = super().forward(*args, **options)
+            if options.get("use_cache") and options.get("position_ids") is not None:
+                out.logits = out.logits * (1 + 1e-4)
+            return out
+
+    own = fresh("llama")
+    own.__class__ = Off
+    with pytest.raises(UnsupportedModel, match="exactly"):
+        Target(own)
+
+
+def test_chunked_attention_is_not_taken_for_a_window() -> None:
+    """Llama 4 attends within chunks, not a window: a short self-test must not miss it where a chunk is long."""
+    values: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 1,
+        "vocab_size": VOCAB,
+        "attention_chunk_size": 16,
+        "layer_types": ["chunked_attention"] * 2,
+        "no_rope_layers": [1, 1],
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    with pytest.raises(UnsupportedModel):
+        Target(build("Llama4TextConfig", **values))
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [("cohere", {"logit_scale": 1.0}), ("granite", {"logits_scaling": 1.0}), ("gemma2", {"final_logit_softcapping": None})],
+)
+def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | None]) -> None:
+    """Scaled, divided or capped as the family does; and the family really does it."""
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    model = fresh(name, **({"final_logit_softcapping": 2.0} if name == "gemma2" else {}))
+    subject = Target(model)
+    with torch.inference_mode():
+        features = subject.features(tokens, torch.ones(1, 6), hidden_layers=(-1,), logits=True)
+        assert features.logits is not None
+        said = subject.unembed(features.hidden[:, :, 0])
+        torch.testing.assert_close(said, features.logits, rtol=0, atol=1e-12)
+        torch.testing.assert_close(said, model(tokens).logits, rtol=0, atol=1e-12)
+        for setting, value in off.items():
+            setattr(model.config, setting, value)
+        assert (Target(model).unembed(features.hidden[:, :, 0]) - said).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_features_of_whole_texts_are_what_a_read_says(name: str) -> None:
+    subject = target(name)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, ABSENT, ABSENT, ABSENT]])
+    weights = (tokens != ABSENT).float()
+    hidden_layers = (1, -1)
+    with torch.inference_mode():
+        features = subject.features(tokens, weights, hidden_layers=hidden_layers, logits=True)
+        for row, size in ((0, 6), (1, 3)):
+            reading = subject.read(TokenTree.chain(tokens[row : row + 1, :size]), subject.new_cache(1, 32), hidden_layers=hidden_layers)
+            assert reading.hidden is not None and features.logits is not None
+            torch.testing.assert_close(features.hidden[row, :size], reading.hidden[0])
+            torch.testing.assert_close(features.logits[row, :size], reading.logits[0])
+        torch.testing.assert_close(subject.unembed(features.hidden[:, :, 1]), features.logits)
+        assert subject.features(tokens, weights).logits is None
+        assert subject.embed(tokens).shape[-1] == subject.hidden_size == features.hidden.shape[-1]

@@ -1,0 +1,144 @@
+"""Text the target writes for its heads: it is the target's own, written once, and never written again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lessons import saved_model
+
+from draftproof.core.params import Sampling
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
+from draftproof.errors import BadInput
+from draftproof.training.self_generate import Progress, SelfGeneratedText, Wanted
+from draftproof.training.texts import Document
+
+WORDS = ("cat", "dog", "fox", "hen", "owl")
+DOCUMENTS = [Document(f"Once upon a time there was a {word} who liked to play.") for word in WORDS]
+OTHERS = [Document(f"One day a {word} went out.") for word in ("boy", "girl")]
+WANTED = Wanted(tokens=600, length=48, rows_at_a_time=4, temperatures=(0.0, 0.9))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return load(str(saved_model(tmp_path_factory.mktemp("own") / "model", max_position_embeddings=64)), drafter="none")
+
+
+def write(file: Path, engine: Engine, wanted: Wanted = WANTED) -> SelfGeneratedText:
+    own = SelfGeneratedText(file, {"model": "m"}, wanted)
+    own.write(engine, OTHERS, True, lambda progress: None)
+    own.write(engine, DOCUMENTS, False, lambda progress: None)
+    return own
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfGeneratedText]:
+    file = tmp_path_factory.mktemp("own") / "own_text.jsonl"
+    return file, write(file, engine)
+
+
+def test_there_is_enough_and_the_rest_is_as_wanted(whole: tuple[Path, SelfGeneratedText]) -> None:
+    _, *rows = lines(whole[0])
+    for held_out in (False, True):
+        texts = list(whole[1].marked(held_out))
+        assert sum(sum(text.counts) for text in texts) >= 600 and all(len(text.tokens) <= 48 for text in texts)
+    assert {row["temperature"] for row in rows} == {0.0, 0.9}
+
+
+def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(whole: tuple[Path, SelfGeneratedText], engine: Engine) -> None:
+    _, *rows = lines(whole[0])
+    for row in [row for row in rows if row["temperature"] == 0][:6]:
+        prompt, new = row["tokens"][: row["prompt"]], row["tokens"][row["prompt"] :]
+        (done,) = engine.generate([prompt], max_new_tokens=48 - len(prompt), sampling=Sampling())
+        assert done.tokens == new
+    in_order = sorted((row for row in rows if not row["held_out"]), key=lambda row: row["number"])
+    for text, row in zip(whole[1].marked(False), in_order, strict=True):
+        assert text.tokens == row["tokens"] and text.counts == [place >= row["prompt"] for place in range(len(text.tokens))]
+
+
+def test_prompts_begin_documents_and_the_held_out_ones_others(whole: tuple[Path, SelfGeneratedText], engine: Engine) -> None:
+    assert engine.codec is not None
+    _, *rows = lines(whole[0])
+    for row in rows:
+        prompt = row["tokens"][: row["prompt"]]
+        texts = OTHERS if row["held_out"] else DOCUMENTS
+        assert any(engine.codec.encode(document.text)[: len(prompt)] == prompt for document in texts)
+    assert len({row["prompt"] for row in rows}) > 3                       # of random length
+
+
+def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
+    whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own_text.jsonl"
+    text = whole[0].read_bytes().split(b"\n")
+    middle = len(text) // 2
+    file.write_bytes(b"\n".join(text[:middle]) + b"\n" + text[middle][:20])          # killed while it wrote a line
+    asked: list[Any] = []
+    ask = engine.as_completed
+    monkeypatch.setattr(engine, "as_completed", lambda prompts, **rest: asked.extend(prompts) or ask(prompts, **rest))
+    write(file, engine)
+    key = lambda row: (row["held_out"], row["number"])  # noqa: E731
+    assert sorted(lines(file)[1:], key=key) == sorted(lines(whole[0])[1:], key=key)
+    assert 0 < len(asked) == len(lines(whole[0])) - middle
+    asked.clear()
+    write(file, engine)
+    assert asked == []
+
+
+def test_text_of_another_origin_is_refused(whole: tuple[Path, SelfGeneratedText]) -> None:
+    with pytest.raises(BadInput, match="length 48, now it is 32"):
+        SelfGeneratedText(whole[0], {"model": "m"}, Wanted(600, 32, (0.0, 0.9), 4))
+    with pytest.raises(BadInput, match="model"):
+        SelfGeneratedText(whole[0], {"model": "n"}, WANTED)
+    SelfGeneratedText(whole[0], {"model": "m"}, Wanted(900, 48, (0.0, 0.9), 16))               # more of the same is no other text
+
+
+def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
+    file, told = tmp_path / "own_text.jsonl", list[int]()
+
+    def stop(progress: Progress) -> None:
+        told.append(progress.tokens)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ tokens written; the same command goes on"):
+        SelfGeneratedText(file, {}, WANTED).write(engine, DOCUMENTS, False, stop)
+    assert len(lines(file)) == 4 and told == sorted(told) and len(list(SelfGeneratedText(file, {}, WANTED).marked(False))) == 3
+
+
+def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("[1]\nhalf a line")
+    with pytest.raises(BadInput, match="something else"):
+        SelfGeneratedText(tmp_path / "mine.jsonl", {}, WANTED)
+    assert (tmp_path / "mine.jsonl").read_text() == "[1]\nhalf a line"
+
+
+def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "own_text.jsonl"
+    file.write_bytes(whole[0].read_bytes())
+    more = write(file, engine, Wanted(900, 48, (0.0, 0.9), 4))
+    assert file.read_bytes().startswith(whole[0].read_bytes())
+    assert sum(sum(text.counts) for text in more.marked(False)) >= 900
+
+
+def test_chats_are_asked_question_by_question(engine: Engine, tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert engine.codec is not None
+    tokenizer, before = engine.codec.tokenizer, engine.codec.tokenizer.chat_template
+    chat = Document(messages=(("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b")))
+    tokenizer.chat_template = template
+    try:
+        own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, Wanted(60, 48, (0.0,), 1))
+        own.write(engine, [chat], False, lambda progress: None)
+    finally:
+        tokenizer.chat_template = before
+    asked = {tokenizer.decode(row["tokens"][: row["prompt"]]) for row in lines(tmp_path / "chats.jsonl")[1:]}
+    assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}
