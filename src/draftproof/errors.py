@@ -9,8 +9,7 @@
     │   └── BrokenModel         the model produced NaN, or nothing that may be chosen
     ├── DrafterMismatch         the drafter does not fit the target
     │   └── TokenizerMismatch   draft and target do not share a tokenizer
-    ├── RankLost                another process of a parallel run is gone
-    └── ForbiddenOnDevice       a rehearsal met what the device it stands for cannot do
+    └── RankLost                another process of a parallel run is gone
 """
 
 import threading
@@ -57,7 +56,3 @@ class TokenizerMismatch(DrafterMismatch):
 
 class RankLost(DraftproofError):
     """Another process of a parallel run is gone."""
-
-
-class ForbiddenOnDevice(DraftproofError):
-    """A rehearsal met what the device it stands for cannot do, or can do only slowly."""

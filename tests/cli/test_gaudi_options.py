@@ -1,8 +1,7 @@
-"""What users of a Gaudi type today is understood, what is not there is said in one sentence; and the rehearsal's page."""
+"""What users of a Gaudi type today is understood, what is not there is said in one sentence."""
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -48,21 +47,3 @@ def test_the_words_mean_what_they_mean_there() -> None:
     assert closed is not None and closed.closed and Setup("demo")._shapes() is None
     with pytest.raises(BadInput, match="bucket"):
         Setup("demo", bucket=-1)
-
-
-def test_engines_of_a_rehearsal_go(call: Call, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is loaded like one that stays, but another follows: none is kept from being collected."""
-    frozen, unfreeze = list[int](), gc.unfreeze
-    monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
-    assert call("doctor", target, "--rehearse", "hpu", "--drafter", "none").code == 0
-    assert min(frozen[:-1]) > 0 and frozen[-1] == 0
-
-
-def test_a_rehearsal_tells_what_was_counted(call: Call, target: str) -> None:
-    done = call("doctor", target, "--rehearse", "hpu", "--drafter", "prompt-lookup", "--json")
-    told = json.loads(done.out)
-    assert done.code == 0 and [case["rule"] for case in told["cases"]] == ["match", "typical"]
-    assert all(case["reads_per_round"] == 1 and max(case["graphs"].values()) <= 3 for case in told["cases"])
-    shown = call("doctor", target, "--rehearse", "hpu", "--drafter", "none")
-    assert "Every case passes" in shown.out and "nothing ran on a Gaudi" in shown.out
-    assert "hpu" in call("doctor", target, "--rehearse", "cuda").err

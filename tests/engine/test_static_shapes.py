@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import DRAFTERS, LEARNERS, medusa_head, redrafter_head, texts
+from helpers.device_emulation import LENGTHS, PARTS, ForbiddenOnDevice, emulate
 from tiny import fresh, prompts, target
 
 from draftproof.core.messages import Commit, Frontier
@@ -26,11 +27,10 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.adaptive import Adaptive
 from draftproof.engine.budget import Fixed
-from draftproof.engine.emulate_device import LENGTHS, PARTS, rehearse
 from draftproof.engine.engine import Engine
 from draftproof.engine.pace import CostTable
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.errors import BadInput, ForbiddenOnDevice
+from draftproof.errors import BadInput
 from draftproof.model.target import Target
 
 CLOSED = ShapePolicy(closed=True)
@@ -138,15 +138,15 @@ def test_a_closed_engine_tries_few_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(budget, Adaptive) and budget.sizes == (0, 1, 3, 7)
 
 
-# The rehearsal --------------------------------------------------------------------------------------------------------
+# The device emulation --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_drafter_passes_the_rehearsal(name: str) -> None:
+def test_every_drafter_passes_the_emulation(name: str) -> None:
     """Twenty prompts of different lengths: one read a round, and a handful of graphs whatever their length."""
     assert len(set(LENGTHS)) == 20
     engine = Engine(single(), MAKERS[name]())
-    found = rehearse(engine, new_tokens=4, sampling=WARM)
+    found = emulate(engine, new_tokens=4, sampling=WARM)
     assert found.rounds == found.reads > 5
     assert all(1 <= found.graphs[part] <= 3 for part in PARTS if part != "draft") and found.graphs["draft"] <= 3
     assert len(found.tokens) == 20 and all(len(tokens) == 4 for tokens in found.tokens)
@@ -154,25 +154,25 @@ def test_every_drafter_passes_the_rehearsal(name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
 @pytest.mark.parametrize("name", ["plain", "draft chain", "medusa"])
-def test_every_rule_passes_the_rehearsal(name: str, rule: str) -> None:
+def test_every_rule_passes_the_emulation(name: str, rule: str) -> None:
     how: dict[str, Any] = {"lossy": True} if rule == "typical" else {"acceptance": rule}
-    found = rehearse(Engine(single(), MAKERS[name](), **how), new_tokens=4, sampling=WARM)
+    found = emulate(Engine(single(), MAKERS[name](), **how), new_tokens=4, sampling=WARM)
     assert found.rounds == found.reads > 5
 
 
-def test_wishes_pass_the_rehearsal() -> None:
+def test_wishes_pass_the_emulation() -> None:
     """Penalties, forbidden words and a minimum length copy nothing to the device in a round, and write through no view."""
     wish = Sampling(
         temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, no_repeat_ngram=3,
         logit_bias={3: 1.0}, banned_words=([1, 2], [4]), min_new_tokens=3, stop_tokens=(5,), logprobs=True,
     )  # fmt: skip
-    assert rehearse(Engine(single(), PromptLookup()), new_tokens=3, lengths=(3, 9, 20), sampling=wish).reads > 0
+    assert emulate(Engine(single(), PromptLookup()), new_tokens=3, lengths=(3, 9, 20), sampling=wish).reads > 0
 
 
-def test_a_budget_that_chooses_passes_the_rehearsal() -> None:
+def test_a_budget_that_chooses_passes_the_emulation() -> None:
     """With several sizes, pauses included, there are at most three graphs of a part for each."""
     budget = Adaptive(3, costs=CostTable((0, 1, 3)))
-    found = rehearse(Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20)
+    found = emulate(Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20)
     assert max(found.graphs.values()) <= 9 and found.reads == found.rounds
 
 
@@ -217,13 +217,13 @@ _TURN = 0
     ("fault", "said"),
     [(_reads_back, "host"), (_cut_to_size, "depends on data"), (_writes_a_slice, "view"), (_by_length, "met a shape")],
 )
-def test_a_planted_fault_fails_the_rehearsal(fault: Callable[[Frontier, TokenTree], TokenTree], said: str) -> None:
+def test_a_planted_fault_fails_the_emulation(fault: Callable[[Frontier, TokenTree], TokenTree], said: str) -> None:
     with pytest.raises(ForbiddenOnDevice, match=said):
-        rehearse(Engine(single(), Planted(fault)), new_tokens=12)
-    rehearse(Engine(single(), Planted(lambda frontier, tree: tree)), new_tokens=3, lengths=(3, 9))
+        emulate(Engine(single(), Planted(fault)), new_tokens=12)
+    emulate(Engine(single(), Planted(lambda frontier, tree: tree)), new_tokens=3, lengths=(3, 9))
 
 
-def test_a_drafter_that_moves_the_cache_fails_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_moves_the_cache_fails_the_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.model.kv_cache import KVCache
 
     kept = KVCache.keep
@@ -234,7 +234,7 @@ def test_a_drafter_that_moves_the_cache_fails_the_rehearsal(monkeypatch: pytest.
 
     monkeypatch.setattr(KVCache, "keep", keep)
     with pytest.raises(ForbiddenOnDevice, match="moved"):
-        rehearse(Engine(single()), new_tokens=3, lengths=(3,))
+        emulate(Engine(single()), new_tokens=3, lengths=(3,))
 
 
 class Eager(Plain):
@@ -244,13 +244,13 @@ class Eager(Plain):
         self.seen: Sequence[int] = commit.count.tolist()
 
 
-def test_a_second_read_in_a_round_fails_the_rehearsal() -> None:
+def test_a_second_read_in_a_round_fails_the_emulation() -> None:
     """It would take the place of the declared one, which then fails."""
     with pytest.raises(ForbiddenOnDevice, match="host"):
-        rehearse(Engine(single(), Eager()), new_tokens=3, lengths=(3,))
+        emulate(Engine(single(), Eager()), new_tokens=3, lengths=(3,))
 
 
-def test_an_open_engine_is_rehearsed_closed() -> None:
+def test_an_open_engine_is_emulated_closed() -> None:
     engine = Engine(single(), Plain(), budget=Fixed(0))
-    rehearse(engine, new_tokens=2, lengths=(2, 50))
+    emulate(engine, new_tokens=2, lengths=(2, 50))
     assert not engine.shapes.closed, "the engine itself is left as it was"

@@ -38,16 +38,10 @@ def doctor(
     quantize: opt.Quantize = None,
     quantize_draft: opt.QuantizeDraft = None,
     kv_cache: opt.KvCache = None,
-    rehearse: opt.Rehearse = None,
 ) -> None:
     """Show what this machine is, and what is promised on it."""
     from draftproof.model.exactness import probe
 
-    if rehearse is not None:
-        from draftproof.cli.rehearsal import rehearse as held
-
-        held(Setup(model, assistant_model, drafter, dtype=dtype), rehearse, json_)
-        return
     with show.status("looking at the machine ..."):
         named = drafter if drafter or assistant_model else "none"
         engine = Setup(

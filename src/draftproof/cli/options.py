@@ -93,7 +93,6 @@ Graphs = Annotated[
 ]
 Compile = Annotated[bool, _where(None, "Have torch.compile make the forwards; the first text waits for it.", "--compile")]
 Bucket = Annotated[int | None, _where("N", "Closed shapes, with room for texts in multiples of N tokens.", "--bucket-size")]
-Rehearse = Annotated[str | None, _where("hpu", "Hold decoding to a Gaudi's rules, on the CPU.", "--rehearse")]
 Quantize = Annotated[str | None, _where("KIND", "int8, int4 or fp8 weights: faster, and another text.")]
 QuantizeDraft = Annotated[str | None, _where("KIND", "The same for the draft model: faster, the same text; none: as it is.")]
 KvCache = Annotated[str | None, _where("KIND", "int8 or fp8 keys and values: half the memory, and another text.")]

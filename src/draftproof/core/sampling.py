@@ -26,7 +26,7 @@ class Sampler:
     """The wishes of all running rows, as tensors. Pure: the same arguments give the same choice.
 
     at_hand: numbers may be looked at and calculated with on the host, since they lie there and shapes need not be static. False
-    where each look would wait for a device, or where that is rehearsed.
+    where each look would wait for a device, or where that is emulated.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", at_hand: bool | None = None) -> None:

@@ -2,7 +2,7 @@
 
 PyTorch's accelerators are modules of one shape (`torch.cuda`, `torch.hpu`, `torch.xpu`), so most verbs are theirs. An
 Intel Gaudi (hpu) compiles a graph for every shape it meets, which takes seconds to minutes: it wants closed shapes, no
-64-bit numbers, and nothing read back inside a round. `rehearsal` holds a CPU to these rules.
+64-bit numbers, and nothing read back inside a round. The tests hold a CPU to these rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rehearsal's rules, each broken on purpose: what a Gaudi cannot follow must not pass."""
+"""The rules of the device emulation, each broken on purpose: what a Gaudi cannot follow must not pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.device_emulation import DeviceEmulation, ForbiddenOnDevice
 from torch import Tensor
-
-from draftproof.errors import ForbiddenOnDevice
-from draftproof.model.device_emulation import DeviceEmulation
 
 X = torch.arange(12.0).view(3, 4)
 MANY = torch.arange(3)
@@ -59,10 +57,10 @@ VIEWS: dict[str, Callable[[], None]] = {"slice": _slice_written, "part": _part_w
 
 
 def warm() -> DeviceEmulation:
-    rehearsal = DeviceEmulation()
-    rehearsal.warm = True
-    rehearsal.graphs["round"] = Everything()
-    return rehearsal
+    emulation = DeviceEmulation()
+    emulation.warm = True
+    emulation.graphs["round"] = Everything()
+    return emulation
 
 
 class Everything(set[int]):
@@ -73,10 +71,10 @@ class Everything(set[int]):
 
 
 def run(call: Callable[[], object], reads: int = 0) -> DeviceEmulation:
-    rehearsal = warm()
-    with rehearsal.running(), rehearsal.part("round", strict=True), rehearsal.reading(reads):
+    emulation = warm()
+    with emulation.running(), emulation.part("round", strict=True), emulation.reading(reads):
         call()
-    return rehearsal
+    return emulation
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -128,40 +126,40 @@ def test_nothing_comes_from_the_host() -> None:
 
 
 def test_a_new_shape_after_warm_up_is_refused() -> None:
-    rehearsal, sizes = DeviceEmulation(), (3, 4)
-    with rehearsal.running():
+    emulation, sizes = DeviceEmulation(), (3, 4)
+    with emulation.running():
         for size in (*sizes, *sizes):
-            with rehearsal.part("round", strict=True):
+            with emulation.part("round", strict=True):
                 torch.zeros(size) + 1
-        rehearsal.warm = True
-        assert len(rehearsal.graphs["round"]) == 2 and rehearsal.calls["round"] == 4
-        with rehearsal.part("round", strict=True):
+        emulation.warm = True
+        assert len(emulation.graphs["round"]) == 2 and emulation.calls["round"] == 4
+        with emulation.part("round", strict=True):
             torch.zeros(3) + 1
-        with pytest.raises(ForbiddenOnDevice, match="round met a shape"), rehearsal.part("round", strict=True):
+        with pytest.raises(ForbiddenOnDevice, match="round met a shape"), emulation.part("round", strict=True):
             torch.zeros(5) + 1
 
 
 def test_parts_inside_parts_are_counted_apart() -> None:
-    rehearsal = DeviceEmulation()
-    with rehearsal.running():
+    emulation = DeviceEmulation()
+    with emulation.running():
         for size in (3, 4):
-            with rehearsal.part("round"):
-                with rehearsal.part("draft"):
+            with emulation.part("round"):
+                with emulation.part("draft"):
                     torch.zeros(size)
                 torch.ones(2)
-    assert {name: len(known) for name, known in rehearsal.graphs.items()} == {"draft": 2, "round": 1}
+    assert {name: len(known) for name, known in emulation.graphs.items()} == {"draft": 2, "round": 1}
 
 
 def test_between_rounds_the_rules_rest() -> None:
-    rehearsal = warm()
-    with rehearsal.running(), rehearsal.part("round", strict=True):
-        with rehearsal.free():
+    emulation = warm()
+    with emulation.running(), emulation.part("round", strict=True):
+        with emulation.free():
             assert X[0, 0].item() == 0 and len(X.nonzero()) == 11
         with pytest.raises(ForbiddenOnDevice):
             X[0, 0].item()
 
 
 def test_before_it_is_warm_constants_are_made() -> None:
-    rehearsal = DeviceEmulation()
-    with rehearsal.running(), rehearsal.part("round", strict=True):
+    emulation = DeviceEmulation()
+    with emulation.running(), emulation.part("round", strict=True):
         assert torch.tensor([1.0]).item() == 1.0
