@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
     from draftproof.core.typical import Typical
     from draftproof.drafters.base import Drafter
-    from draftproof.drafters.checkpoint import read_head, write_head
-    from draftproof.drafters.draft_model import DraftModel
+    from draftproof.drafters.checkpoints import read_head, write_head
+    from draftproof.drafters.draft_model import DraftModel, SelfDraft
     from draftproof.drafters.medusa import Medusa, MedusaHead
     from draftproof.drafters.plain import Plain
     from draftproof.drafters.portfolio import Portfolio
     from draftproof.drafters.prompt_lookup import PromptLookup
     from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
-    from draftproof.drafters.redrafter_learning import LearnConfig
     from draftproof.drafters.suffix import SuffixDrafter
     from draftproof.drafters.token_recycling import TokenRecycling
     from draftproof.engine.adaptive import Adaptive
     from draftproof.engine.budget import Budget, Confidence, Fixed
     from draftproof.engine.engine import Chunk, Completion, Engine
     from draftproof.engine.load import load
-    from draftproof.engine.self_draft import SelfDraft
     from draftproof.engine.shape_policy import ShapePolicy
     from draftproof.errors import DraftproofError
     from draftproof.model.loading import embedded
@@ -57,7 +55,6 @@ __all__ = [
     "Engine",
     "Fixed",
     "Frontier",
-    "LearnConfig",
     "Medusa",
     "MedusaHead",
     "Plain",
@@ -94,18 +91,16 @@ _HOME = {
     "draftproof.engine.budget": ("Budget", "Confidence", "Fixed"),
     "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.engine.load": ("load",),
-    "draftproof.engine.self_draft": ("SelfDraft",),
     "draftproof.engine.shape_policy": ("ShapePolicy",),
     "draftproof.drafters.base": ("Drafter",),
-    "draftproof.drafters.checkpoint": ("read_head", "write_head"),
-    "draftproof.drafters.draft_model": ("DraftModel",),
+    "draftproof.drafters.checkpoints": ("read_head", "write_head"),
+    "draftproof.drafters.draft_model": ("DraftModel", "SelfDraft"),
     "draftproof.drafters.medusa": ("Medusa", "MedusaHead"),
     "draftproof.drafters.plain": ("Plain",),
     "draftproof.drafters.portfolio": ("Portfolio",),
     "draftproof.drafters.prompt_lookup": ("PromptLookup",),
     "draftproof.drafters.token_recycling": ("TokenRecycling",),
     "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
-    "draftproof.drafters.redrafter_learning": ("LearnConfig",),
     "draftproof.drafters.suffix": ("SuffixDrafter",),
     "draftproof.errors": ("DraftproofError",),
     "draftproof.model.loading": ("embedded",),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from random_models import save_model
 
-from draftproof.drafters.checkpoint import read_head, write_head
+from draftproof.drafters.checkpoints import read_head, write_head
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.load import load
 from draftproof.training import calibrate as training

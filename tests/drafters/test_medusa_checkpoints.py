@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, model, prompts, target
 from torch import Tensor
 
-from draftproof.drafters import checkpoint
-from draftproof.drafters.checkpoint import is_head, read_head, write_head
+from draftproof.drafters import weight_files
+from draftproof.drafters.checkpoints import is_head, read_head, write_head
 from draftproof.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.engine import load as loading
@@ -315,7 +315,7 @@ def test_files_are_called_as_their_readers_expect(tmp_path: Path) -> None:
 
 def test_a_crash_leaves_nothing_that_reads_as_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether there was a head before or not, whether weights or settings were being written."""
-    write, replace = checkpoint._save, checkpoint._replace
+    write, replace = weight_files.save, weight_files.replace
 
     def no_weights(tensors: Tensors, file: Path) -> None:
         write(tensors, file)
@@ -327,12 +327,12 @@ def test_a_crash_leaves_nothing_that_reads_as_a_head(tmp_path: Path, monkeypatch
         replace(file, writing)
 
     for before in (False, True):
-        for name, broken in (("_save", no_weights), ("_replace", no_settings)):
+        for name, broken in (("save", no_weights), ("replace", no_settings)):
             folder = tmp_path / f"{before}{name}"
             if before:
                 write_head(made(), folder)
             with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
-                patched.setattr(checkpoint, name, broken)
+                patched.setattr(weight_files, name, broken)
                 write_head(made(layers=2), folder)
             assert not is_head(folder) and not list(folder.glob(".*"))
             with pytest.raises(ModelNotFound, match="no draft head"):

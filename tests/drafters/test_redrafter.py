@@ -1,4 +1,4 @@
-"""Recurrent Drafter: its recurrence, its beams against the published search in plain Python, exactness, and learning."""
+"""Recurrent Drafter: its recurrence, its beams against the published search in plain Python, and exactness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterConfig, ReDrafterHead
-from draftproof.drafters.redrafter_learning import LearnConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -426,71 +425,16 @@ def test_the_likeliest_nodes_are_worth_as_much_as_the_beams() -> None:
     assert sum(nodes) >= sum(beams) > len(beams)
 
 
-# Learning while it serves -----------------------------------------------------------------------------------------------------
-
-LEARN = LearnConfig(every=4, window=32, memory=8, batch=6, lr=0.02)
-
-
-def test_learning_changes_speed_and_never_text() -> None:
-    """A fresh head, the same few prompts again and again: the text stays, the drafts get better, the given head stays."""
-    asked, params = prompts(4), [Sampling(), Sampling(temperature=1.0, seed=5)] * 2
-    wanted = texts(Engine(target()), asked, max_new_tokens=40, sampling=params)
-    head = ReDrafterHead.fresh(target(), steps=3)
-    given = {name: weight.clone() for name, weight in head.state_dict().items()}
-    drafter = ReDrafter(head, target(), learn=LEARN)
-    engine = Engine(target(), Watch(drafter), budget=8)
-    shares = []
-    for _ in range(4):
-        done = engine.generate(asked, max_new_tokens=40, sampling=params, batch_size=3)
-        assert [(one.tokens, one.finish_reason) for one in done] == wanted
-        shares.append(accepted_share(done))
-    assert shares[-1] > 2 * shares[0]
-    assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
-    still = Engine(target(), ReDrafter(head, target()), budget=8)
-    assert accepted_share(still.generate(asked, max_new_tokens=40, sampling=params, batch_size=3)) < shares[-1] / 2
-
-
-def test_learning_is_without_chance_and_bounded() -> None:
-    learnt = []
-    for _ in range(2):
-        drafter = ReDrafter(ReDrafterHead.fresh(target(), steps=3), target(), learn=LEARN)
-        engine = Engine(target(), drafter, budget=8)
-        for _ in range(2):
-            engine.generate(prompts(3), max_new_tokens=20, batch_size=2)
-        assert drafter.learner is not None
-        learnt.append(dict(drafter.learner.head.state_dict()))
-        held = [len(part) for part in (*drafter.learner._bank, *drafter.learner._rows)]
-        assert held == [LEARN.memory] * 3 + [2] * 3
-    assert all(torch.equal(learnt[0][name], learnt[1][name]) for name in learnt[0])
-    assert not torch.equal(learnt[0]["rnn_w.weight"], ReDrafterHead.fresh(target(), steps=3).rnn_w.weight)
-
-
-def test_prompts_are_read_but_not_foretold() -> None:
-    """What is learnt from is the target's own words and the states behind them, in order, row by row."""
-    drafter = ReDrafter(ReDrafterHead.fresh(target(), steps=3), target(), learn=LearnConfig(every=1000, window=48, memory=3))
-    asked = prompts(3)
-    done = Engine(target(), drafter, budget=8).generate(asked, max_new_tokens=20, batch_size=3)
-    assert drafter.learner is not None
-    for tokens, hidden, weights in zip(*drafter.learner._bank, strict=True):
-        written = tokens[weights > 0].tolist()
-        (prompt,) = [prompt for prompt, one in zip(asked, done, strict=True) if written[:19] == one.tokens[:19]]
-        whole = [*prompt, *written]                             # a few tokens behind the limit were accepted as well
-        assert tokens[-len(whole) :].tolist() == whole
-        with torch.no_grad():
-            truth = target().features(torch.tensor([whole]), torch.ones(1, len(whole))).hidden[0, :, 0]
-        torch.testing.assert_close(hidden[-len(whole) :], truth)
-
-
 # The rest ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", ["nodes", "beams"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_is_read_back_to_the_host(tree: str, temperature: float) -> None:
-    """Everything runs on tensors that have no values, learning included."""
+    """Everything runs on tensors that have no values."""
     tables = Tables(device="meta", dtype=torch.float32)
     head = ReDrafterHead(ReDrafterConfig(8, 90, 16, steps=3))
-    drafter = ReDrafter(head, tables, width=4, tree=tree, learn=LearnConfig(every=1))
+    drafter = ReDrafter(head, tables, width=4, tree=tree)
     drafter.start(2, 64)
     with torch.inference_mode():
         for row in range(2):
@@ -506,26 +450,16 @@ def test_nothing_is_read_back_to_the_host(tree: str, temperature: float) -> None
         assert drafted.tokens.shape == (2, 8)
 
 
-@pytest.mark.parametrize("learn", [None, LearnConfig(every=1, lr=0.1)])
-def test_the_head_that_was_given_stays_as_it_is(learn: LearnConfig | None) -> None:
+def test_the_head_that_was_given_stays_as_it_is() -> None:
     """Decoding copies, in half precision too: packing and freeing its own weights must not reach the user's."""
     tables = Tables(vocab=256, hidden=64, dtype=torch.bfloat16)
     head = ReDrafterHead.fresh(tables).bfloat16()
     given = {name: weight.clone() for name, weight in head.state_dict().items()}
-    drafter = ReDrafter(head, tables, learn=learn)
-    dice = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, 12, 1, 64, generator=dice).bfloat16()
-    frontier = asking(drafter, hidden[:, 0, 0], [3], budget=9)
-    trees = []
+    drafter = ReDrafter(head, tables)
+    hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():
-        for _ in range(3):
-            trees.append(drafter.propose(frontier))
-            place = torch.arange(12)[None]
-            drafter.observe(Commit([0], torch.randint(256, (1, 12), generator=dice), place, place[:, -1] + 1, hidden))
+        assert bool(drafter.propose(asking(drafter, hidden, [3], budget=9)).present.all())
     assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
-    assert all(bool(tree.present.all()) for tree in trees)
-    moved = not torch.equal(trees[1].confidence, trees[2].confidence)  # type: ignore[arg-type]
-    assert moved == (learn is not None), "what was learnt is what drafts"
 
 
 def test_a_few_rows_more_or_less_are_padding() -> None:
@@ -557,9 +491,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ReDrafterConfig(8, 90, 16, rnn_activation="tanh")
     with pytest.raises(BadInput, match="bias"):
         ReDrafterHead.fresh(tables, share_lm_head=True).unshared()
-    for wrong in ({"every": 0}, {"window": 2}, {"memory": 0}, {"batch": 0}, {"lr": 0.0}):
-        with pytest.raises(BadInput):
-            LearnConfig(**wrong)
 
 
 # In one call ---------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, prompts, target
 from torch import Tensor
 
-from draftproof.drafters.checkpoint import is_head, read_head, write_head
+from draftproof.drafters.checkpoints import is_head, read_head, write_head
 from draftproof.drafters.redrafter import ReDrafterConfig, ReDrafterHead
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound

@@ -25,7 +25,7 @@ from draftproof.bench.sweep import prompt_of
 from draftproof.bench.workloads import GENERAL, STORIES, read
 from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead
-from draftproof.drafters.checkpoint import read_head
+from draftproof.drafters.checkpoints import read_head
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine, Prompt

@@ -26,7 +26,7 @@ import draftproof as dp
 from draftproof.bench import plots
 from draftproof.bench.workloads import GENERAL, STORIES, read
 from draftproof.core.params import Sampling
-from draftproof.drafters.checkpoint import read_head
+from draftproof.drafters.checkpoints import read_head
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.engine.engine import Engine, Prompt
 from draftproof.engine.load import HEADS

@@ -325,8 +325,8 @@ def _our_ways(plan: _Plan, first: Engine) -> list[Way]:
     """Plain decoding and every drafter around one target."""
     from draftproof.bench.figures import PLAIN
     from draftproof.bench.ours import Ours
+    from draftproof.drafters.draft_model import SELF
     from draftproof.engine.load import load
-    from draftproof.engine.self_draft import PREFIX
 
     codec = first.codec
     asked: list[tuple[str, dict[str, Any]]] = [(name, {"drafter": name}) for name in plan.drafters]
@@ -334,7 +334,7 @@ def _our_ways(plan: _Plan, first: Engine) -> list[Way]:
     engines = []
     for source, how in asked:
         model, quantize = first.target.model, None
-        if plan.quantize is not None and source.startswith(PREFIX):          # it drafts with what is not quantised yet
+        if plan.quantize is not None and source.startswith(SELF):          # it drafts with what is not quantised yet
             model, quantize = _heavy(plan), plan.quantize
         engine = load(
             model, tokenizer=codec.tokenizer if codec else None, dtype=plan.dtype, budget=plan.num_assistant_tokens,

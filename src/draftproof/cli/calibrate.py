@@ -70,7 +70,7 @@ def calibrate(
 
 def _folder(drafter: str) -> Path:
     """Where the heads are."""
-    from draftproof.drafters.checkpoint import is_head
+    from draftproof.drafters.checkpoints import is_head
     from draftproof.engine.load import HEADS
     from draftproof.model import loading
 
@@ -82,7 +82,7 @@ def _folder(drafter: str) -> Path:
 
 def _must_be_ours(where: Path, named: bool) -> None:
     """Refuse before the work what would be refused after it: to write over heads of another layout, or anything else."""
-    from draftproof.drafters.checkpoint import is_head
+    from draftproof.drafters.checkpoints import is_head
 
     if named:
         raise BadInput("heads that come with the package are left as they are; give --out DIR")
@@ -97,7 +97,7 @@ def _must_be_ours(where: Path, named: bool) -> None:
 
 def _loaded(model: str, folder: Path, dtype: str | None, device: str | None) -> tuple[Engine, DraftHead]:
     """The engine that drafts with the heads, and the heads themselves."""
-    from draftproof.drafters.checkpoint import read_head
+    from draftproof.drafters.checkpoints import read_head
     from draftproof.engine.engine import Engine
     from draftproof.engine.load import load
 
@@ -127,7 +127,7 @@ def _prompts(engine: Engine, files: Sequence[Path], chat: bool, most: int, token
 
 def _keep(head: DraftHead, found: Calibration, where: Path, title: str, wanted: Any) -> None:
     """The tree into the heads' folder, where heads take one; picture and figures beside it."""
-    from draftproof.drafters.checkpoint import write_head
+    from draftproof.drafters.checkpoints import write_head
     from draftproof.drafters.medusa import MedusaHead
 
     if isinstance(head, MedusaHead):

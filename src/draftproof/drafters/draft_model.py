@@ -3,6 +3,9 @@
 The draft model reads through the same interface as the target and owns a cache of its own. It proposes a chain, or
 a tree of any static shape: level by level, each node's children are the best of its race. When the rule wants drawn
 tokens, children are drawn without replacement (Gumbel top-k) and carry their law.
+
+`SelfDraft` needs no second model: the target drafts with quantised weights, which agree with its own nearly always, or
+with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710), and shares whatever is not quantised.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
-from draftproof.errors import DrafterMismatch
+from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.model.quantize import KINDS
+from draftproof.model.target import Target
 
 WIDTHS = (2, 4, 8)
 """How many tokens the first read of a round takes: the root, and what was committed without the draft."""
@@ -228,3 +233,33 @@ class DraftModel(Drafter):
 def _least(confidence: Tensor, nodes: int) -> float:
     """The odds of the last of the likeliest `nodes` among [B, N]; -inf where there are fewer."""
     return float(confidence.flatten().topk(nodes).values[-1]) if confidence.numel() >= nodes else -torch.inf
+
+
+SELF = "self-"
+"""Names of self-drafts begin with this."""
+
+
+class SelfDraft(DraftModel):
+    """Drafts with the target's own weights; its cache is its own.
+
+    target: an unquantised target, packed or not, if `quantize` is given. layers: draft with so many of the first layers;
+    None, with all. quantize: "int8" or "int4"; with neither, the target itself drafts. shape: as for `DraftModel`.
+    """
+
+    name = "self-draft"
+
+    def __init__(
+        self, target: Target, *, layers: int | None = None, quantize: str | None = None, shape: TreeShape | None = None
+    ) -> None:
+        draft = target if layers is None else target.first_layers(layers)
+        super().__init__(draft if quantize is None else draft.quantized(quantize), target.vocab_size, shape)
+
+
+def self_draft_options(name: str) -> tuple[int | None, str | None]:
+    """Layers and quantisation of "self-layers:4", "self-int8" or "self-int4"; raises BadInput for another name."""
+    kind, _, count = name.removeprefix(SELF).partition(":")
+    if kind == "layers" and count.isdecimal():
+        return int(count), None
+    if kind in KINDS and not count:
+        return None, kind
+    raise BadInput(f"the drafter was {name!r}; a target drafts for itself as self-int8, self-int4, or self-layers:N")

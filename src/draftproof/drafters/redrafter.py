@@ -1,8 +1,7 @@
 """Recurrent Drafter (ReDrafter, arXiv 2403.09919): a small recurrence drafts by beam search from one hidden state.
 
 The head reads the target's hidden state behind the last committed token, once a round, and feeds on the tokens drafted
-after it; its embeddings are the target's own. Knows the head, its training form and its beams; checkpoints, and
-learning while it serves, are elsewhere.
+after it; its embeddings are the target's own. Knows the head, its training form and its beams; checkpoints are elsewhere.
 
 Shape letters beyond the usual: W beams, R children of a beam, E the width of what is projected.
 """
@@ -25,7 +24,6 @@ from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
-from draftproof.drafters.redrafter_learning import LearnConfig, Learner
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.native.kernels import kernels
@@ -232,7 +230,6 @@ class ReDrafter(Drafter):
     tree: "nodes" drafts, of all tokens the search weighed, those on the most likely paths; "beams" what survives of the
     search, shared prefixes merged, as published.
     cut: weigh tokens among this many best of each beam; Apple's search has 50. None: among all.
-    learn: go on learning from what the target accepts; None, the default, does not.
     For a target that cannot read trees it drafts a chain.
     """
 
@@ -248,7 +245,6 @@ class ReDrafter(Drafter):
         length: int | None = None,
         tree: str = "nodes",
         cut: int | None = None,
-        learn: LearnConfig | None = None,
     ) -> None:
         must_fit("the recurrent drafter", head.config, vocabulary, padded=not head.config.share_lm_head)
         length = length if length is not None else min(head.steps, LENGTH)
@@ -261,38 +257,24 @@ class ReDrafter(Drafter):
         self.width, self.length = width if vocabulary.reads_trees else 1, length
         self.deepest = length
         self.default_budget = max(NODES, length) if self.width > 1 else length
-        self.learner = Learner(head, vocabulary, learn) if learn is not None else None
-        self._take(head)
+        self._head = _decoding(head, vocabulary)
+        self._native = _Native.of(self._head, vocabulary)
         self._context = torch.zeros(0, vocabulary.hidden_size)      # [rows, H] behind each row's last committed token
-        self._asked = False                                         # the next commit answers a proposal
-
-    def _take(self, head: ReDrafterHead) -> None:
-        """Decode with the weights of this head, as they are now."""
-        self._head = _decoding(head, self.vocabulary)
-        self._native = _Native.of(self._head, self.vocabulary)
 
     def start(self, rows: int, capacity: int) -> None:
         where = self.vocabulary
         self._context = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
-        if self.learner is not None:
-            self.learner.start(rows)
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "the head reads the target's last hidden states"
         states = commit.hidden[:, :, 0]                                                     # [b, D, H]
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         self._context[commit.rows[0] : commit.rows[-1] + 1] = states.gather(1, last)[:, 0]  # rows lie side by side
-        if self.learner is not None and self.learner.observe(commit, states, self._asked):
-            self._take(cast(ReDrafterHead, self.learner.head))
-        self._asked = False
 
     def select(self, rows: Sequence[int]) -> None:
         self._context[: len(rows)] = self._context[list(rows)]
-        if self.learner is not None:
-            self.learner.select(rows)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        self._asked = True
         root = frontier.prefix.root[:, None]
         length, width = min(self.length, frontier.budget), min(self.width if frontier.trees else 1, frontier.budget)
         if length == 0:

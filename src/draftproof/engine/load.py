@@ -12,8 +12,8 @@ import torch
 from draftproof.core.tree import TreeShape
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.checkpoint import is_head, read_head
-from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.checkpoints import is_head, read_head
+from draftproof.drafters.draft_model import SELF, DraftModel, SelfDraft, self_draft_options
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.plain import Plain
@@ -23,7 +23,6 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.engine.self_draft import PREFIX, SelfDraft, self_named
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
 from draftproof.model import loading
@@ -156,8 +155,8 @@ def _replayed(target: Target, drafter: Drafter) -> Target:
 
 def _check_names(drafter: object, quantize: str | None, quantize_draft: str | None, kv_cache: str | None) -> None:
     """Refuse a misspelt name before anything is loaded."""
-    if isinstance(drafter, str) and drafter.startswith(PREFIX):
-        self_named(drafter)
+    if isinstance(drafter, str) and drafter.startswith(SELF):
+        self_draft_options(drafter)
     drafts = (*KINDS, AS_IT_IS)
     asked = (("quantize", quantize, KINDS), ("quantize_draft", quantize_draft, drafts), ("kv_cache", kv_cache, tuple(LAYERS)))
     for name, kind, known in asked:
@@ -174,7 +173,7 @@ def _group(parallel: str | None, model: object, drafter: object, quantize: str |
         raise BadInput("a loaded model was given, and a parallel run loads a part on each rank; give the model's name")
     if quantize is not None:
         raise BadInput(f"{quantize} weights were asked for in a parallel run, which has none; leave quantisation out")
-    if isinstance(drafter, str) and drafter.startswith(PREFIX):
+    if isinstance(drafter, str) and drafter.startswith(SELF):
         raise BadInput(f"a sharded model cannot draft for itself as {drafter}; name another drafter, or leave it out")
     return form_group()
 
@@ -183,9 +182,9 @@ def _self_draft(
     drafter: object, target: Target, quantize: str | None, tree: TreeShape | str | None, *, quantised: bool
 ) -> SelfDraft | None:
     """The target's draft of itself, if `drafter` names one, and one with quantised weights or without, as asked."""
-    if not (isinstance(drafter, str) and drafter.startswith(PREFIX)):
+    if not (isinstance(drafter, str) and drafter.startswith(SELF)):
         return None
-    layers, kind = self_named(drafter)
+    layers, kind = self_draft_options(drafter)
     if kind and quantize and kind != quantize:
         raise BadInput(f"both {drafter} and a draft in {quantize} were asked for; leave one of them out")
     kind = kind or quantize

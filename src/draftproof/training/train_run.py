@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from draftproof.drafters.base import DraftHead
-from draftproof.drafters.checkpoint import write_head
+from draftproof.drafters.checkpoints import write_head
 from draftproof.drafters.losses import OBJECTIVES
 from draftproof.errors import BadInput
 from draftproof.model import loading

@@ -10,9 +10,9 @@ from tiny import VOCAB, fresh, model, prompts, target
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.drafters.draft_model import SelfDraft, self_draft_options
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
-from draftproof.engine.self_draft import SelfDraft, self_named
 from draftproof.errors import BadInput
 from draftproof.model import quantized_linear
 from draftproof.model.packed_linear import pack_linears
@@ -114,11 +114,11 @@ def test_the_cache_of_a_self_draft_is_its_own() -> None:
 
 
 def test_names() -> None:
-    assert self_named("self-layers:4") == (4, None)
-    assert self_named("self-int8") == (None, "int8") and self_named("self-int4") == (None, "int4")
+    assert self_draft_options("self-layers:4") == (4, None)
+    assert self_draft_options("self-int8") == (None, "int8") and self_draft_options("self-int4") == (None, "int4")
     for wrong in ("self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3", "self-int3", "self-draft"):
         with pytest.raises(BadInput, match="self-int8, self-int4, or self-layers:N"):
-            self_named(wrong)
+            self_draft_options(wrong)
     for count in (0, 2, 9):
         with pytest.raises(BadInput, match=f"{count} layers were asked for"):
             SelfDraft(target(), layers=count)

@@ -1,0 +1,132 @@
+"""Files of tensors and settings: read lazily, written so that a crash leaves nothing half made.
+
+Weights come from .safetensors, in shards or not, and else from .pt and .bin, never running what a
+pickle says. Knows files, nothing of heads.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftproof.errors import ModelNotFound
+
+CONFIG = "config.json"
+TRAINING_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "state")
+"""Beginnings of .pt and .bin files that hold the state of a training run."""
+BROKEN = (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError)
+"""What reading a file may raise if it is no such file, or is cut off."""
+
+
+def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The settings in a folder; raises ModelNotFound if they cannot be read."""
+    file = folder / name
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = f"the settings {file} cannot be read: {first_line(error)}; write them again"
+        raise ModelNotFound(why) from error
+    if not isinstance(config, dict):
+        raise ModelNotFound(f"the settings {file} are not a JSON object; write them again")
+    return config
+
+
+def weight_files(folder: Path) -> Iterator[list[Path]]:
+    """The .safetensors of a folder, then its pickles."""
+    yield sorted(folder.glob("*.safetensors"))
+    found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    yield [file for file in found if not file.name.startswith(TRAINING_FILES)]
+
+
+def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
+    """By name of each tensor in these files, its file; files that an index lists are not opened."""
+    where: dict[str, Path] = {}
+    indexed: set[str] = set()
+    for index in sorted(folder.glob("*.index.json")):
+        weights = read_settings(folder, index.name).get("weight_map", {})
+        listed = {name: folder / str(file) for name, file in weights.items()}
+        where |= {name: file for name, file in listed.items() if file in files}
+        indexed |= {file.name for file in listed.values()}
+    for file in files:
+        for name in _opened(file, None) if file.name not in indexed else ():
+            if name in where:
+                raise ModelNotFound(
+                    f"{name} is in {where[name].name} and in {file.name} of {folder}; if they are "
+                    "parts for several devices, write them as one, else keep one of them"
+                )
+            where[name] = file
+    return where
+
+
+def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """The tensors called `names.values()` in their `files`, by the keys of `names`."""
+    read: dict[str, Tensor] = {}
+    for file in {files[name] for name in names.values()}:
+        read |= _opened(file, [name for name in names.values() if files[name] == file])
+    return {ours: read[theirs] for ours, theirs in names.items()}
+
+
+def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
+    """The tensors of these names in a file; None: all names, without numbers where that is cheap."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                if wanted is None:
+                    return dict.fromkeys(opened.keys(), torch.empty(0))
+                return {name: opened.get_tensor(name) for name in wanted}
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):                          # the format before torch 1.6
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except BROKEN as error:
+        why = f"the weights {file} cannot be read: {first_line(error)}; fetch them again"
+        raise ModelNotFound(why) from error
+    found = loaded if isinstance(loaded, dict) else {}
+    tensors = {str(name): one for name, one in found.items() if isinstance(one, Tensor)}
+    if wanted is None:
+        return tensors
+    return {name: tensors[name].clone() for name in wanted}         # lest the file stay mapped
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], name: str) -> None:
+    """Weights to the file `name`, then the settings: what a crash leaves has no settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    Path(folder, CONFIG).unlink(missing_ok=True)
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    text = json.dumps(config, indent=2) + "\n"
+    replace(folder / name, lambda file: save(plain, file))
+    replace(folder / CONFIG, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Readable for whom any new file is: safetensors itself would make it private."""
+    file.touch()
+    mode = file.stat().st_mode
+    if ".safetensors" in file.name:
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, file)
+    file.chmod(mode)
+
+
+def replace(file: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the file and then put it in its place."""
+    part = file.with_name(f".{file.name}.part")
+    try:
+        write(part)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one sentence without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
