@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftproof.cli.setup import Setup, as_on_gaudi
+from draftproof.cli.setup import gaudi_words
+from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
 Call = Callable[..., Any]
@@ -29,7 +30,7 @@ def test_the_command_line_of_gaudi_examples_is_understood(call: Call, target: st
         (["--device", "hpu"], "habana_frameworks"),
         (["--use_hpu_graphs", "--device", "cpu"], "cpu devices record none"),
         (["--bf16", "--dtype", "float32"], "--bf16"),
-        (["--bucket_size", "0"], "--bucket-size"),
+        (["--bucket_size", "0"], "bucket_size"),
     ],
 )
 def test_what_cannot_be_had_is_said_in_one_sentence(call: Call, target: str, words: list[str], said: str) -> None:
@@ -38,12 +39,9 @@ def test_what_cannot_be_had_is_said_in_one_sentence(call: Call, target: str, wor
 
 
 def test_the_words_mean_what_they_mean_there() -> None:
-    assert as_on_gaudi(None, None, True, True) == ("bfloat16", "hpu")
-    assert as_on_gaudi("bfloat16", "cuda", True, True) == ("bfloat16", "cuda")
-    assert as_on_gaudi("float32", None, False, False) == ("float32", None)
-    shapes = Setup("demo", bucket=256)._shapes()
-    assert shapes is not None and shapes.closed and shapes.bucket == 256
-    closed = Setup("demo", graphs=True)._shapes()
-    assert closed is not None and closed.closed and Setup("demo")._shapes() is None
+    assert gaudi_words({"graphs": True}, bf16=True) == {"graphs": True, "dtype": "bfloat16", "device": "hpu"}
+    both = {"dtype": "bfloat16", "device": "cuda", "graphs": True}
+    assert gaudi_words(both, bf16=True) == both
+    assert gaudi_words({"dtype": "float32"}, bf16=False) == {"dtype": "float32"}
     with pytest.raises(BadInput, match="bucket"):
-        Setup("demo", bucket=-1)
+        EngineConfig("demo", bucket_size=-1)

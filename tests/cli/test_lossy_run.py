@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from draftproof.cli.setup import Setup, thresholds
+from draftproof.cli.setup import engine_of
+from draftproof.engine.config import EngineConfig, thresholds
 from draftproof.errors import BadInput
 from draftproof.verify.prove import prove
 
@@ -66,13 +67,13 @@ def test_a_file_of_prompts_is_told_its_distance(call: Call, target: str, tmp_pat
 def test_lossy_and_an_exact_rule_are_not_both_had(call: Call, target: str, rule: str) -> None:
     said = call("run", target, "-p", "Once", "--lossy", "typical", "--acceptance", rule)
     assert said.code == 1
-    assert said.err == f"draftproof: both --lossy and --acceptance {rule} were given; leave one of them out\n"
+    assert said.err == f"draftproof: both lossy and the exact acceptance {rule!r} were given; leave one of them out\n"
 
 
 @pytest.mark.parametrize("wrong", ["nucleus", "typical:", "typical:0.1", "typical:a,b", "typical:1,2,3", "typical,0.1,0.2"])
 def test_thresholds_that_cannot_be_read_are_refused(wrong: str) -> None:
     with pytest.raises(BadInput, match=r"typical:0\.09,0\.3"):
-        Setup("demo", lossy=wrong)
+        EngineConfig("demo", lossy=wrong)
 
 
 def test_thresholds_are_read() -> None:
@@ -86,6 +87,6 @@ def test_thresholds_out_of_range_are_refused(call: Call, target: str) -> None:
 
 
 def test_a_lossy_engine_cannot_be_proved(target: str) -> None:
-    engine = Setup(target, drafter="none", lossy="typical").engine()
+    engine = engine_of(EngineConfig(target, drafter="none", lossy="typical"))
     with pytest.raises(BadInput, match="lossy"):
         list(prove(lambda: engine, ["bits"], quick=True, progress=lambda name: lambda share, doing: None))

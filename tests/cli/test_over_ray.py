@@ -15,7 +15,7 @@ import pytest
 from draftproof.cli import over_ray
 from draftproof.cli.batch import Batch, Line
 from draftproof.cli.over_ray import IN_VAIN, LOSSES, Portion
-from draftproof.cli.setup import Setup
+from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput, RankLost
 
 Call = Callable[..., Any]
@@ -89,7 +89,7 @@ class FakeRay:
 
 def answered(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> dict[int, Any]:
     monkeypatch.setattr(over_ray, "_ray", lambda: ray)
-    batch = Batch(Setup("demo"), {}, Path("in"), Path("out"), 1, False, workers)
+    batch = Batch(EngineConfig("demo"), {}, Path("in"), Path("out"), 1, False, workers)
     lines = [Line(index, b"{}") for index in range(ROWS)]
     found = list(over_ray.outcomes(batch, lines, workers))
     assert sorted(line.index for line, _ in found) == list(range(ROWS)), "each row once"
@@ -184,6 +184,6 @@ def test_a_mistake_on_a_worker_is_told_as_here(cluster: Any, rows: Path, tmp_pat
 
 
 def test_no_ray_with_shards() -> None:
-    batch = Batch(Setup("demo", parallel="tensor"), {}, Path("in"), Path("out"), None, False, 2)
+    batch = Batch(EngineConfig("demo", parallel="tensor"), {}, Path("in"), Path("out"), None, False, 2)
     with pytest.raises(BadInput, match="leave one of them out"):
         batch._begun()

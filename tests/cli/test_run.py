@@ -20,8 +20,8 @@ from random_models import save_model
 
 import draftproof
 from draftproof.cli.options import Color
-from draftproof.cli.setup import branching
 from draftproof.cli.show import Ink, first_difference
+from draftproof.engine.config import branching
 from draftproof.engine.engine import Chunk
 
 Call = Callable[..., Any]

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import show
-from draftproof.cli.setup import Setup, as_chat, sampling
+from draftproof.cli.setup import as_chat, engine_of, group_of, sampling
+from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Tally:
 class Batch:
     """A run over a file: `prompts` to `out`, with the options `given` for rows that say nothing else."""
 
-    setup: Setup
+    config: EngineConfig
     given: Mapping[str, Any]
     prompts: Path
     out: Path
@@ -83,12 +84,12 @@ class Batch:
 
     def run(self) -> None:
         """Complete all rows that are not in `out` yet. Raises BadInput at the end if rows were bad."""
-        group = self.setup.group()
+        group = group_of(self.config)
         lines, ready, tally = group.told(self._begun)
         if tally.rows == len(lines):
             show.note(f"{self.out} is complete: {len(lines)} rows")
         elif not group.leads:                                           # what rank 0 writes, all ranks compute
-            for _ in self.outcomes(self.setup.engine(), _left(lines, ready, tally)):
+            for _ in self.outcomes(engine_of(self.config), _left(lines, ready, tally)):
                 pass
         else:
             if tally.rows:
@@ -104,7 +105,7 @@ class Batch:
             raise BadInput(f"batch_size was {self.batch_size}; it must be at least 1")
         if self.ray is not None and self.ray < 1:
             raise BadInput(f"--ray was {self.ray}; ask for at least 1 worker")
-        if self.ray is not None and self.setup.parallel is not None:
+        if self.ray is not None and self.config.parallel is not None:
             raise BadInput("both --ray and --parallel were given; a Ray worker runs a whole model, leave one of them out")
         lines, tally = self._lines(), Tally()
         if self.out.exists() and self.out.samefile(self.prompts):
@@ -126,11 +127,8 @@ class Batch:
     @property
     def _settings(self) -> str:
         """A digest of all options that decide what the texts are."""
-        setup = self.setup
-        if setup.acceptance in (None, "match") and setup.lossy is None:
-            kept = {name: getattr(setup, name) for name in ("dtype", "quantize", "kv_cache", "parallel")}
-            setup = Setup(setup.model, **kept)
-        return hashlib.sha256(json.dumps([repr(setup), self.chat, dict(self.given)], sort_keys=True).encode()).hexdigest()[:16]
+        said = [self.config.digest, self.chat, dict(self.given)]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
         """The rows `out` already holds, checked to be ours; a half-written last line is cut off."""
@@ -213,7 +211,7 @@ class Batch:
             from draftproof.cli import over_ray
 
             return over_ray.outcomes(self, left, self.ray)
-        return self.outcomes(self.setup.engine(), left)
+        return self.outcomes(engine_of(self.config), left)
 
     def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
         """A completion or an error for each line; within a window of lines, in any order."""

@@ -18,7 +18,8 @@ from rich.table import Table
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import prompt_of
-from draftproof.cli.setup import MODELLESS, all_among, as_chat, lost
+from draftproof.cli.setup import as_chat, lost
+from draftproof.engine.config import TRAINING_FREE
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class _Plan:
     @property
     def with_models(self) -> list[str]:
         """Those that draft with a model, one of their own or the target."""
-        return [*self.assistants, *(name for name in self.drafters if not all_among((*MODELLESS, "medusa", "redrafter"), name))]
+        return [*self.assistants, *(name for name in self.drafters if not {*name.split("+")} <= {*TRAINING_FREE, "medusa", "redrafter"})]
 
 
 def bench(

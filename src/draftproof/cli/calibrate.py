@@ -28,7 +28,7 @@ PICTURE, FIGURES = "calibration.png", "calibration.json"
 SIZES, RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 10
 """Rows and columns of the tables."""
 
-_option = partial(opt._in, None)
+_option = partial(opt.option, None)
 Heads = Annotated[str, _option("DIR", "The draft heads.", "--drafter")]
 Files = Annotated[list[Path], _option("FILE", ".jsonl as for run, or .txt; repeatable.", "--prompts")]
 Tokens = Annotated[int, _option("N", "New tokens per prompt.", "--tokens")]

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftproof.cli import show
-from draftproof.cli.setup import Setup
+from draftproof.cli.setup import engine_of
+from draftproof.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
@@ -74,7 +75,7 @@ def demo() -> None:
     """Watch it at work on the embedded model, and measure it."""
     console = Console(highlight=False)
     with show.status("loading ..."):
-        lanes = _lanes(Setup("demo").engine())
+        lanes = _lanes(engine_of(EngineConfig("demo")))
         _choose_threads(lanes[0].engine)
     _flush(console, next(lane.engine for lane in lanes if lane.name == TOLD_BY))
     for title, params in LAWS.items():

@@ -15,7 +15,8 @@ from rich.table import Table
 from draftproof import __version__
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import Setup, lost, quantised
+from draftproof.cli.setup import engine_of, lost, quantised
+from draftproof.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     import torch
@@ -28,33 +29,24 @@ SIZE, ROWS, TIMES = 1024, 8, 30
 """The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
 
 
-def doctor(
-    model: opt.Model = "demo",
-    assistant_model: opt.AssistantModel = None,
-    drafter: opt.DrafterName = None,
-    json_: opt.Json = False,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    quantize: opt.Quantize = None,
-    quantize_draft: opt.QuantizeDraft = None,
-    kv_cache: opt.KvCache = None,
-) -> None:
+NAMES = ("assistant_model", "drafter", "dtype", "device", "quantize", "quantize_draft", "kv_cache")
+
+
+@opt.with_options(engine=NAMES)
+def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[str, Any]) -> None:
     """Show what this machine is, and what is promised on it."""
     from draftproof.model.exactness import probe
 
     with show.status("looking at the machine ..."):
-        named = drafter if drafter or assistant_model else "none"
-        engine = Setup(
-            model, assistant_model, named, dtype=dtype, device=device, quantize=quantize, quantize_draft=quantize_draft,
-            kv_cache=kv_cache,
-        ).engine()  # fmt: skip
-        target = engine.target
-        facts, found = {"model": model, **_facts(target), **_drafts(engine), **quantised(engine)}, probe(target)
+        drafts = {} if engine.keys() & {"drafter", "assistant_model"} else {"drafter": "none"}
+        made = engine_of(EngineConfig(model, **engine, **drafts))
+        target = made.target
+        facts, found = {"model": model, **_facts(target), **_drafts(made), **quantised(made)}, probe(target)
     if json_:
         print(json.dumps({**facts, **found._asdict(), "exact_nodes": found.exact_nodes, "promise": found.promise}))
         return
     console = Console(highlight=False)
-    console.print(_page(facts, found, lost(engine)))
+    console.print(_page(facts, found, lost(made)))
     console.print()
     console.print(_verdict(found), style="bold green" if found.exact_nodes > 1 else "bold yellow")
 

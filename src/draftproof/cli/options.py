@@ -1,28 +1,18 @@
-"""The options that commands share: their names, help and panels. Knows typer, nothing of models."""
+"""The options that commands share. Those of an engine and of sampling are made from the fields of their dataclasses."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-
-class Acceptance(StrEnum):
-    """Which drafted tokens stand."""
-
-    match = "match"
-    rejection = "rejection"
-    block = "block"
-
-
-class Parallel(StrEnum):
-    """What shards a target."""
-
-    tensor = "tensor"
-    deepspeed = "deepspeed"
+from draftproof.engine.config import EngineConfig, cli_fields
 
 
 class Color(StrEnum):
@@ -33,81 +23,123 @@ class Color(StrEnum):
     never = "never"
 
 
+def with_options(**groups: tuple[str, ...] | None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `engine` and of `sampling`: all of them, or those named.
 
-def _in(panel: str | None, metavar: str | None, text: str, *names: str) -> Any:
+    The command gets one argument per group: a mapping with what was given, by field.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters
+        hints = get_type_hints(command, include_extras=True)
+        kept = [one.replace(annotation=hints[name]) for name, one in own.items() if name not in groups]
+        made = {group: _parameters(OPTIONS[group], names) for group, names in groups.items()}
+        parameters = [*kept, *[one for group in made.values() for one in group]]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            said = {group: {one.name: given.pop(one.name) for one in ones} for group, ones in made.items()}
+            command(**given, **{group: _given(values) for group, values in said.items()})
+
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        )
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said: None, an empty list and a flag that was not set say nothing."""
+    return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+
+
+@dataclass(frozen=True)
+class _Option:
+    name: str
+    type: Any
+    default: Any
+    option: Any
+
+
+def _parameters(options: list[_Option], names: tuple[str, ...] | None) -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[one.type, one.option])
+        for one in options
+        if names is None or one.name in names
+    ]
+
+
+def _engine_options() -> list[_Option]:
+    options = []
+    for one in cli_fields(EngineConfig):
+        told = one.metadata
+        flags = told["flags"] or ("--" + one.name.replace("_", "-"),)
+        made = typer.Option(*flags, metavar=told["metavar"], rich_help_panel=told["panel"], help=told["help"])
+        options.append(_Option(one.name, told["type"], one.default, made))
+    return options
+
+
+def option(panel: str | None, metavar: str | None, help: str, *flags: str) -> Any:
     """An option of a help panel."""
-    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text)
+    return typer.Option(*flags, metavar=metavar, rich_help_panel=panel, help=help)
 
 
-_drafting, _sampling = partial(_in, "Drafting"), partial(_in, "Sampling")
-_where, _output, _many = partial(_in, "Model"), partial(_in, "Output"), partial(_in, "Many prompts")
+def _sampling_options() -> list[_Option]:
+    rows: list[tuple[str, Any, str | None, str, tuple[str, ...]]] = [
+        ("max_new_tokens", int, "N", "Length limit.", ()),
+        ("min_new_tokens", int, "N", "No end token before so many.", ()),
+        ("temperature", float, "T", "0 is greedy.", ()),
+        ("top_k", int, "K", "Only the K most likely tokens; 0 is off.", ()),
+        ("top_p", float, "P", "Only the likeliest tokens of mass P; 1 is off.", ()),
+        ("min_p", float, "P", "Only tokens P times as likely as the likeliest; 0 is off.", ()),
+        ("repetition_penalty", float, "X", "Over prompt and new tokens; 1 is off.", ()),
+        ("presence_penalty", float, "X", "Over new tokens; 0 is off.", ()),
+        ("frequency_penalty", float, "X", "Over new tokens; 0 is off.", ()),
+        ("no_repeat_ngram", int, "N", "No n-gram of this size twice; 0 is off.", ()),
+        ("seed", int, "S", "Same seed, same text, with any drafter.", ()),
+        ("stop", list[str], "TEXT", "End before this text; repeatable.", ()),
+        ("banned_words", list[str], "WORD", "Never write this; repeatable.", ("--banned-word",)),
+        ("logprobs", bool, None, "With --json or --out: log-probability of each token.", ("--logprobs",)),
+    ]
+    return [
+        _Option(
+            name, bool if kind is bool else kind | None, False if kind is bool else None,
+            option("Sampling", metavar, help, *(flags or ("--" + name.replace("_", "-"),))),
+        )
+        for name, kind, metavar, help, flags in rows
+    ]  # fmt: skip
+
+
+OPTIONS = {"engine": _engine_options(), "sampling": _sampling_options()}
+"""By group of `with_options`."""
+
+_output, _many = partial(option, "Output"), partial(option, "Many prompts")
 
 Model = Annotated[str, typer.Argument(help="[bold]demo[/bold], a folder, or a hub id such as org/model.", show_default=False)]
 Text = Annotated[str | None, typer.Argument(metavar="[PROMPT|-]", help="The prompt; - reads stdin.", show_default=False)]
-PromptText = Annotated[str | None, _in(None, "TEXT", "The prompt.", "--prompt", "-p")]
-PromptFile = Annotated[Path | None, _in(None, "FILE", "The prompt, without its last line break.")]
-Chat = Annotated[bool, _in(None, None, "Wrap the prompt in the model's chat template.", "--chat")]
-
-AssistantModel = Annotated[str | None, _drafting("MODEL", "Draft with this smaller model: demo-draft, folder, hub id.")]
-DrafterName = Annotated[
-    str | None,
-    _drafting(
-        "NAME",
-        "portfolio (default), prompt-lookup, suffix, recycling, none, medusa, redrafter, self-int8, self-layers:N, a folder; "
-        "several as one: medusa+suffix.",
-        "--drafter",
-    ),
-]
-DraftTokens = Annotated[
-    int | None, _drafting("K", "Draft K tokens in every round; without it, as many as pay.", "--num-assistant-tokens")
-]
-DraftTree = Annotated[str | None, _drafting("TREE", "Children per node, level by level (3,2,1), or a published tree.")]
-Rule = Annotated[
-    Acceptance | None,
-    _drafting("RULE", "match (default): the same text; rejection, block: the same law.", "--acceptance"),
-]
-Lossy = Annotated[
-    str | None, _drafting("typical[:E,D]", "Give up the target's law: what is likely enough stands.", "--lossy")
-]
-
-NewTokens = Annotated[int | None, _sampling("N", "Length limit.")]
-MinNewTokens = Annotated[int | None, _sampling("N", "No end token before so many.")]
-Temperature = Annotated[float | None, _sampling("T", "0 is greedy.")]
-TopK = Annotated[int | None, _sampling("K", "Only the K most likely tokens; 0 is off.")]
-TopP = Annotated[float | None, _sampling("P", "Only the likeliest tokens of mass P; 1 is off.")]
-MinP = Annotated[float | None, _sampling("P", "Only tokens P times as likely as the likeliest; 0 is off.")]
-Repetition = Annotated[float | None, _sampling("X", "Over prompt and new tokens; 1 is off.")]
-Presence = Annotated[float | None, _sampling("X", "Over new tokens; 0 is off.")]
-Frequency = Annotated[float | None, _sampling("X", "Over new tokens; 0 is off.")]
-NoRepeat = Annotated[int | None, _sampling("N", "No n-gram of this size twice; 0 is off.")]
-Seed = Annotated[int | None, _sampling("S", "Same seed, same text, with any drafter.")]
-Stop = Annotated[list[str] | None, _sampling("TEXT", "End before this text; repeatable.")]
-Banned = Annotated[list[str] | None, _sampling("WORD", "Never write this; repeatable.", "--banned-word")]
-Samples = Annotated[int, _sampling("N", "Samples of the prompt.", "--n")]
-
-Dtype = Annotated[str | None, _where("DTYPE", "bfloat16, float16, float32 or float64.")]
-Device = Annotated[str | None, _where("DEVICE", "cpu, cuda, cuda:1, hpu, ...")]
-Bf16 = Annotated[bool, _where(None, "The same as --dtype bfloat16.", "--bf16")]
-Graphs = Annotated[
-    bool, _where(None, "Record forwards and replay them: on a Gaudi, or on the --device given.", "--use-hpu-graphs")
-]
-Compile = Annotated[bool, _where(None, "Have torch.compile make the forwards; the first text waits for it.", "--compile")]
-Bucket = Annotated[int | None, _where("N", "Closed shapes, with room for texts in multiples of N tokens.", "--bucket-size")]
-Quantize = Annotated[str | None, _where("KIND", "int8, int4 or fp8 weights: faster, and another text.")]
-QuantizeDraft = Annotated[str | None, _where("KIND", "The same for the draft model: faster, the same text; none: as it is.")]
-KvCache = Annotated[str | None, _where("KIND", "int8 or fp8 keys and values: half the memory, and another text.")]
-
-Sharding = Annotated[
-    Parallel | None,
-    _where("ENGINE", "Shard the model over the ranks of torchrun: tensor (transformers' own) or deepspeed.", "--parallel"),
-]
-
+PromptText = Annotated[str | None, option(None, "TEXT", "The prompt.", "--prompt", "-p")]
+PromptFile = Annotated[Path | None, option(None, "FILE", "The prompt, without its last line break.", "--prompt-file")]
+Chat = Annotated[bool, option(None, None, "Wrap the prompt in the model's chat template.", "--chat")]
+Samples = Annotated[int, option("Sampling", "N", "Samples of the prompt.", "--n")]
+Bf16 = Annotated[bool, option("Model", None, "The same as --dtype bfloat16.", "--bf16")]
 Compare = Annotated[bool, _output(None, "Decode plainly first; compare speed and tokens.", "--compare")]
 Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]
-Logprobs = Annotated[bool, _output(None, "With --json or --out: log-probability of each token.", "--logprobs")]
 When = Annotated[Color, _output("WHEN", "Colour accepted draft tokens: auto, always, never.", "--color")]
-
-Prompts = Annotated[Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".')]
-Out = Annotated[Path | None, _many("JSONL", "Where results go, in order; resumed if it exists.")]
-BatchSize = Annotated[int | None, _many("B", "Rows at a time; 8 if not given.")]
+Prompts = Annotated[Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".', "--prompts")]
+Out = Annotated[Path | None, _many("JSONL", "Where results go, in order; resumed if it exists.", "--out")]
+BatchSize = Annotated[int | None, _many("B", "Rows at a time; 8 if not given.", "--batch-size")]
 Ray = Annotated[int | None, _many("WORKERS", "On so many Ray workers, a model each; RAY_ADDRESS names the cluster.", "--ray")]
+
+_ENGINE = {one.name: one.option for one in OPTIONS["engine"]}
+AssistantModel = Annotated[str | None, _ENGINE["assistant_model"]]
+DrafterName = Annotated[str | None, _ENGINE["drafter"]]
+DraftTokens = Annotated[int | None, _ENGINE["budget"]]
+DraftTree = Annotated[str | None, _ENGINE["draft_tree"]]
+Rule = Annotated[str | None, _ENGINE["acceptance"]]
+Dtype = Annotated[str | None, _ENGINE["dtype"]]
+Device = Annotated[str | None, _ENGINE["device"]]
+Quantize = Annotated[str | None, _ENGINE["quantize"]]
+QuantizeDraft = Annotated[str | None, _ENGINE["quantize_draft"]]
+KvCache = Annotated[str | None, _ENGINE["kv_cache"]]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import show
+from draftproof.cli.setup import engine_of
 from draftproof.errors import BadInput, DraftproofError, RankLost
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Writer:
         self.engine: Engine | None = None
 
     def complete(self, lines: Sequence[Line]) -> list[tuple[Line, Completion | str]]:
-        self.engine = self.engine or self.batch.setup.engine()
+        self.engine = self.engine or engine_of(self.batch.config)
         return list(self.batch.outcomes(self.engine, lines))
 
 

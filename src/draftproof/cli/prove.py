@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftproof.cli import options as opt
-from draftproof.cli.setup import Setup, lost
+from draftproof.cli.setup import engine_of, lost
+from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def prove(
             raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
     if model is None and drafter is None and assistant_model is None:
         assistant_model = "demo-draft"
-    setup = Setup(
+    setup = EngineConfig(
         model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype, device=device,
         quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
     )  # fmt: skip
@@ -78,7 +79,7 @@ def prove(
         raise typer.Exit(1)
 
 
-def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
+def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Report:
     """Run the sections with a progress bar on stderr; print each verdict as it is reached, and one over all."""
     from draftproof.verify.prove import prove as prove_sections
     from draftproof.verify.prove import report
@@ -86,7 +87,7 @@ def _run(setup: Setup, quick: bool, names: list[str], seed: int) -> Report:
     out, loaded = Console(highlight=False, soft_wrap=True), list[Any]()
 
     def engine() -> Engine:
-        loaded.append(setup.engine())
+        loaded.append(engine_of(setup))
         return loaded[0]                                                    # type: ignore[no-any-return]
 
     done: list[Section] = []
@@ -120,7 +121,7 @@ def _print(out: Console, section: Section) -> None:
         out.print(f"     {failure}", style="red", markup=False)
 
 
-def _described(setup: Setup, engine: Engine) -> dict[str, Any]:
+def _described(setup: EngineConfig, engine: Engine) -> dict[str, Any]:
     """The model at hand."""
     return {
         "model": setup.model,

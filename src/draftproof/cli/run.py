@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
-from draftproof.cli.setup import Setup, as_chat, as_on_gaudi, described, lost, plain_beside, sampling
+from draftproof.cli.setup import as_chat, described, engine_of, gaudi_words, lost, main_process_only, plain_engine
+from draftproof.cli.setup import sampling as with_sampling
+from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -22,86 +24,50 @@ WARM_UP = 8
 """Tokens decoded before a comparison, so that neither side pays for the first calls."""
 
 
+@opt.with_options(engine=None, sampling=None)
 def run(
     model: opt.Model,
     text: opt.Text = None,
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
     chat: opt.Chat = False,
-    assistant_model: opt.AssistantModel = None,
-    drafter: opt.DrafterName = None,
-    num_assistant_tokens: opt.DraftTokens = None,
-    draft_tree: opt.DraftTree = None,
-    acceptance: opt.Rule = None,
-    lossy: opt.Lossy = None,
-    max_new_tokens: opt.NewTokens = None,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    seed: opt.Seed = None,
     n: opt.Samples = 1,
-    stop: opt.Stop = None,
-    repetition_penalty: opt.Repetition = None,
-    presence_penalty: opt.Presence = None,
-    frequency_penalty: opt.Frequency = None,
-    no_repeat_ngram: opt.NoRepeat = None,
-    banned_word: opt.Banned = None,
-    min_new_tokens: opt.MinNewTokens = None,
     prompts: opt.Prompts = None,
     out: opt.Out = None,
     batch_size: opt.BatchSize = None,
+    ray: opt.Ray = None,
     compare: opt.Compare = False,
     json_: opt.Json = False,
-    logprobs: opt.Logprobs = False,
     color: opt.When = opt.Color.auto,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    quantize: opt.Quantize = None,
-    quantize_draft: opt.QuantizeDraft = None,
-    kv_cache: opt.KvCache = None,
-    parallel: opt.Sharding = None,
     bf16: opt.Bf16 = False,
-    use_hpu_graphs: opt.Graphs = False,
-    bucket_size: opt.Bucket = None,
-    compile_: opt.Compile = False,
-    ray: opt.Ray = None,
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:
     """Complete a prompt, or a file of prompts."""
-    dtype, device = as_on_gaudi(dtype, device, bf16, use_hpu_graphs)
-    setup = Setup(
-        model, assistant_model, drafter, num_assistant_tokens, draft_tree, acceptance and acceptance.value, dtype, device,
-        lossy, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache, parallel=parallel and parallel.value,
-        graphs=use_hpu_graphs, bucket=bucket_size, compile=compile_,
-    )  # fmt: skip
-    given = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop,
-        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty, "no_repeat_ngram": no_repeat_ngram, "banned_words": banned_word,
-        "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens, "logprobs": logprobs or None,
-    }  # fmt: skip
+    config = EngineConfig(model, **gaudi_words(engine, bf16))
     many = any(option is not None for option in (prompts, out, batch_size, ray))
-    with setup.one_voice() as group:
+    with main_process_only(config) as group:
         if many:
             if prompts is None or out is None:
                 raise BadInput("a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl")
             if compare or n != 1 or any(source is not None for source in (text, prompt, prompt_file)):
                 raise BadInput("--prompts completes each row once; leave out --compare, --n and any other prompt")
-            Batch(setup, given, prompts, out, batch_size, chat, ray).run()
+            Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
             return
         what = group.told(lambda: _prompt(text, prompt, prompt_file))               # stdin is rank 0's
-        _run(setup, given, as_chat(what) if chat else what, n, compare, None if json_ else show.Ink(sys.stdout, color))
+        _run(config, sampling, as_chat(what) if chat else what, n, compare, None if json_ else show.Ink(sys.stdout, color))
 
 
-def _run(setup: Setup, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, ink: show.Ink | None) -> None:
+def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, ink: show.Ink | None) -> None:
     """Complete one prompt, on `ink` or as JSON."""
-    engine = setup.engine()
-    wanted = sampling(engine.sampling, given)
+    engine = engine_of(config)
+    wanted = with_sampling(engine.sampling, given)
     _check_effect(wanted, given)
     plain = _plainly(engine, prompt, wanted, n) if compare else None
     ours = _written(engine, prompt, wanted, n, ink)
     if ink is None:
-        print(json.dumps(_as_json(ours, plain, described(setup, engine, wanted)), ensure_ascii=False))
+        print(json.dumps(_as_json(ours, plain, described(config, engine, wanted)), ensure_ascii=False))
         _check(ours)
         return
     _check(ours)
@@ -130,7 +96,7 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
 
 def _check_effect(wanted: Sampling, given: dict[str, Any]) -> None:
     """Say so when an option changes nothing."""
-    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     if wanted.temperature == 0 and idle:
         show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
 
@@ -160,7 +126,7 @@ def _check(done: Sequence[Completion]) -> None:
 
 def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:
     """What plain decoding writes, with neither side paying for the first calls."""
-    plain = plain_beside(engine)
+    plain = plain_engine(engine)
     with show.status("decoding plainly first ..."):
         for warm in (engine, plain):
             warm.generate([prompt], sampling=wanted, max_new_tokens=WARM_UP)

@@ -38,8 +38,8 @@ class Objective(StrEnum):
     lk = "lk"
 
 
-_text, _loop = partial(opt._in, "Text"), partial(opt._in, "Training")
-_medusa, _redrafter = partial(opt._in, "Medusa"), partial(opt._in, "ReDrafter")
+_text, _loop = partial(opt.option, "Text"), partial(opt.option, "Training")
+_medusa, _redrafter = partial(opt.option, "Medusa"), partial(opt.option, "ReDrafter")
 
 Trained = Annotated[Method, typer.Argument(help="[bold]medusa[/bold] or [bold]redrafter[/bold].", show_default=False)]
 Data = Annotated[list[Path], _text("FILE", "Texts, .txt or .jsonl; repeatable.", "--data")]
@@ -51,7 +51,7 @@ Temperatures = Annotated[list[float] | None, _text("T", "It writes at these in t
 Drafts = Annotated[str | None, _text("MODEL", "Drafts while it writes.", "--assistant-model")]
 Rows = Annotated[int, _text("B", "Rows it writes side by side.", "--batch-size")]
 SelfGeneratedText = Annotated[Path | None, _text("FILE", "Where its text is kept, to train several heads on; in --out.", "--own-text")]
-Out = Annotated[Path, opt._in(None, "DIR", "Where the heads go; the same command goes on.", "--out")]
+Out = Annotated[Path, opt.option(None, "DIR", "Where the heads go; the same command goes on.", "--out")]
 
 Minutes = Annotated[float | None, _loop("M", "Train about so long.", "--minutes")]
 Steps = Annotated[int | None, _loop("N", "Train so many steps.", "--steps")]
@@ -66,7 +66,7 @@ Seed = Annotated[int, _loop("S", "Same seed, same heads.", "--seed")]
 SaveMinutes = Annotated[float, _loop("M", "Between checkpoints.", "--save-minutes")]
 
 Heads = Annotated[int | None, _medusa("K", "Heads; 5.", "--heads")]
-Layers = Annotated[int | None, opt._in("Medusa", "N", "Blocks per head; 1. For redrafter as well.", "--layers")]
+Layers = Annotated[int | None, opt.option("Medusa", "N", "Blocks per head; 1. For redrafter as well.", "--layers")]
 OwnProjection = Annotated[bool, _medusa(None, "A projection per head instead of the target's.", "--own-projection")]
 JointToo = Annotated[bool, _medusa(None, "Then, as long again, with the backbone (Medusa-2): another model.", "--joint")]
 OneStage = Annotated[bool, _medusa(None, "With --joint: heads and backbone together from the start.", "--one-stage")]
