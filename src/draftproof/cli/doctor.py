@@ -38,8 +38,9 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     from draftproof.model.exactness import probe
 
     with show.status("looking at the machine ..."):
-        drafts = {} if engine.keys() & {"drafter", "assistant_model"} else {"drafter": "none"}
-        made = engine_of(EngineConfig(model, **engine, **drafts))
+        if not engine.keys() & {"drafter", "assistant_model"}:
+            engine["drafter"] = "none"
+        made = engine_of(EngineConfig(model, **engine))
         target = made.target
         facts, found = {"model": model, **_facts(target), **_drafts(made), **quantised(made)}, probe(target)
     if json_:
