@@ -169,7 +169,7 @@ def test_quantised_targets_and_drafts_are_chosen_apart(drafter: str) -> None:
         ({"quantize": "int7"}, "quantize was 'int7'; choose one of int8, int4, fp8"),
         ({"quantize_draft": "gptq"}, "quantize_draft was 'gptq'"),
         ({"kv_cache": "int4"}, "kv_cache was 'int4'; choose one of int8, fp8"),
-        ({"quantize_draft": "int8"}, "there is none; name one"),
+        ({"quantize_draft": "int8"}, "is for draft models; name one"),
         ({"quantize": "fp8"}, "emulated on a CPU"),
         ({"drafter": "self-int7"}, "self-int8, self-int4, or self-layers:N"),
         ({"drafter": "self-layers:x"}, "self-int8, self-int4, or self-layers:N"),
