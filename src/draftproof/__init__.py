@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from draftproof.errors import DraftproofError
     from draftproof.model.loading import embedded
     from draftproof.model.target import Target
-    from draftproof.training.data import DataConfig, SelfGenerateConfig
+    from draftproof.training.self_generate import SelfGenerateConfig
+    from draftproof.training.texts import DataConfig
     from draftproof.training.train_run import TrainRun, train
-    from draftproof.training.trainer import Plan
+    from draftproof.training.trainer import TrainConfig
 
 __version__ = "0.1.0"
 
@@ -58,7 +59,6 @@ __all__ = [
     "Medusa",
     "MedusaHead",
     "Plain",
-    "Plan",
     "Portfolio",
     "PromptLookup",
     "ReDrafter",
@@ -72,6 +72,7 @@ __all__ = [
     "Target",
     "TokenRecycling",
     "TokenTree",
+    "TrainConfig",
     "TrainRun",
     "TreeShape",
     "Typical",
@@ -106,8 +107,9 @@ _HOME = {
     "draftproof.model.loading": ("embedded",),
     "draftproof.model.target": ("Target",),
     "draftproof.training.train_run": ("TrainRun", "train"),
-    "draftproof.training.data": ("DataConfig", "SelfGenerateConfig"),
-    "draftproof.training.trainer": ("Plan",),
+    "draftproof.training.self_generate": ("SelfGenerateConfig",),
+    "draftproof.training.texts": ("DataConfig",),
+    "draftproof.training.trainer": ("TrainConfig",),
 }
 """Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof --help`` must not."""
 

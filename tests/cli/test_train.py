@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "rows of nothing": (["--length", "4"], ["length", "at least 16"]),
     "batches of nothing": (["--batch", "0"], ["batch", "at least 1"]),
     "no time": (["--minutes", "0"], ["minutes", "above 0"]),
-    "no steps": (["--steps", "0"], ["steps", "above 0"]),
+    "no steps": (["--steps", "0"], ["steps", "at least 1"]),
     "no rate": (["--lr", "0"], ["rate", "above 0"]),
     "too large a cache": (["--cache-gb", "9"], ["cache_gb", "to 2"]),
     "nothing to write": (["--self-generate", "--tokens", "0"], ["at least 1"]),

@@ -22,21 +22,21 @@ from draftproof.errors import BadInput
 from draftproof.training import calibrate
 from draftproof.training.calibrate import (
     RANKS,
+    CalibrateConfig,
     Calibration,
-    Lane,
-    Wanted,
+    Comparison,
     Written,
     by_rank,
     complete,
     expected,
     grow,
-    prompt_of,
     ranks_of,
     rising,
     rounds_of,
     write,
 )
-from draftproof.training.texts import Document
+from draftproof.training.rows import OPENING, prompt_of
+from draftproof.training.texts import Document, Message
 
 HEADS, NEW = 3, 24
 
@@ -63,7 +63,7 @@ def silent(doing: str, done: int, of: int) -> None:
 
 def texts_of(temperature: float, stop_tokens: tuple[int, ...] = (), count: int = 6) -> list[Written]:
     engine = Engine(target(), stop_tokens=stop_tokens)
-    return write(engine, prompts(count), Wanted(tokens=NEW, temperature=temperature, seed=5), silent)
+    return write(engine, prompts(count), CalibrateConfig(tokens=NEW, temperature=temperature, seed=5), silent)
 
 
 def choices(*rows: tuple[int, ...]) -> Tensor:
@@ -190,10 +190,10 @@ def calibration(seconds: tuple[float, ...], overhead: float = 0.0) -> Calibratio
         verify=CostCurve(widths, seconds),
         overhead=CostCurve((0, 4), (0.0, overhead)),
         acceptance=((0.5,) * 4,),
-        tried=(9,),
-        lanes=(Lane("plain", 1.0, (1.0, 1.0, 3.0)), Lane("calibrated tree", 2.0, (0.5, 1.0, 0.5))),
+        positions_by_depth=(9,),
+        compared=(Comparison("plain", 1.0, (1.0, 1.0, 3.0)), Comparison("calibrated tree", 2.0, (0.5, 1.0, 0.5))),
         written=9,
-        places=9,
+        positions=9,
         held_out=1,
     )
 
@@ -211,7 +211,7 @@ def test_the_size_that_is_fastest_is_chosen(seconds: tuple[float, ...], nodes: i
 
 
 def test_rivals_are_compared_prompt_by_prompt() -> None:
-    plain, ours = calibration((1.0,) * 5).lanes
+    plain, ours = calibration((1.0,) * 5).compared
     assert ours.speed_up(plain) == 2.0 and plain.speed_up(plain) == 1.0
 
 
@@ -256,32 +256,32 @@ def test_a_calibration_is_whole(make: Any, rivals: list[str]) -> None:
         silent(doing, done, of)
         heard.add(doing)
 
-    found = calibrate.calibrate(engine, head, prompts(7), Wanted(tokens=16, nodes=6), told)
+    found = calibrate.calibrate(engine, head, prompts(7), CalibrateConfig(tokens=16, nodes=6), told)
     assert len(found.tree) == 6 and len(found.tokens) == len(found.speed_up) == 7
     assert found.tokens[0] == 1 and max(found.tokens) > 1
     assert 1 <= found.nodes <= 6 and found.held_out == 2 and found.written == 5 * 16
-    assert [lane.name for lane in found.lanes] == ["plain", *rivals]
-    assert found.lanes[0].tokens_per_round == 1 <= min(lane.tokens_per_round for lane in found.lanes)
-    assert all(len(lane.seconds_per_token) == 2 and min(lane.seconds_per_token) > 0 for lane in found.lanes)
-    assert sum(found.acceptance[0]) <= 1 + 1e-6 and found.tried[0] == found.places
+    assert [lane.name for lane in found.compared] == ["plain", *rivals]
+    assert found.compared[0].tokens_per_round == 1 <= min(lane.tokens_per_round for lane in found.compared)
+    assert all(len(lane.seconds_per_token) == 2 and min(lane.seconds_per_token) > 0 for lane in found.compared)
+    assert sum(found.acceptance[0]) <= 1 + 1e-6 and found.positions_by_depth[0] == found.positions
     assert heard == {"writing", "reading", "timing reads", "timing drafts", "comparing"}
 
 
 def test_a_target_that_reads_no_trees_is_calibrated_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target(), "reads_trees", False)
     head = heads()
-    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3), Wanted(tokens=12, nodes=9))
+    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3), CalibrateConfig(tokens=12, nodes=9))
     assert found.tree == ((0,), (0, 0), (0, 0, 0))
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:
     head = heads()
     with pytest.raises(BadInput, match="at least two"):
-        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1), Wanted())
+        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1), CalibrateConfig())
     with pytest.raises(BadInput, match="at least 8"):
-        Wanted(tokens=4)
+        CalibrateConfig(tokens=4)
     with pytest.raises(BadInput, match="nodes"):
-        Wanted(nodes=0)
+        CalibrateConfig(nodes=0)
 
 
 class Letters:
@@ -296,10 +296,10 @@ class Letters:
 
 def test_prompts_are_what_stands_before_an_answer() -> None:
     codec: Any = Letters()
-    chat = Document(messages=(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")))
+    chat = Document(messages=tuple(Message(*one) for one in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))))
     assert prompt_of(chat, codec) == codec.encode("user:a|assistant:b|user:c")
     assert prompt_of(Document("answer", "question"), codec) == codec.encode("question")
-    assert prompt_of(Document("x" * 500), codec) == codec.encode("x" * calibrate.OPENING)
+    assert prompt_of(Document("x" * 500), codec) == codec.encode("x" * OPENING)
 
 
 def test_seeds_and_temperature_are_those_asked_for() -> None:

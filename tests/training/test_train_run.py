@@ -1,4 +1,4 @@
-"""A whole course: from files to a folder that decodes, killed and gone on with, and described."""
+"""A whole run: from files to a folder that decodes, killed and gone on with, and described."""
 
 from __future__ import annotations
 
@@ -13,40 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lessons import Silent, saved_model
+from training_helpers import Recorder, saved_model
 
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import Whole
-from draftproof.training import data
-from draftproof.training.data import DataConfig, SelfGenerateConfig
-from draftproof.training.joint import Together
-from draftproof.training.lock import alone_in
-from draftproof.training.self_generate import Progress
+from draftproof.training import train_run
+from draftproof.training.files import locked
+from draftproof.training.joint import JointConfig
+from draftproof.training.self_generate import SelfGenerateConfig
+from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import TrainRun, train
-from draftproof.training.trainer import Plan
-
-
-class Follower(Silent):
-    """Hears everything of a course."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-        self.progress: list[Progress] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def wrote(self, progress: Progress) -> None:
-        self.progress.append(progress)
+from draftproof.training.trainer import TrainConfig
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and texts."""
-    folder = tmp_path_factory.mktemp("course")
+    folder = tmp_path_factory.mktemp("source")
     saved_model(folder / "tiny")
     words = ("cat", "dog", "fox", "hen", "owl", "pig", "cow", "ant")
     story = "Once upon a time there was a {} who met a {}. They played in the sun."
@@ -55,108 +40,89 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def course_of(ground: Path, out: Path, **changes: Any) -> TrainRun:
-    given: dict[str, Any] = {
-        "model": str(ground / "tiny"),
-        "sources": DataConfig((ground / "texts.jsonl",)),
-        "out": out,
-        "form": {"heads": 2},
-        "plan": Plan(steps=12, rate=3e-3),
-        "length": 32,
-        "batch": 4,
-    }
-    return TrainRun(**{**given, **changes})
-
-
 def fresh_head(target: Any) -> MedusaHead:
     return MedusaHead.fresh(target, 2)
 
 
-def followed(course: TrainRun) -> Follower:
-    guide = Follower()
-    train(course, fresh_head, guide)
-    return guide
+def run(source: Path, out: Path, recorder: Recorder | None = None, **changes: Any) -> Recorder:
+    """Train; `changes` are of TrainRun where it has such a field, else of TrainConfig."""
+    given: dict[str, Any] = {
+        "model": str(source / "tiny"), "data": DataConfig((source / "texts.jsonl",)), "out": out,
+        "head_config": {"heads": 2, "layers": 1, "share_lm_head": True},
+    }  # fmt: skip
+    given |= {name: changes.pop(name) for name in list(changes) if name in TrainRun.__dataclass_fields__}
+    config = TrainConfig(**{"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4, **changes})
+    recorder = recorder or Recorder()
+    train(TrainRun(**given, config=config), fresh_head, recorder)
+    return recorder
+
+
+def same_text(model: str, heads: Path) -> bool:
+    """Whether the heads draft, and the text is the one without them."""
+    engine, plain = load(model, drafter=str(heads)), load(model, drafter="none")
+    one, other = (e.generate("Once upon a time", max_new_tokens=24)[0] for e in (engine, plain))
+    return one.tokens == other.tokens and one.stats.drafted > 0
 
 
 @pytest.fixture(scope="module")
-def finished(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "heads"
-    followed(course_of(ground, out))
+    run(source, out)
     return out
 
 
-def test_the_folder_decodes_and_the_text_is_the_targets(ground: Path, finished: Path) -> None:
-    engine, plain = load(str(ground / "tiny"), drafter=str(finished)), load(str(ground / "tiny"), drafter="none")
-    one, other = (e.generate("Once upon a time", max_new_tokens=24)[0] for e in (engine, plain))
-    assert one.tokens == other.tokens and one.stats.drafted > 0
-
-
-def test_the_folder_says_where_it_comes_from(ground: Path, finished: Path) -> None:
+def test_the_folder_decodes_and_says_where_it_comes_from(source: Path, finished: Path) -> None:
+    assert same_text(str(source / "tiny"), finished)
     card, record = (finished / "README.md").read_text(), json.loads((finished / "training.json").read_text())
-    for words in ("`tiny`", "texts.jsonl", record["settings"]["data"]["texts.jsonl"], "licence", "12 steps", "torch", "CPU"):
+    digest = record["settings"]["data"]["texts.jsonl"]
+    for words in ("base_model: tiny", "`tiny`", "texts.jsonl", digest, "licence", "12 steps", "torch", "CPU"):
         assert words in card
     assert f"{record['held_out']['tokens_per_round']:.2f}" in card and record["rows"] + record["held_out_rows"] == 64
     assert record["pairs"] == json.loads((finished / "config.json").read_text())["pairs"] > 0
-    assert f"{record['pairs']:,} pairs" in card
+    assert f"{record['pairs']:,} pairs" in card and "{" not in card and "\n\n\n" not in card
     for file in ("README.md", "training.json", "config.json"):
-        assert str(ground) not in (finished / file).read_text()           # nothing of this machine's folders
+        assert str(source) not in (finished / file).read_text()           # nothing of this machine's folders
     for name in ("accuracy.png", "loss.png"):
         assert f"({name})" in card and (finished / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_is_left_that_only_served_to_go_on(finished: Path) -> None:
-    assert {file.name for file in finished.iterdir()} == {
+    assert {file.name for file in finished.iterdir()} == {                # nothing that only served to go on
         "README.md", "accuracy.png", "config.json", "log.jsonl", "loss.png", "model.safetensors", "training.json",
     }  # fmt: skip
 
 
-def test_a_finished_course_is_not_followed_again_and_another_is_refused(ground: Path, finished: Path) -> None:
+def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
+    source: Path, finished: Path, tmp_path: Path
+) -> None:
     before = (finished / "model.safetensors").read_bytes()
-    guide = followed(course_of(ground, finished))
-    assert guide.notes == [f"{finished} is complete"] and guide.losses == []
-    with pytest.raises(BadInput, match=r"steps 12, now it is 13"):
-        followed(course_of(ground, finished, plan=Plan(steps=13, rate=3e-3)))
+    again = run(source, finished)
+    assert again.notes == [f"{finished} is complete"] and again.losses == []
+    (tmp_path / "texts.jsonl").write_text((source / "texts.jsonl").read_text().replace("cat", "bat"))
+    saved_model(tmp_path / "tiny", seed=1)
+    for words, changes in (
+        (r"steps 12, now it is 13", {"steps": 13}),
+        ("data", {"data": DataConfig((tmp_path / "texts.jsonl",))}),
+        ("weights", {"model": str(tmp_path / "tiny")}),
+    ):
+        with pytest.raises(BadInput, match=words):
+            run(source, finished, **changes)
+    with locked(finished), pytest.raises(BadInput, match="another process"):
+        run(source, finished)
     assert (finished / "model.safetensors").read_bytes() == before
 
 
-def test_two_never_train_in_one_folder(ground: Path, tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(BadInput, match="another process"):
-        followed(course_of(ground, tmp_path))
-
-
-def test_changed_data_and_weights_are_refused_by_name(ground: Path, finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text((ground / "texts.jsonl").read_text().replace("cat", "bat"))
-    with pytest.raises(BadInput, match="data"):
-        followed(course_of(ground, finished, sources=DataConfig((tmp_path / "texts.jsonl",))))
-    other = saved_model(tmp_path / "tiny", seed=1)
-    with pytest.raises(BadInput, match="weights"):
-        followed(course_of(ground, finished, model=str(other)))
-
-
-def test_features_on_disk_change_nothing_but_the_time(ground: Path, tmp_path: Path) -> None:
+def test_features_on_disk_change_nothing_but_the_time(source: Path, tmp_path: Path) -> None:
     """With a target in bfloat16 they are its very states; epochs after the first read no target."""
-    plan = Plan(epochs=3, rate=3e-3)
-    outs = [tmp_path / "cached", tmp_path / "streamed"]
-    for out, gigabytes in zip(outs, (1.0, 0.0), strict=True):
-        followed(course_of(ground, out, plan=plan, cache_gb=gigabytes, objective="kl", dtype="bfloat16"))
-    losses = [[json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()] for out in outs]
+    for out, gigabytes in (("cached", 1.0), ("streamed", 0.0)):
+        run(source, tmp_path / out, steps=None, epochs=3, cache_gb=gigabytes, objective="kl", dtype="bfloat16")
+    logs = [(tmp_path / out / "log.jsonl").read_text().splitlines() for out in ("cached", "streamed")]
+    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     assert len(losses[0]) > 6 and losses[0] == pytest.approx(losses[1], rel=0.02)
-    assert not (outs[0] / "cache").exists()
+    assert not (tmp_path / "cached" / "cache").exists()
 
 
-def test_the_target_writes_its_own_texts_for_several_heads(ground: Path, tmp_path: Path) -> None:
-    writing = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
-    first = followed(course_of(ground, tmp_path / "one", writing=writing))
-    second = followed(course_of(ground, tmp_path / "two", writing=writing, plan=Plan(steps=4)))
-    assert first.progress and not second.progress and first.progress[-1].tokens == 800
-    record = json.loads((tmp_path / "two" / "training.json").read_text())
-    assert record["counted"] >= 750 and "target wrote" in (tmp_path / "two" / "README.md").read_text()
-
-
-def test_on_a_cpu_the_target_writes_by_a_packed_copy(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_target_writes_its_own_texts_for_several_heads(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What learns is not changed: training needs the layers as they were."""
+    """On a CPU by a packed copy, so that what learns keeps its layers as they were."""
     packed = []
 
     def seen(*args: Any, **options: Any) -> Any:
@@ -164,79 +130,70 @@ def test_on_a_cpu_the_target_writes_by_a_packed_copy(
         packed.append(sum(isinstance(module, Whole) for module in engine.target.model.modules()))
         return engine
 
-    monkeypatch.setattr(data, "load", seen)
-    writing = SelfGenerateConfig(tokens=200, rows_at_a_time=8)
-    followed(course_of(ground, tmp_path, writing=writing, plan=Plan(steps=2), dtype="bfloat16"))
+    monkeypatch.setattr(train_run, "load", seen)
+    own = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
+    first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
+    second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
+    assert first.progress and not second.progress and first.progress[-1].tokens == 800
     assert len(packed) == 1 and packed[0] > 0
+    record = json.loads((tmp_path / "two" / "training.json").read_text())
+    assert record["counted"] >= 750 and "target wrote" in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(ground: Path, tmp_path: Path) -> None:
-    options = ["medusa", str(ground / "tiny"), "--data", str(ground / "texts.jsonl"), "--heads", "2", "--steps", "150"]
-    options += ["--length", "32", "--batch", "4", "--lr", "0.003"]
-    broken = tmp_path / "broken"
+def test_chats_that_the_template_refuses_are_skipped_or_refused(source: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '' if m.role != 'system' else raise_exception('no system') }}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = saved_model(tmp_path / "tiny")
+    (model / "chat_template.jinja").write_text(template)
+    said = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am a small dog and I play."}]
+    rows = [{"messages": [*([{"role": "system", "content": f"{n}"}] if n % 2 else []), *said, {"role": "user", "content": f"{n}"},
+                          {"role": "assistant", "content": f"This is answer {n}."}]} for n in range(32)]  # fmt: skip
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recorder = run(source, tmp_path / "out", model=str(model), data=DataConfig((file,)), steps=2)
+    assert any("skipped 16 chats" in note and "no system" in note for note in recorder.notes) and len(recorder.losses) == 2
+    with pytest.raises(BadInput, match="no system"):
+        run(source, tmp_path / "strict", model=str(model), data=DataConfig((file,), strict=True), steps=2)
+
+
+def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Path, tmp_path: Path) -> None:
+    options = ["--steps", "150", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003", "--save-minutes", "0"]
+    broken, files = tmp_path / "broken", [str(source / "tiny"), "--data", str(source / "texts.jsonl")]
     script = "from draftproof.cli.app import main; main()"
-    command = [sys.executable, "-c", script, "train", *options, "--out", str(broken), "--save-minutes", "0"]
+    command = [sys.executable, "-c", script, "train", "medusa", *files, *options, "--out", str(broken)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    _wait_for(broken / "log.jsonl", 20, running)
+    log = broken / "log.jsonl"
+    while not log.exists() or log.read_text().count("\n") < 20:
+        assert running.poll() is None, running.stderr and running.stderr.read().decode()
+        time.sleep(0.05)
     running.send_signal(signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL and not (broken / "training.json").exists()
-
-    plan = Plan(steps=150, rate=3e-3)
-    resumed = followed(_as_the_command_line(course_of(ground, broken, plan=plan)))
-    whole = followed(_as_the_command_line(course_of(ground, tmp_path / "whole", plan=plan)))
+    resumed, whole = (run(source, tmp_path / out, steps=150) for out in ("broken", "whole"))
     assert 0 < len(resumed.losses) < 150 == len(whole.losses)
-    assert resumed.losses[-1] == whole.losses[-1] and resumed.exams[-1] == whole.exams[-1]
+    assert resumed.losses[-1] == whole.losses[-1] and resumed.evaluations[-1] == whole.evaluations[-1]
     assert (broken / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
-def _as_the_command_line(course: TrainRun) -> TrainRun:
-    """Its record of the form is more detailed; the bits are the same."""
-    from dataclasses import replace
-
-    return replace(course, form={"heads": 2, "layers": 1, "share_lm_head": True})
-
-
-def _wait_for(log: Path, lines: int, running: subprocess.Popen[bytes]) -> None:
-    for _ in range(2400):
-        if log.exists() and log.read_text().count("\n") >= lines:
-            return
-        assert running.poll() is None, running.stderr and running.stderr.read().decode()
-        time.sleep(0.05)
-    raise AssertionError("it never began")
-
-
-def test_a_joint_course_gives_a_model_and_its_heads(ground: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    out = tmp_path / "both"
-    course = course_of(ground, out, joint=Together(distil=True), plan=Plan(steps=8, rate=1e-2))
-    guide = followed(course)
-    assert guide.begun == (0, 8) and len(guide.losses) == 16                # heads alone, then both
-    engine, plain = load(str(out / "model"), drafter=str(out / "heads")), load(str(out / "model"), drafter="none")
-    one, other = (e.generate("Once upon a time", max_new_tokens=24)[0] for e in (engine, plain))
-    assert one.tokens == other.tokens and one.stats.drafted > 0
-    card = (out / "README.md").read_text()
-    assert "another model" in card and "with respect to this new model" in card and re.search(r"KL \d\.\d{4} away", card)
-    assert not list(out.rglob("*.pt")) and str(tmp_path) not in card
-    assert followed(course).notes == [f"{out} is complete"]
-
-
-def test_a_joint_course_that_dies_in_its_second_stage_ends_at_the_same_bits(ground: Path, tmp_path: Path) -> None:
+def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
 
-    class Dying(Follower):
+    class Dying(Recorder):
         def stepped(self, step: int, loss: float, speed: float) -> None:
             super().stepped(step, loss, speed)
             if len(self.losses) == 10:
                 raise SystemExit
 
-    def course(out: Path, save_minutes: float) -> TrainRun:
-        return course_of(ground, out, joint=Together(), plan=Plan(steps=6, rate=1e-2, save_minutes=save_minutes))
-
-    followed(course(tmp_path / "whole", 2.0))
+    joint: dict[str, Any] = {"joint": JointConfig(distil=True), "steps": 6, "learning_rate": 1e-2}
+    out, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = run(source, out, **joint)
+    assert whole.begun == (0, 6) and len(whole.losses) == 12                # heads alone, then both
+    assert same_text(str(out / "model"), out / "heads")
+    card = (out / "README.md").read_text()
+    assert "with respect to this new model" in card and re.search(r"KL \d\.\d{4} away", card)
+    assert not list(out.rglob("*.pt")) and str(tmp_path) not in card
+    assert run(source, out, **joint).notes == [f"{out} is complete"]
     with pytest.raises(SystemExit):
-        train(course(tmp_path / "broken", 0), fresh_head, Dying())
-    resumed = followed(course(tmp_path / "broken", 2.0))
-    assert len(resumed.losses) == 3
+        run(source, broken, Dying(), save_minutes=0, **joint)
+    assert len(run(source, broken, **joint).losses) == 3
     for file in ("heads/model.safetensors", "model/model.safetensors"):
-        assert (tmp_path / "broken" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+        assert (broken / file).read_bytes() == (out / file).read_bytes()

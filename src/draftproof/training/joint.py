@@ -1,7 +1,7 @@
 """Medusa-2: heads and backbone learn together (arXiv 2401.10774, section 2.2.2). Knows peft.
 
-The backbone learns through low-rank adapters, held to what it was by the loss of a language model or, better, by its own
-law with the adapters off. It becomes another model, with respect to which decoding is lossless afterwards.
+The backbone learns through low-rank adapters, by the loss of a language model or, better, distilled from itself with the
+adapters off. It becomes another model, with respect to which decoding is lossless afterwards.
 """
 
 from __future__ import annotations
@@ -21,75 +21,79 @@ from draftproof.drafters.base import DraftHead
 from draftproof.errors import BadInput
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
-from draftproof.training.heads import backward, examined, learnt, precision
+from draftproof.training.features import Streamed
+from draftproof.training.heads import autocast, backward, evaluate, trained
 from draftproof.training.rows import Batch
-from draftproof.training.trainer import Exam, ProcessGroup
+from draftproof.training.trainer import Evaluation
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
-SLOWER = 0.25
+BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
 TWO_STAGES, ONE_STAGE = 0.2, 0.01
-"""What the heads' loss counts: all the time behind a first stage of heads alone; or at the end of a sine from nothing."""
+"""Weight of the heads' loss: constant behind a first stage of heads alone; or at the end of a sine from nothing."""
 
 
 @dataclass(frozen=True)
-class Together:
-    """How backbone and heads share a loss. distil: keep the backbone's own law; otherwise learn the texts."""
+class JointConfig:
+    """How backbone and heads share a loss. distil: keep the backbone's distribution; otherwise learn the texts."""
 
     distil: bool = True
     one_stage: bool = False
 
-    def heads(self, progress: float) -> float:
-        """What the heads' loss counts at this point of the run."""
+    def __post_init__(self) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise BadInput("training the backbone needs peft; install draftproof[train]") from error
+
+    def head_weight(self, progress: float) -> float:
         return ONE_STAGE * math.sin(progress * math.pi / 2) if self.one_stage else TWO_STAGES
 
 
-class Joint:
-    """A head and, by adapters in its place, the target's own model. Implements `training.trainer.Subject`."""
+class HeadsAndBackbone:
+    """A head and, by adapters in its place, the target's own model. Implements `training.trainer.Trainable`."""
 
-    def __init__(self, head: DraftHead, target: Target, together: Together, objective: str) -> None:
-        self.head, self.target, self.together, self.objective = head, target, together, objective
+    def __init__(self, head: DraftHead, target: Target, config: JointConfig, objective: str) -> None:
+        self.head, self.target, self.config, self.objective = head, target, config, objective
         self.adapted = _adapted(target.model)
+        self._read = Streamed(target, head.hidden_layers, True)
 
-    def groups(self) -> list[ProcessGroup]:
-        heads = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
-        backbone = [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]
-        return [ProcessGroup(heads), ProcessGroup(backbone, SLOWER)]
+    def param_groups(self) -> list[dict[str, Any]]:
+        backbone = list(trained(self.adapted).values())
+        return [{"params": list(trained(self.head).values())}, {"params": backbone, "factor": BACKBONE_RATE}]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
         """The heads' gradient stops at the hidden states, and goes on from there with the backbone's own."""
-        own = self._teacher(batch) if self.together.distil else None
-        _dropout(self.adapted, True)
-        with precision(self.target):
+        teacher = self._original_logits(batch) if self.config.distil else None
+        _set_dropout(self.adapted, True)
+        with autocast(self.target):
             features = self._features(batch)
-            loss = self._backbone_loss(features, own) * share
-        _dropout(self.adapted, False)
+            loss = (_text_loss(features) if teacher is None else _kl(features, teacher)) * share
+        _set_dropout(self.adapted, False)
         hidden = features.hidden.detach().requires_grad_()
-        assert features.logits is not None
-        seen = replace(features, hidden=hidden, logits=features.logits.detach() if self.objective != "ce" else None)
-        heads = backward(self.head, seen, self.target, self.objective, share * self.together.heads(progress))
+        logits = _logits(features).detach() if self.objective != "ce" else None
+        weight = share * self.config.head_weight(progress)
+        heads = backward(self.head, replace(features, hidden=hidden, logits=logits), self.target, self.objective, weight)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
         return loss.detach() + heads
 
     @torch.no_grad()
-    def examine(self, batches: Sequence[Batch]) -> Exam:
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         """The heads, and how far the backbone is from what it was: figures in nats per token."""
-        exam = examined(self.head, self.target, self.objective, self._read, batches)
-        sums = {"backbone_loss": 0.0, "original_loss": 0.0, "backbone_kl": 0.0}
-        size = sum(batch.size for batch in batches)
+        figures = {"backbone_loss": 0.0, "original_loss": 0.0, "backbone_kl": 0.0}
+        size = sum(batch.loss_tokens for batch in batches)
         for batch in batches:
-            with precision(self.target):
-                features, own = self._features(batch), self._teacher(batch)
-                before = replace(features, logits=own)
-                losses = (_text_loss(features), _text_loss(before), _law_loss(features, own))
-            for name, loss in zip(sums, losses, strict=True):
-                sums[name] += float(loss) * batch.size / size
-        return exam._replace(figures=sums)
+            with autocast(self.target):
+                features, teacher = self._features(batch), self._original_logits(batch)
+                losses = (_text_loss(features), _text_loss(replace(features, logits=teacher)), _kl(features, teacher))
+            for name, loss in zip(figures, losses, strict=True):
+                figures[name] += float(loss) * batch.loss_tokens / size
+        return evaluate(self.head, self.target, self.objective, self._read, batches)._replace(figures=figures)
 
     def state(self) -> dict[str, Tensor]:
-        backbone = {f"backbone.{name}": value for name, value in learnt(self.adapted).items()}
-        return backbone | {f"head.{name}": value for name, value in learnt(self.head).items()}
+        modules = {"backbone": self.adapted, "head": self.head}
+        return {f"{part}.{name}": p.detach() for part, module in modules.items() for name, p in trained(module).items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         for prefix, module in (("backbone.", self.adapted), ("head.", self.head)):
@@ -102,69 +106,55 @@ class Joint:
         return merged.eval()
 
     def _features(self, batch: Batch) -> Features:
-        device = self.target.device
-        return self.target.features(batch.tokens.to(device), batch.weights.to(device), hidden_layers=self.head.hidden_layers, logits=True)
-
-    def _read(self, batch: Batch) -> Features:
-        found = self._features(batch)
-        return found if self.objective != "ce" else replace(found, logits=None)
+        """With gradients, where they are on."""
+        tokens, weights = batch.tokens.to(self.target.device), batch.weights.to(self.target.device)
+        return self.target.features(tokens, weights, hidden_layers=self.head.hidden_layers, logits=True)
 
     @torch.no_grad()
-    def _teacher(self, batch: Batch) -> Tensor:
-        """[B, S, V] what the target said before it learnt anything."""
-        with self.adapted.disable_adapter(), precision(self.target):
-            logits = self._features(batch).logits
-        assert logits is not None
-        return logits
+    def _original_logits(self, batch: Batch) -> Tensor:
+        """[B, S, V] of the target before it learnt anything."""
+        with self.adapted.disable_adapter(), autocast(self.target):
+            return _logits(self._features(batch))
 
-    def _backbone_loss(self, features: Features, own: Tensor | None) -> Tensor:
-        return _text_loss(features) if own is None else _law_loss(features, own)
+
+def _logits(features: Features) -> Tensor:
+    assert features.logits is not None
+    return features.logits
 
 
 def _text_loss(features: Features) -> Tensor:
-    """-log p of the tokens that count, each foretold from the one before."""
-    assert features.logits is not None
-    logits, labels = features.logits[:, :-1].float(), features.tokens[:, 1:]
-    places = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    return _mean(places, features.weights)
+    """-log p of the tokens in the loss, each predicted from the one before."""
+    logits, labels = _logits(features)[:, :-1].float(), features.tokens[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return _mean(losses, features.weights)
 
 
-def _law_loss(features: Features, own: Tensor) -> Tensor:
-    """KL(before || now) of the token behind each place whose next one counts."""
-    assert features.logits is not None
-    before, now = own[:, :-1].float().log_softmax(-1), features.logits[:, :-1].float().log_softmax(-1)
+def _kl(features: Features, teacher: Tensor) -> Tensor:
+    """KL(teacher || now) of the tokens in the loss."""
+    before, now = teacher[:, :-1].float().log_softmax(-1), _logits(features)[:, :-1].float().log_softmax(-1)
     return _mean((before.exp() * (before - now)).sum(-1), features.weights)
 
 
-def _mean(places: Tensor, weights: Tensor) -> Tensor:
-    return (places * weights[:, 1:]).sum() / weights[:, 1:].sum().clamp(min=1e-6)
-
-
-def need_peft() -> None:
-    """Say so at once if it is missing."""
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise BadInput("training the backbone needs peft; install draftproof[train]") from error
+def _mean(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum().clamp(min=1e-6)
 
 
 def _adapted(model: PreTrainedModel) -> Any:
-    """The model with fresh adapters in it, all else frozen; the draw of their weights is always the same."""
-    need_peft()
+    """The model with fresh adapters in it, all else frozen; their first weights are always the same."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)               # peft asks transformers by names that grow old
+        warnings.simplefilter("ignore", FutureWarning)                  # peft asks transformers by names that grow old
         adapted = get_peft_model(model, config)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+    for parameter in trained(adapted).values():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return adapted.eval()
 
 
-def _dropout(adapted: Any, on: bool) -> None:
+def _set_dropout(adapted: Any, on: bool) -> None:
     """The adapters' dropout alone; the backbone's own layers stay as they decode."""
     for name, module in adapted.named_modules():
         if name.endswith("lora_dropout.default"):

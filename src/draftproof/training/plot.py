@@ -1,108 +1,89 @@
-"""Pictures of a run: loss and accuracy over the tokens read. Knows the log; needs matplotlib, which is optional."""
+"""Pictures of training and of calibration. Needs matplotlib, which comes with the extra ``train``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-INK, GRID, PAPER = "#1f2933", "#e4e7eb", "#ffffff"
-SHADES = ("#0b4f6c", "#1b7f9e", "#3aa6b9", "#e0a03b", "#d1603d", "#9d3c72", "#5b4b8a", "#7b8794")
-"""One colour per step of the head, from near to far."""
+import numpy as np
+
+from draftproof.errors import BadInput
+from draftproof.training.files import whole
+
+if TYPE_CHECKING:
+    from draftproof.training.calibrate import Calibration
 
 
-def write_plots(log: Path, folder: Path, title: str) -> bool:
-    """Write loss.png and accuracy.png; False if matplotlib is missing, or nothing was logged."""
+def need_matplotlib() -> None:
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
-        return False
+        raise BadInput("the picture needs matplotlib; install draftproof[train]") from None
+
+
+def plot_training(log: Path, folder: Path, title: str) -> None:
+    """loss.png and accuracy.png from a run's log, over the tokens read."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    if not any("held_out" in row for row in rows):
-        return False
-    style: Any = {
-        "font.size": 10, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
-        "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-        "axes.axisbelow": True, "savefig.dpi": 160, "figure.facecolor": PAPER, "legend.frameon": False,
-    }  # fmt: skip
-    with matplotlib.rc_context(style):
-        _save(_loss(rows, title), folder / "loss.png")
-        _save(_accuracy([row for row in rows if "held_out" in row], title), folder / "accuracy.png")
-    return True
+    evaluated = [row for row in rows if "held_out" in row]
+    read, results = [row["tokens"] / 1e6 for row in evaluated], [row["held_out"] for row in evaluated]
+    losses, window = np.array([row["loss"] for row in rows]), np.ones(max(1, len(rows) // 30))
+    smooth = np.convolve(losses, window)[: len(rows)] / np.convolve(np.ones(len(rows)), window)[: len(rows)]
+    figure, (axes,) = _figure(1, "million tokens read", title)
+    axes.plot([row["tokens"] / 1e6 for row in rows], smooth, label="training")
+    axes.plot(read, [result["loss"] for result in results], "o-", label="held out")
+    axes.set_ylabel("loss, all steps together")
+    _save(figure, axes, folder / "loss.png")
+    figure, (top1, top5, chain) = _figure(3, "million tokens read", title)
+    for axes, key in ((top1, "top1"), (top5, "top5")):
+        for step in range(len(results[0][key])):
+            axes.plot(read, [100 * result[key][step] for result in results], "o-", label=f"token {step + 2}")
+        axes.set(ylim=(0, 100), title=f"% right, {'first choice' if key == 'top1' else 'one of five choices'}")
+    chain.plot(read, [result["tokens_per_round"] for result in results], "o-")
+    chain.set_title("tokens per round, chain of first choices")
+    _save(figure, top1, folder / "accuracy.png")
 
 
-def _loss(rows: Sequence[dict[str, Any]], title: str) -> Any:
-    figure, axes = _figure(1, (7.2, 4.0))
-    read = [row["tokens"] / 1e6 for row in rows]
-    smooth = _smoothed([row["loss"] for row in rows])
-    axes[0].plot(read, [row["loss"] for row in rows], color=SHADES[2], alpha=0.25, linewidth=0.8)
-    axes[0].plot(read, smooth, color=SHADES[0], linewidth=1.8, label="training")
-    exams = [row for row in rows if "held_out" in row]
-    axes[0].plot(
-        [row["tokens"] / 1e6 for row in exams], [row["held_out"]["loss"] for row in exams],
-        color=SHADES[4], marker="o", markersize=4, linewidth=1.4, label="held out",
-    )  # fmt: skip
-    top = sorted(row["loss"] for row in rows)[max(0, int(0.98 * len(rows)) - 1)]        # the first steps would squeeze the rest
-    axes[0].set_ylim(top=max(top, *(row["held_out"]["loss"] for row in exams)) * 1.02)
-    axes[0].set(xlabel="million tokens read", ylabel="loss, all steps together")
-    axes[0].legend()
-    axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
-    return figure
+def plot_calibration(found: Calibration, title: str, file: Path) -> None:
+    """What a round of each size costs, what it brings, and which choices of the heads are right."""
+    figure, (cost, gain, ranks) = _figure(3, "draft tokens per round", title)
+    sizes = range(len(found.tokens))
+    cost.plot(sizes, [1000 * found.verify.at(nodes + 1) for nodes in sizes], label="the target reads")
+    cost.plot(sizes, [1000 * found.seconds(nodes) for nodes in sizes], label="with drafting and deciding")
+    cost.set(ylim=(0, None), title="ms per round")
+    gain.plot(sizes, found.speed_up, label="expected")
+    plain, *others = found.compared
+    for other in others:
+        gain.plot(found.nodes, other.speed_up(plain), "D", label=f"measured, {other.name}")
+    gain.axvline(found.nodes, linestyle="--", color="grey")
+    gain.set(ylim=(0, None), title="times as fast as plain decoding")
+    gain.legend(frameon=False)
+    shares = [row[:10] for row in found.acceptance]
+    ranks.imshow(shares, cmap="Blues", vmin=0, aspect="auto", extent=(0.5, len(shares[0]) + 0.5, len(shares) + 0.5, 0.5))
+    for depth, row in enumerate(shares, 1):
+        for rank, share in enumerate(row, 1):
+            ranks.text(rank, depth, f"{100 * share:.0f}", ha="center", va="center")
+    ranks.grid(False)
+    ranks.set(xlabel="choice of the head, best first", ylabel="token of the draft", title="acceptance in %")
+    _save(figure, cost, file)
 
 
-def _accuracy(exams: Sequence[dict[str, Any]], title: str) -> Any:
-    """Left and middle: how often the first choice, or one of five, is right; right: what that is worth."""
-    figure, axes = _figure(3, (12.0, 4.0))
-    read = [row["tokens"] / 1e6 for row in exams]
-    for axis, key, what in ((axes[0], "top1", "first choice is right"), (axes[1], "top5", "one of five choices is right")):
-        for step in range(len(exams[0]["held_out"][key])):
-            hits = [100 * row["held_out"][key][step] for row in exams]
-            colour = SHADES[step % len(SHADES)]
-            axis.plot(read, hits, color=colour, linewidth=1.8, marker="o", markersize=3, label=f"token {step + 2}")
-            _last_value(axis, read, hits, "{:.0f}", colour)
-        axis.set_ylim(0, 100)
-        axis.set(xlabel="million tokens read", ylabel="% of held-out places")
-        axis.set_title(what, loc="left", fontsize=11)
-    axes[0].legend(title="ahead of the text", fontsize=9, loc="upper left", ncols=2)
-    worth = [row["held_out"]["tokens_per_round"] for row in exams]
-    axes[2].plot(read, worth, color=SHADES[4], linewidth=2.2, marker="o", markersize=3)
-    _last_value(axes[2], read, worth, "{:.2f}", SHADES[4])
-    axes[2].set_ylim(bottom=1)
-    axes[2].set(xlabel="million tokens read", ylabel="tokens")
-    axes[2].set_title("expected per round, chain of first choices", loc="left", fontsize=11)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-    return figure
-
-
-def _last_value(axis: Any, read: Sequence[float], values: Sequence[float], form: str, colour: str) -> None:
-    """The last value beside its place."""
-    place = (read[-1], values[-1])
-    axis.annotate(form.format(values[-1]), place, (6, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
-
-
-def _figure(columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+def _figure(columns: int, xlabel: str, title: str) -> tuple[Any, Sequence[Any]]:
     """A figure that needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)
-    return figure, list(axes[0])
+    figure = Figure((4.2 * columns + 2, 4), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+    for one in axes:
+        one.set_xlabel(xlabel)
+        one.grid(alpha=0.4)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Means over a thirtieth of the run around each place."""
-    reach = max(1, len(values) // 60)
-    sums = [0.0, *accumulate(values)]
-    spans = [(max(0, place - reach), min(len(values), place + reach + 1)) for place in range(len(values))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
-
-
-def _save(figure: Any, file: Path) -> None:
-    """The whole picture or none."""
-    part = file.with_suffix(".part")
-    figure.savefig(part, format="png")
-    part.replace(file)
+def _save(figure: Any, legend: Any, file: Path) -> None:
+    legend.legend(frameon=False)
+    with whole(file) as part:
+        figure.savefig(part, format="png", dpi=160)

@@ -1,4 +1,4 @@
-"""Rows of tokens, and the batches they make. Knows documents and a codec; nothing of models.
+"""Rows of tokens with a loss mask, and the batches they make. Knows documents, chat templates and a codec; no models.
 
 Which rows make which batch is a pure function of (seed, step): a resumed run sees what an uninterrupted one sees.
 """
@@ -8,72 +8,75 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
-from draftproof.training.chats import Marked, marked_chats
-from draftproof.training.texts import Document
+from draftproof.training.texts import Document, Message
 
 SHORTEST = 3
-"""Tokens a row needs: step 0 of a head reads the first and foretells the third."""
+"""Tokens a row needs: step 0 of a head reads the first and predicts the third."""
+OPENING = 64
+"""Tokens of a plain text that serve as a prompt, at most."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows side by side, padded on the right: tokens [B, S] int64, weights [B, S] float32, numbers of the rows [B].
+class Example(NamedTuple):
+    """Tokens, and which of them to learn to predict (the loss mask)."""
 
-    read: tokens without the padding.
-    """
+    tokens: list[int]
+    mask: list[bool]
+
+
+class Batch(NamedTuple):
+    """Rows padded on the right: tokens [B, S] int64, weights [B, S] float32 (the loss mask), and the rows' numbers."""
 
     tokens: Tensor
     weights: Tensor
     rows: Sequence[int]
-
-    read: int
+    num_tokens: int
+    """Without the padding."""
 
     @property
-    def size(self) -> int:
-        """Tokens that count."""
+    def loss_tokens(self) -> int:
         return int((self.weights > 0).sum())
 
 
 class Rows:
-    """Many short texts: `tokens` and `counts` of all of them, end to end, and where each begins."""
+    """Many short texts: `tokens` and `mask` of all of them, end to end, and where each starts."""
 
-    def __init__(self, texts: Iterable[Marked], length: int) -> None:
-        tokens, counts, starts = array("i"), bytearray(), [0]
-        for piece in (piece for text in texts for piece in _cut(text, length)):
-            tokens.extend(piece.tokens)
-            counts.extend(piece.counts)
-            starts.append(len(tokens))
-        self.tokens, self.counts = np.array(tokens, dtype=np.int32), np.array(counts, dtype=np.bool_)
+    def __init__(self, examples: Iterable[Example], length: int) -> None:
+        tokens, mask, starts = array("i"), bytearray(), [0]
+        for example in examples:
+            for start in range(0, len(example.tokens), length):
+                piece, flags = (part[start : start + length] for part in example)
+                if any(flags[SHORTEST - 1 :]):                           # something in it can be learnt
+                    tokens.extend(piece)
+                    mask.extend(flags)
+                    starts.append(len(tokens))
+        self.tokens, self.mask = np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.bool_)
         self.starts, self.length = np.array(starts), length
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
-    def counted(self) -> int:
-        """Tokens that count."""
-        return int(self.counts.sum())
+    def loss_tokens(self) -> int:
+        return int(self.mask.sum())
 
     @cached_property
     def digest(self) -> str:
         """A name for exactly these rows."""
-        found = hashlib.sha256(self.tokens.tobytes())
-        found.update(self.counts.tobytes())
-        found.update(self.starts.tobytes())
-        return found.hexdigest()[:32]
+        return hashlib.sha256(b"".join(part.tobytes() for part in (self.tokens, self.mask, self.starts))).hexdigest()[:32]
 
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Tokens that have one behind them that counts, and these."""
-        behind = self.counts[1:].copy()
-        behind[self.starts[1:-1] - 1] = False                       # another row begins
+    def bigrams(self) -> tuple[Tensor, Tensor]:
+        """Tokens that have one behind them that is in the loss, and these; never over the end of a row."""
+        behind = self.mask[1:].copy()
+        behind[self.starts[1:-1] - 1] = False
         return torch.from_numpy(self.tokens[:-1][behind]), torch.from_numpy(self.tokens[1:][behind])
 
     def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -83,9 +86,9 @@ class Rows:
         """These rows, padded to `width`."""
         tokens, weights = torch.zeros(len(numbers), width, dtype=torch.int64), torch.zeros(len(numbers), width)
         for place, number in enumerate(numbers):
-            begin, end = self.starts[number], self.starts[number + 1]
+            begin, end = self.starts[number : number + 2]
             tokens[place, : end - begin] = torch.from_numpy(self.tokens[begin:end])
-            weights[place, : end - begin] = torch.from_numpy(self.counts[begin:end])
+            weights[place, : end - begin] = torch.from_numpy(self.mask[begin:end])
         return Batch(tokens, weights, numbers, int(self.sizes()[list(numbers)].sum()))
 
 
@@ -107,18 +110,18 @@ class Batches:
         return self.rows.batch(numbers, width)
 
     def sample(self, tokens: int) -> list[Batch]:
-        """Batches until `tokens` of them count, or all rows once."""
+        """Batches until `tokens` of them are in the loss, or all rows once."""
         found: list[Batch] = []
         for width, numbers in self._epoch(0):
-            if sum(batch.size for batch in found) < tokens:
+            if sum(batch.loss_tokens for batch in found) < tokens:
                 found.append(self.rows.batch(numbers, width))
         return found
 
     @lru_cache(maxsize=2)       # noqa: B019  (one or two of these live as long as the program)
     def _epoch(self, epoch: int) -> list[tuple[int, list[int]]]:
         """Rows of one width side by side; what is left of a width joins the next wider; then all in random order."""
-        dice = np.random.default_rng((self.seed, epoch))
-        order = dice.permutation(len(self.rows))
+        rng = np.random.default_rng((self.seed, epoch))
+        order = rng.permutation(len(self.rows))
         found: list[tuple[int, list[int]]] = []
         left: list[int] = []
         for width in sorted({int(width) for width in self._widths}):
@@ -129,25 +132,72 @@ class Batches:
                 left = left[fit:]
         if left:
             found.append((int(max(self._widths[number] for number in left)), left))
-        return [found[index] for index in dice.permutation(len(found))]
+        return [found[index] for index in rng.permutation(len(found))]
 
 
-def marked(document: Document, codec: Codec, end: int | None) -> list[Marked]:
-    """A document as tokens, the ones that count marked; `end`: the token behind a text that is over."""
+def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example]:
+    """A document as tokens; `end`: the token behind a text that is over. Nothing if it lacks its answer."""
     if document.messages:
-        return marked_chats(codec, document.messages)
-    if document.is_question:
+        return tokenized_chat(document.messages, codec)
+    if not document.text:
         return []
     before = codec.encode(document.prompt) if document.prompt is not None else []
     text = codec.encode(document.text, special=document.prompt is None)
-    if end is not None and (not text or text[-1] != end):
+    if end is not None and text[-1:] != [end]:
         text.append(end)
-    return [Marked(before + text, [False] * len(before) + [True] * len(text))]
+    return [Example(before + text, [False] * len(before) + [True] * len(text))]
 
 
-def _cut(text: Marked, length: int) -> Iterable[Marked]:
-    """Pieces of at most `length` tokens in which something can be learnt."""
-    for start in range(0, len(text.tokens), length):
-        piece = Marked(text.tokens[start : start + length], text.counts[start : start + length])
-        if len(piece.tokens) >= SHORTEST and any(piece.counts[SHORTEST - 1 :]):
-            yield piece
+def tokenized_chat(messages: Sequence[Message], codec: Codec) -> list[Example]:
+    """The chat in the model's own template, with the assistant's tokens in the loss.
+
+    One example where the template writes a chat the same way while it grows; otherwise (templates that drop the
+    thoughts of earlier turns) one per answer, each as the model saw it when it answered.
+    """
+    if not codec.tokenizer.chat_template:
+        raise BadInput(f"the tokenizer of {codec.name} has no chat template; give texts, or a chat model")
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    chat = [message.as_dict() for message in messages[: answers[-1] + 1 if answers else 0]]
+    if not chat:
+        return []
+
+    def rendered(size: int, ask: bool = False) -> str:
+        try:
+            text = codec.tokenizer.apply_chat_template(chat[:size], tokenize=False, add_generation_prompt=ask)
+        except Exception as error:                                       # templates are programs: they raise anything
+            raise BadInput(f"the chat template of {codec.name} refuses a chat: {error}") from error
+        return str(text)
+
+    whole = rendered(len(chat))
+    if "% generation" in codec.tokenizer.get_chat_template().replace("%-", "%"):
+        out = codec.tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        return [Example(list(out["input_ids"]), [bool(mark) for mark in out["assistant_masks"]])]
+    spans = [(rendered(index, ask=True), rendered(index + 1)) for index in answers]
+    if all(whole.startswith(part) for span in spans for part in span):
+        return [_masked(codec, whole, [(len(start), len(end)) for start, end in spans])]
+    return [_masked(codec, end, [(_common(start, end), len(end))]) for start, end in spans]
+
+
+def prompt_of(document: Document, codec: Codec, turn: int = -1) -> list[int]:
+    """What the target is asked to go on with: a chat up to its user message `turn`, a prompt, or a text's opening."""
+    if document.messages:
+        asked = [index for index, message in enumerate(document.messages) if message.role == "user"]
+        until = asked[turn % len(asked)] + 1 if asked else len(document.messages)
+        return codec.encode_chat([message.as_dict() for message in document.messages[:until]])
+    if document.prompt is not None:
+        return codec.encode(document.prompt)
+    return codec.encode(document.text[: 20 * OPENING])[:OPENING]
+
+
+def _masked(codec: Codec, text: str, spans: Sequence[tuple[int, int]]) -> Example:
+    """Tokens that begin inside a span of characters are in the loss."""
+    if not codec.tokenizer.is_fast:
+        raise BadInput(f"the tokenizer of {codec.name} tells no offsets; convert it to a fast one, or give texts")
+    out = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [any(start <= begin < end for start, end in spans) for begin, _ in out["offset_mapping"]]
+    return Example(list(out["input_ids"]), mask)
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

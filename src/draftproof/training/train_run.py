@@ -1,271 +1,252 @@
-"""A course of training, from files to a finished folder: gather, train, examine, describe.
+"""A whole training run, from files to a finished folder: read, train, evaluate, describe.
 
 The folder holds the head in its native format with its card, plots and log; while it is made also the checkpoint, and
-what the target wrote. The same course in the same folder goes on where it stopped.
+what the target wrote. The same run in the same folder goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
-from draftproof.drafters.losses import OBJECTIVES
+from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
-from draftproof.training.data import DataConfig, Material, SelfGenerateConfig, fingerprint, gather
 from draftproof.training.features import Cached, Reader, Streamed
-from draftproof.training.heads import HeadsAlone
-from draftproof.training.joint import Joint, Together, need_peft
-from draftproof.training.lock import alone_in
+from draftproof.training.files import locked, whole
+from draftproof.training.heads import FrozenTarget
+from draftproof.training.joint import HeadsAndBackbone, JointConfig
 from draftproof.training.model_card import machine, public_name, versions, write_card
-from draftproof.training.plot import write_plots
-from draftproof.training.rows import Batches
-from draftproof.training.self_generate import Progress
-from draftproof.training.trainer import Exam, Plan, Subject, Trainer, Watch, same_settings
+from draftproof.training.plot import plot_training
+from draftproof.training.rows import Batches, Example, Rows, tokenized
+from draftproof.training.self_generate import SelfGenerateConfig, SelfGeneratedText
+from draftproof.training.texts import DataConfig, Document, Split
+from draftproof.training.trainer import Callback, Silent, Trainable, TrainConfig, Trainer, same_settings
 
-LENGTH = 512
-"""Tokens per row when nobody says."""
-EXAMINED = 8000
-"""Held-out tokens, about, that each examination reads."""
+EVALUATED = 8000
+"""Held-out tokens, about, that each evaluation reads."""
 MakeHead = Callable[[Target], DraftHead]
 """A fresh head for a target."""
 
 
 @dataclass(frozen=True)
 class TrainRun:
-    """What to train on, and how.
+    """What to train, on what, and where it goes.
 
-    form: numbers that describe the head, for its card. length: tokens per row; None takes 512, or what the
-    target reads at most. batch: rows of full length per batch. cache_gb: disk for hidden states between epochs.
+    head_config: numbers that describe the head, for its card. self_generate: the target writes the text.
     joint: the backbone learns, too (Medusa-2).
     """
 
     model: str
-    sources: DataConfig
+    data: DataConfig
     out: Path
-    form: Mapping[str, Any] = field(default_factory=dict)
-    plan: Plan = field(default_factory=Plan)
-    objective: str = "ce"
-    length: int | None = None
-    batch: int = 4
-    writing: SelfGenerateConfig | None = None
-    cache_gb: float = 0.0
-    joint: Together | None = None
+    config: TrainConfig = field(default_factory=TrainConfig)
+    head_config: Mapping[str, Any] = field(default_factory=dict)
+    self_generate: SelfGenerateConfig | None = None
+    joint: JointConfig | None = None
     dtype: str | None = None
     device: str | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse before anything is loaded what can be refused before."""
-        if self.objective not in OBJECTIVES:
-            raise BadInput(f"objective was {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        if not 0 <= self.cache_gb <= 2:
-            raise BadInput(f"cache_gb was {self.cache_gb}; choose 0, no cache, to 2")
-        for name, least in (("length", 16), ("batch", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise BadInput(f"{name} was {value}; it must be at least {least}")
-        if self.joint is not None:
-            need_peft()
 
-
-class Guide(Watch, Protocol):
-    """Whoever follows a course."""
-
-    def note(self, text: str) -> None:
-        """Something worth a line."""
-
-    def wrote(self, progress: Progress) -> None:
-        """The target completed a text."""
-
-
-class Ground(NamedTuple):
-    """What a course stands on once everything is read."""
+class Prepared(NamedTuple):
+    """What training needs: everything read, nothing learnt."""
 
     model: PreTrainedModel
     target: Target
     codec: Codec
-    material: Material
     head: DraftHead
-    plan: Plan
+    config: TrainConfig
     settings: dict[str, Any]
+    train: Rows
+    held_out: Rows
+    documents: int
 
 
-class Nobody:
-    """Follows a course without a word. Implements `Guide`."""
-
-    def note(self, text: str) -> None: ...
-    def wrote(self, progress: Progress) -> None: ...
-    def planned(self, step: int, steps: int) -> None: ...
-    def stepped(self, step: int, loss: float, speed: float) -> None: ...
-    def examined(self, step: int, exam: Exam) -> None: ...
-
-
-def train(course: TrainRun, make_head: MakeHead, guide: Guide | None = None) -> None:
-    """Follow a course: do all of it that is not done yet.
+def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) -> None:
+    """Do all of a run that is not done yet.
 
         train(TrainRun("demo", DataConfig((Path("texts.jsonl"),)), Path("heads")), MedusaHead.fresh)
 
     Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds something else.
     """
-    guide = guide or Nobody()
-    with alone_in(course.out):
-        ground = _ground(course, make_head, guide)
-        if ground is None:
-            guide.note(f"{course.out} is complete")
+    callback = callback or Silent()
+    run.out.mkdir(parents=True, exist_ok=True)
+    with locked(run.out):
+        ready = _prepared(run, make_head, callback)
+        if ready is None:
+            callback.note(f"{run.out} is complete")
             return
-        material = ground.material
-        rows, counted, others = len(material.train), material.train.counted, len(material.held_out)
-        guide.note(f"{rows:,} rows, {counted:,} tokens that count; {others:,} rows held out")
-        (_jointly if course.joint else _heads_only)(course, ground, guide)
+        rows, tokens, others = len(ready.train), ready.train.loss_tokens, len(ready.held_out)
+        callback.note(f"{rows:,} rows, {tokens:,} tokens to learn; {others:,} rows held out")
+        stages = _joint_stages(run, ready, callback) if run.joint else [_head_stage(run, ready, run.out, callback)]
+        bigrams = ready.head.count(*ready.train.bigrams())
+        write_head(ready.head, run.out / "heads" if run.joint else run.out)
+        _finish(run, ready, stages, bigrams, callback)
 
 
-def _ground(course: TrainRun, make_head: MakeHead, guide: Guide) -> Ground | None:
-    """All that training needs; None if it is done. What may be refused is refused before texts are written."""
-    model = loading.load_model(course.model, course.dtype, course.device).requires_grad_(False)
-    target, codec = Target(model), _codec(course.model)
-    target.name = public_name(course.model)                          # folders of this machine are nobody's business
-    head, plan = make_head(target), course.plan.for_width(target.hidden_size)
-    length = course.length or min(LENGTH, target.context)
-    settings = {"method": head.kind, **course.form, **_settings(course, plan, length, fingerprint(model))}
-    if _is_done(course.out, settings):
+def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepared | None:
+    """All that training needs; None if it is done. What can be refused is refused before texts are written."""
+    model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
+    target, tokenizer = Target(model), loading.load_tokenizer(run.model)
+    target.name = public_name(run.model)                             # folders of this machine are nobody's business
+    if tokenizer is None:
+        raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts, give a model with one")
+    head, config = make_head(target), run.config.for_target(target.hidden_size, target.context)
+    assert config.length is not None
+    if config.length > target.context:
+        raise BadInput(f"length was {config.length} and {target.name} reads at most {target.context} tokens; give less")
+    settings = {"method": head.kind, **run.head_config, **_settings(run, config), "weights": fingerprint(model)}
+    record = run.out / "training.json"
+    if record.exists():
+        same_settings(run.out, {**json.loads(record.read_text())["settings"], "rows": None}, {**settings, "rows": None})
         return None
-    file = (course.writing.file if course.writing else None) or course.out / "own_text.jsonl"
-    material = gather(course.sources, model, target, codec, length, plan.seed, course.writing, file, guide.wrote, course.model)
-    return Ground(model, target, codec, material, head, plan, {**settings, "rows": material.train.digest})
+    codec, parts = Codec(tokenizer), run.data.split(config.seed, callback.note)
+    examples = _self_generated if run.self_generate else _tokenized
+    rows = [Rows(part, config.length) for part in examples(run, parts, model, codec, config, callback)]
+    for purpose, part in zip(("train on", "evaluate with"), rows, strict=True):
+        if not len(part):
+            hint = "" if run.self_generate else "; prompts without answers need --self-generate"
+            raise BadInput(f"the data has nothing to {purpose}: no text of at least 3 tokens to learn{hint}")
+    settings["rows"] = rows[0].digest
+    documents = len(parts.train) + len(parts.held_out)
+    return Prepared(model, target, codec, head, config, settings, rows[0], rows[1], documents)
 
 
-def _heads_only(course: TrainRun, ground: Ground, guide: Guide) -> None:
-    subject = HeadsAlone(ground.head, ground.target, *_readers(course, ground), course.objective)
-    trainer = _trainer(course, ground, subject, course.out, guide)
-    trainer.fit()
-    pairs = ground.head.count(*ground.material.train.pairs())
-    write_head(ground.head, course.out)
-    _finish(course, ground, [trainer], pairs, guide)
+def _settings(run: TrainRun, config: TrainConfig) -> dict[str, Any]:
+    """All that decides the result but weights and rows."""
+    settings = asdict(config)
+    del settings["save_minutes"]
+    settings["cache_gb"] = config.cache_gb > 0
+    writes = run.self_generate
+    own = {"tokens": writes.tokens, "temperatures": writes.temperatures} if writes else None
+    joint = asdict(run.joint) if run.joint else None
+    return {**settings, "data": run.data.hashes(), "self_generate": own, "joint": joint}
 
 
-def _jointly(course: TrainRun, ground: Ground, guide: Guide) -> None:
-    """Heads alone first, unless in one stage; then the backbone as well; then both, merged, into folders of their own."""
-    assert course.joint is not None
-    head, stages = ground.head, list[Trainer]()
-    if not course.joint.one_stage:
-        guide.note("first stage: heads alone")
-        subject = HeadsAlone(head, ground.target, *_readers(course, ground), course.objective)
-        stages.append(_trainer(course, ground, subject, course.out / "first", guide))
-        stages[0].fit()
-        guide.note("second stage: heads and backbone")
-    both = Joint(head, ground.target, course.joint, course.objective)
-    stages.append(_trainer(course, ground, both, course.out / "second", guide))
-    stages[-1].fit()
-    merged = both.merged()
+def _tokenized(
+    run: TrainRun, parts: Split, model: PreTrainedModel, codec: Codec, config: TrainConfig, callback: Callback
+) -> list[list[Example]]:
+    """The documents as they are; those that the chat template refuses are skipped."""
+    end, refused = next(iter(loading.stop_tokens(model)), None), list[str]()
+
+    def examples(documents: Sequence[Document]) -> Iterator[Example]:
+        for document in documents:
+            try:
+                yield from tokenized(document, codec, end)
+            except BadInput as error:
+                if run.data.strict or not codec.tokenizer.chat_template:
+                    raise
+                refused.append(str(error))
+
+    found = [list(examples(part)) for part in parts]
+    if refused:
+        callback.note(f"skipped {len(refused):,} chats: {'; '.join(dict.fromkeys(refused[:3]))}")
+    return found
+
+
+def _self_generated(
+    run: TrainRun, parts: Split, model: PreTrainedModel, codec: Codec, config: TrainConfig, callback: Callback
+) -> list[list[Example]]:
+    """What the target makes of the documents' beginnings. On a CPU a packed copy of it writes, given up afterwards."""
+    assert run.self_generate is not None and config.length is not None
+    identity = {"model": fingerprint(model), "data": run.data.hashes(), "chat": run.data.chat}
+    file = run.self_generate.file or run.out / "own_text.jsonl"
+    own = SelfGeneratedText(file, identity, run.self_generate, config.length, config.seed)
+    if not (own.is_complete(True) and own.is_complete(False)):
+        assistant, writer = run.self_generate.assistant_model, run.model if model.device.type == "cpu" else model
+        engine = load(writer, dtype=model.dtype, device=str(model.device), tokenizer=codec.tokenizer,
+                      assistant_model=assistant, drafter=None if assistant else "none")  # fmt: skip
+        own.write(engine, parts.held_out, True, callback.wrote)
+        own.write(engine, parts.train, False, callback.wrote)
+    return [list(own.examples(held_out)) for held_out in (False, True)]
+
+
+def _head_stage(run: TrainRun, ready: Prepared, folder: Path, callback: Callback) -> Trainer:
+    """The head learns, the target is frozen."""
+    layers = ready.head.hidden_layers
+    held_out = train = Streamed(ready.target, layers, logits=ready.config.objective != "ce")
+    if run.config.cache_gb:
+        cached: Reader = Cached(train, ready.train, run.out / "cache", run.config.cache_gb, ready.settings["weights"])
+        trainable = FrozenTarget(ready.head, ready.target, cached, held_out, ready.config.objective)
+    else:
+        trainable = FrozenTarget(ready.head, ready.target, train, held_out, ready.config.objective)
+    return _fitted(ready, trainable, folder, callback)
+
+
+def _joint_stages(run: TrainRun, ready: Prepared, callback: Callback) -> list[Trainer]:
+    """Heads alone first, unless in one stage; then the backbone as well, which is merged and written."""
+    assert run.joint is not None
+    stages, objective = list[Trainer](), ready.config.objective
+    if not run.joint.one_stage:
+        callback.note("first stage: heads alone")
+        stages.append(_head_stage(run, ready, run.out / "first", callback))
+        callback.note("second stage: heads and backbone")
+    both = HeadsAndBackbone(ready.head, ready.target, run.joint, objective)
+    stages.append(_fitted(ready, both, run.out / "second", callback))
+    merged, last = both.merged(), stages[-1]
     new = Target(merged)
-    new.name = "model"
-    streamed = Streamed(new, head.hidden_layers, logits=course.objective != "ce")
-    exam = HeadsAlone(head, new, streamed, streamed, course.objective).examine(stages[-1].held_out)
-    stages[-1].exam = exam._replace(figures=stages[-1].exam.figures if stages[-1].exam else {})
-    _write_model(merged, ground.codec, course.out / "model")
-    pairs = head.count(*ground.material.train.pairs())
-    write_head(head, course.out / "heads")
-    _finish(course, ground, stages, pairs, guide)
+    read = Streamed(new, ready.head.hidden_layers, logits=objective != "ce")
+    evaluation = FrozenTarget(ready.head, new, read, read, objective).evaluate(last.held_out)
+    last.evaluation = evaluation._replace(figures=last.evaluation.figures if last.evaluation else {})
+    shutil.rmtree(run.out / "model", ignore_errors=True)
+    with whole(run.out / "model") as part, redirect_stderr(StringIO()):         # a bar for what takes a moment
+        shutil.rmtree(part, ignore_errors=True)
+        merged.save_pretrained(part)
+        ready.codec.tokenizer.save_pretrained(part)
+    return stages
 
 
-def _trainer(course: TrainRun, ground: Ground, subject: Subject, folder: Path, guide: Guide) -> Trainer:
-    folder.mkdir(exist_ok=True)
-    material = ground.material
-    batches = Batches(material.train, course.batch, ground.plan.seed)
-    held_out = Batches(material.held_out, course.batch, 0).sample(EXAMINED)
-    return Trainer(subject, batches, held_out, ground.plan, folder, ground.settings, guide)
+def _fitted(ready: Prepared, trainable: Trainable, folder: Path, callback: Callback) -> Trainer:
+    batches = Batches(ready.train, ready.config.batch, ready.config.seed)
+    held_out = Batches(ready.held_out, ready.config.batch, 0).sample(EVALUATED)
+    trainer = Trainer(trainable, batches, held_out, ready.config, folder, ready.settings, callback)
+    trainer.fit()
+    return trainer
 
 
-def _readers(course: TrainRun, ground: Ground) -> tuple[Reader, Reader]:
-    """How features come, for training and for examining."""
-    hidden_layers = ground.head.hidden_layers
-    streamed = Streamed(ground.target, hidden_layers, logits=course.objective != "ce")
-    if not course.cache_gb:
-        return streamed, streamed
-    identity = f"{ground.settings['weights']} {ground.settings['rows']} {hidden_layers}"
-    return Cached(streamed, ground.material.train, course.out / "cache", course.cache_gb, identity), streamed
-
-
-def _finish(course: TrainRun, ground: Ground, stages: list[Trainer], pairs: int, guide: Guide) -> None:
-    """Plots, card and record; what only served to go on is then of no more use."""
-    last, name = stages[-1], public_name(course.model)
+def _finish(run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int, callback: Callback) -> None:
+    """Plots, card and record; what only served to go on is then removed."""
+    last, name = stages[-1], public_name(run.model)
     record = {
-        "settings": last.settings,
-        "base_model": name,
-        "steps": sum(stage.steps for stage in stages),
-        "tokens": sum(stage.tokens for stage in stages),
+        "settings": last.settings, "base_model": name,
+        "steps": sum(stage.steps for stage in stages), "tokens": sum(stage.tokens for stage in stages),
         "training_seconds": round(sum(stage.seconds for stage in stages), 1),
-        "documents": ground.material.documents,
-        "rows": len(ground.material.train),
-        "counted": ground.material.train.counted,
-        "pairs": pairs,
-        "held_out_rows": len(ground.material.held_out),
-        "held_out": last.exam._asdict() if last.exam else {},
-        "machine": machine(),
-        "versions": versions(),
-    }
-    plots = write_plots(last.log, course.out, f"{ground.head.kind} for {name}")
-    if not plots:
-        guide.note("no plots: install draftproof[train] for matplotlib")
-    write_card(course.out / "README.md", record, plots)
-    part = course.out / "training.part"
-    part.write_text(json.dumps(record, indent=2) + "\n")
-    part.replace(course.out / "training.json")
+        "documents": ready.documents, "rows": len(ready.train), "counted": ready.train.loss_tokens, "pairs": bigrams,
+        "held_out_rows": len(ready.held_out), "held_out": last.evaluation._asdict() if last.evaluation else {},
+        "machine": machine(), "versions": versions(),
+    }  # fmt: skip
+    plots = find_spec("matplotlib") is not None
+    if plots:
+        plot_training(last.log, run.out, f"{ready.head.kind} for {name}")
+    else:
+        callback.note("no plots: install draftproof[train] for matplotlib")
+    with whole(run.out / "README.md") as part:
+        write_card(part, record, plots)
+    with whole(run.out / "training.json") as part:
+        part.write_text(json.dumps(record, indent=2) + "\n")
     for stage in stages:
         stage.checkpoint.unlink(missing_ok=True)
-    shutil.rmtree(course.out / "cache", ignore_errors=True)
+    shutil.rmtree(run.out / "cache", ignore_errors=True)
 
 
-def _is_done(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether this very course was finished here. Raises BadInput if another one was."""
-    record = folder / "training.json"
-    if not record.exists():
-        return False
-    before = json.loads(record.read_text())["settings"]
-    same_settings(folder, {name: value for name, value in before.items() if name != "rows"}, settings)
-    return True
-
-
-def _settings(course: TrainRun, plan: Plan, length: int, weights: str) -> dict[str, Any]:
-    """All that decides the result but the rows, by the names of the options."""
-    writing = course.writing
-    return {
-        **{name: value for name, value in asdict(plan).items() if name != "save_minutes"},
-        "data": course.sources.hashes(),
-        "weights": weights,
-        "objective": course.objective,
-        "length": length,
-        "batch": course.batch,
-        "cache": course.cache_gb > 0,
-        "self_generate": {"tokens": writing.tokens, "temperatures": writing.temperatures} if writing else None,
-        "joint": asdict(course.joint) if course.joint else None,
-    }
-
-
-def _write_model(model: PreTrainedModel, codec: Codec, folder: Path) -> None:
-    """The whole model or none."""
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    with redirect_stderr(StringIO()):                                 # a bar for what takes a moment
-        model.save_pretrained(part)
-    codec.tokenizer.save_pretrained(part)
-    part.rename(folder)
-
-
-def _codec(model: str) -> Codec:
-    tokenizer = loading.load_tokenizer(model)
-    if tokenizer is None:
-        raise BadInput(f"there is no tokenizer beside {model}; training reads texts, give a model with one")
-    return Codec(tokenizer)
+def fingerprint(model: PreTrainedModel) -> str:
+    """A name for these weights, wherever they lie: a few numbers of each."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        few = parameter.detach().flatten()
+        few = few[:: max(1, few.numel() // 16)][:17]
+        found.update(f"{name}{tuple(parameter.shape)}{few.double().tolist()}".encode())
+    return found.hexdigest()[:16]

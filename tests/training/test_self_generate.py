@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lessons import saved_model
+from training_helpers import saved_model
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.training.self_generate import Progress, SelfGeneratedText, Wanted
-from draftproof.training.texts import Document
+from draftproof.training.self_generate import Progress, SelfGenerateConfig, SelfGeneratedText
+from draftproof.training.texts import Document, Message
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")
 DOCUMENTS = [Document(f"Once upon a time there was a {word} who liked to play.") for word in WORDS]
 OTHERS = [Document(f"One day a {word} went out.") for word in ("boy", "girl")]
-WANTED = Wanted(tokens=600, length=48, rows_at_a_time=4, temperatures=(0.0, 0.9))
+WANTED = SelfGenerateConfig(tokens=600, rows_at_a_time=4, temperatures=(0.0, 0.9))
+LENGTH = 48
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return load(str(saved_model(tmp_path_factory.mktemp("own") / "model", max_position_embeddings=64)), drafter="none")
 
 
-def write(file: Path, engine: Engine, wanted: Wanted = WANTED) -> SelfGeneratedText:
-    own = SelfGeneratedText(file, {"model": "m"}, wanted)
+def write(file: Path, engine: Engine, wanted: SelfGenerateConfig = WANTED) -> SelfGeneratedText:
+    own = SelfGeneratedText(file, {"model": "m"}, wanted, LENGTH)
     own.write(engine, OTHERS, True, lambda progress: None)
     own.write(engine, DOCUMENTS, False, lambda progress: None)
     return own
@@ -47,8 +48,8 @@ def whole(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_there_is_enough_and_the_rest_is_as_wanted(whole: tuple[Path, SelfGeneratedText]) -> None:
     _, *rows = lines(whole[0])
     for held_out in (False, True):
-        texts = list(whole[1].marked(held_out))
-        assert sum(sum(text.counts) for text in texts) >= 600 and all(len(text.tokens) <= 48 for text in texts)
+        texts = list(whole[1].examples(held_out))
+        assert sum(sum(text.mask) for text in texts) >= 600 and all(len(text.tokens) <= 48 for text in texts)
     assert {row["temperature"] for row in rows} == {0.0, 0.9}
 
 
@@ -59,8 +60,8 @@ def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(whole: tup
         (done,) = engine.generate([prompt], max_new_tokens=48 - len(prompt), sampling=Sampling())
         assert done.tokens == new
     in_order = sorted((row for row in rows if not row["held_out"]), key=lambda row: row["number"])
-    for text, row in zip(whole[1].marked(False), in_order, strict=True):
-        assert text.tokens == row["tokens"] and text.counts == [place >= row["prompt"] for place in range(len(text.tokens))]
+    for text, row in zip(whole[1].examples(False), in_order, strict=True):
+        assert text.tokens == row["tokens"] and text.mask == [place >= row["prompt"] for place in range(len(text.tokens))]
 
 
 def test_prompts_begin_documents_and_the_held_out_ones_others(whole: tuple[Path, SelfGeneratedText], engine: Engine) -> None:
@@ -94,10 +95,10 @@ def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
 
 def test_text_of_another_origin_is_refused(whole: tuple[Path, SelfGeneratedText]) -> None:
     with pytest.raises(BadInput, match="length 48, now it is 32"):
-        SelfGeneratedText(whole[0], {"model": "m"}, Wanted(600, 32, (0.0, 0.9), 4))
+        SelfGeneratedText(whole[0], {"model": "m"}, WANTED, 32)
     with pytest.raises(BadInput, match="model"):
-        SelfGeneratedText(whole[0], {"model": "n"}, WANTED)
-    SelfGeneratedText(whole[0], {"model": "m"}, Wanted(900, 48, (0.0, 0.9), 16))               # more of the same is no other text
+        SelfGeneratedText(whole[0], {"model": "n"}, WANTED, LENGTH)
+    SelfGeneratedText(whole[0], {"model": "m"}, SelfGenerateConfig(900, (0.0, 0.9), None, 16), LENGTH)  # more of the same
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
@@ -109,23 +110,23 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match=r"\d+ tokens written; the same command goes on"):
-        SelfGeneratedText(file, {}, WANTED).write(engine, DOCUMENTS, False, stop)
-    assert len(lines(file)) == 4 and told == sorted(told) and len(list(SelfGeneratedText(file, {}, WANTED).marked(False))) == 3
+        SelfGeneratedText(file, {}, WANTED, LENGTH).write(engine, DOCUMENTS, False, stop)
+    assert len(lines(file)) == 4 and told == sorted(told) and len(list(SelfGeneratedText(file, {}, WANTED, LENGTH).examples(False))) == 3
 
 
 def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("[1]\nhalf a line")
     with pytest.raises(BadInput, match="something else"):
-        SelfGeneratedText(tmp_path / "mine.jsonl", {}, WANTED)
+        SelfGeneratedText(tmp_path / "mine.jsonl", {}, WANTED, LENGTH)
     assert (tmp_path / "mine.jsonl").read_text() == "[1]\nhalf a line"
 
 
 def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "own_text.jsonl"
     file.write_bytes(whole[0].read_bytes())
-    more = write(file, engine, Wanted(900, 48, (0.0, 0.9), 4))
+    more = write(file, engine, SelfGenerateConfig(900, (0.0, 0.9), None, 4))
     assert file.read_bytes().startswith(whole[0].read_bytes())
-    assert sum(sum(text.counts) for text in more.marked(False)) >= 900
+    assert sum(sum(text.mask) for text in more.examples(False)) >= 900
 
 
 def test_chats_are_asked_question_by_question(engine: Engine, tmp_path: Path) -> None:
@@ -133,10 +134,10 @@ def test_chats_are_asked_question_by_question(engine: Engine, tmp_path: Path) ->
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     assert engine.codec is not None
     tokenizer, before = engine.codec.tokenizer, engine.codec.tokenizer.chat_template
-    chat = Document(messages=(("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b")))
+    chat = Document(messages=tuple(Message(*one) for one in (("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))))
     tokenizer.chat_template = template
     try:
-        own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, Wanted(60, 48, (0.0,), 1))
+        own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, SelfGenerateConfig(60, (0.0,), None, 1), LENGTH)
         own.write(engine, [chat], False, lambda progress: None)
     finally:
         tokenizer.chat_template = before

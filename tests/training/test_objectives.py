@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lessons import Silent, head_of, subject_of, trainer_of, written
 from tiny import target
 from torch import Tensor
+from training_helpers import Recorder, head_of, trainable, trainer_of, written
 
 from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss
 from draftproof.training.features import Streamed
@@ -92,7 +92,7 @@ def test_following_it_lowers_what_it_claims(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
     """On texts the target wrote: the loss that is asked for falls, and drafts are accepted more often."""
-    head, watch = head_of("medusa"), Silent()
+    head, recorder = head_of("medusa"), Recorder()
     batch = Batches(written(), 24, 0)[0]
     features = Streamed(target(), head.hidden_layers, True)(batch)
     assert features.logits is not None
@@ -105,6 +105,6 @@ def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
         return float((overlap * counts).sum() / counts.sum())
 
     before = acceptance()
-    trainer_of(tmp_path, subject_of(head, name), watch, steps=60, rate=1e-2).fit()
-    assert sum(watch.losses[-6:]) < 0.95 * sum(watch.losses[:6])
+    trainer_of(tmp_path, trainable(head, name), recorder, steps=60, learning_rate=1e-2).fit()
+    assert sum(recorder.losses[-6:]) < 0.95 * sum(recorder.losses[:6])
     assert acceptance() > before + 0.03

@@ -1,0 +1,100 @@
+"""Medusa-2: the backbone learns along, stays what it was where it is told to, and can be merged and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh
+from torch import Tensor
+from training_helpers import Recorder, head_of, ruled, trainer_of, written
+
+from draftproof.drafters.losses import head_loss
+from draftproof.model.target import Target
+from draftproof.training import joint
+from draftproof.training.joint import HeadsAndBackbone, JointConfig
+from draftproof.training.rows import Batches
+
+pytest.importorskip("peft")
+
+
+def both_of(distil: bool = True) -> HeadsAndBackbone:
+    where = Target(fresh("llama").requires_grad_(False))
+    return HeadsAndBackbone(head_of("medusa"), where, JointConfig(distil), "ce")
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(Batches(written(), 4, 0)[0].tokens).logits
+    return out
+
+
+def test_adapters_sit_at_every_linear_layer_but_the_head() -> None:
+    both = both_of()
+    adapted = {name.split(".lora_A")[0].split(".", 2)[-1] for name, _ in both.adapted.named_parameters() if "lora_A" in name}
+    linear = {name for name, module in fresh("llama").named_modules() if isinstance(module, torch.nn.Linear)}
+    assert adapted == linear - {"lm_head"} and len(adapted) == 14
+    heads, backbone = both.param_groups()
+    assert backbone["factor"] == 0.25 and "factor" not in heads and len(backbone["params"]) == 28
+
+
+def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices, and the halt at the hidden states, change nothing: L_backbone + lambda * sum of 0.8^k L_k."""
+    monkeypatch.setattr(joint, "DROPOUT", 0.0)
+    both, plain = both_of(distil=False), both_of(distil=False)
+    batch = written().batch(range(6), 32)
+    loss = both.backward(batch, 0.5, 0.3)
+    features = plain._features(batch)
+    labels = features.tokens[:, 1:]
+    assert features.logits is not None
+    text = -features.logits[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    whole = (text * features.weights[:, 1:]).sum() / features.weights[:, 1:].sum()
+    whole = 0.5 * (whole + 0.2 * head_loss(plain.head, features, plain.target))
+    whole.backward()  # type: ignore[no-untyped-call]
+    assert torch.allclose(loss.double(), whole, rtol=1e-5)
+    for mine, theirs in zip(both.param_groups(), plain.param_groups(), strict=True):
+        for one, other in zip(mine["params"], theirs["params"], strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("distil", [True, False])
+def test_distilled_the_backbone_stays_and_taught_the_texts_it_learns_them(tmp_path: Path, distil: bool) -> None:
+    """Merged it says what it said adapted; with the adapters off it is the original to the bit."""
+    recorder, both = Recorder(), both_of(distil)
+    trainer_of(tmp_path, both, recorder, texts=ruled, steps=60, learning_rate=1e-2).fit()
+    first, last = recorder.evaluations[0], recorder.evaluations[-1]
+    original, now, kl = (last.figures[name] for name in ("original_loss", "backbone_loss", "backbone_kl"))
+    if distil:
+        assert last.loss < 0.7 * first.loss and sum(last.top1) > sum(first.top1) + 0.3
+        assert original > 3 and abs(now - original) < 0.15 * original and 0 < kl < 0.3
+    else:
+        assert now < 0.5 * original and kl > 0.5
+    adapted = logits(both.adapted)
+    with both.adapted.disable_adapter():
+        assert torch.equal(logits(both.adapted), logits(fresh("llama"))) and not torch.equal(adapted, logits(fresh("llama")))
+    merged = both.merged()
+    assert torch.allclose(logits(merged), adapted, atol=1e-9) and type(merged) is type(fresh("llama"))
+    assert not any("lora" in name for name in merged.state_dict())
+
+
+def test_a_joint_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path) -> None:
+    """Dropout of the adapters included."""
+    whole, resumed = both_of(), both_of()
+    trainer_of(tmp_path / "whole", whole, steps=10).fit()
+    with pytest.raises(SystemExit):
+        trainer_of(tmp_path / "broken", both_of(), Recorder(stop_at=6), steps=10, save_minutes=0).fit()
+    recorder = Recorder()
+    trainer_of(tmp_path / "broken", resumed, recorder, steps=10).fit()
+    assert recorder.begun[0] == 5
+    mine, theirs = whole.state(), resumed.state()
+    assert mine.keys() == theirs.keys() and any("lora_B" in name for name in mine)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_in_one_stage_the_heads_weigh_more_and_more() -> None:
+    once, twice = JointConfig(one_stage=True), JointConfig()
+    weights = [once.head_weight(progress) for progress in (0.0, 0.5, 1.0)]
+    assert weights == pytest.approx([0, 0.01 * 0.5**0.5, 0.01])
+    assert twice.head_weight(0.0) == twice.head_weight(1.0) == 0.2

@@ -1,0 +1,136 @@
+"""The loop: it learns, stops anywhere, goes on to the same end, and refuses what would not be the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from training_helpers import Recorder, head_of, ruled, trainable, trainer_of, written
+
+from draftproof.drafters.base import DraftHead
+from draftproof.errors import BadInput
+from draftproof.training.rows import Batches
+from draftproof.training.trainer import TrainConfig
+
+KINDS = ("medusa", "redrafter")
+
+
+def weights(head: DraftHead) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in head.state_dict().items()}
+
+
+def same(one: DraftHead, other: DraftHead) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_makes_a_head_predict(tmp_path: Path, kind: str) -> None:
+    recorder = Recorder()
+    trainer_of(tmp_path, trainable(head_of(kind)), recorder, texts=ruled, steps=60, learning_rate=1e-2).fit()
+    first, last = recorder.evaluations[0], recorder.evaluations[-1]
+    assert len(recorder.evaluations) == 12
+    assert last.loss < 0.6 * first.loss and recorder.losses[-1] < 0.6 * recorder.losses[0]
+    assert min(last.top1) > max(first.top1) + 0.2 and last.tokens_per_round > first.tokens_per_round + 0.5
+    assert all(five >= one for some in recorder.evaluations for one, five in zip(some.top1, some.top5, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path, kind: str) -> None:
+    whole, broken, resumed = (head_of(kind) for _ in range(3))
+    trainer_of(tmp_path / "whole", trainable(whole)).fit()
+    with pytest.raises(SystemExit):
+        trainer_of(tmp_path / "broken", trainable(broken), Recorder(stop_at=17), save_minutes=0).fit()
+    recorder, again = Recorder(), Recorder()
+    trainer_of(tmp_path / "broken", trainable(resumed), recorder).fit()
+    assert recorder.begun == (16, 20) and same(resumed, whole) and not same(broken, whole)
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "broken")]
+    timeless = [[{**json.loads(line), "tokens_per_second": 0, "seconds": 0} for line in log] for log in logs]
+    assert timeless[0] == timeless[1] and len(timeless[0]) == 20
+    trainer_of(tmp_path / "broken", trainable(resumed), again).fit()          # what is done is not done again
+    assert again.losses == [] and same(resumed, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(tmp_path: Path, number: signal.Signals) -> None:
+    class Caller(Recorder):
+        def stepped(self, step: int, loss: float, speed: float) -> None:
+            super().stepped(step, loss, speed)
+            if step == 5:
+                os.kill(os.getpid(), number)
+
+    whole, resumed, recorder = head_of("medusa"), head_of("medusa"), Recorder()
+    trainer_of(tmp_path / "whole", trainable(whole)).fit()
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt, match="step 5 of 20; the same command goes on"):
+        trainer_of(tmp_path / "broken", trainable(head_of("medusa")), Caller()).fit()
+    assert signal.getsignal(number) is before
+    trainer_of(tmp_path / "broken", trainable(resumed), recorder).fit()
+    assert recorder.begun == (5, 20) and same(resumed, whole)
+
+
+def test_other_settings_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path, trainable(head_of("medusa")), settings={"rate": 0.1, "rows": "abc"}, steps=2).fit()
+    for settings, words in (({"rate": 0.2, "rows": "abc"}, r"rate 0\.1, now it is 0\.2"), ({"rate": 0.1}, "rows")):
+        with pytest.raises(BadInput, match=words):
+            trainer_of(tmp_path, trainable(head_of("medusa")), settings=settings)
+    state = tmp_path / "state.pt"
+    state.write_bytes(state.read_bytes()[:2000])
+    with pytest.raises(BadInput, match="remove it"):
+        trainer_of(tmp_path, trainable(head_of("medusa")), steps=2)
+
+
+def test_minutes_become_steps_once_and_nothing_is_learnt_meanwhile(tmp_path: Path) -> None:
+    head, fresh = head_of("medusa"), head_of("medusa")
+    trainer = trainer_of(tmp_path, trainable(head), steps=None, minutes=0.05)
+    trainer.steps = trainer._planned_steps()
+    assert trainer.steps >= 12 and same(head, fresh)
+    trainer._save()
+    resumed = trainer_of(tmp_path, trainable(head_of("medusa")), steps=None, minutes=0.05)
+    assert resumed.steps == trainer.steps and resumed.step == 0
+
+
+def test_epochs_are_whole_readings_of_the_rows(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer_of(tmp_path, trainable(head_of("medusa")), recorder, steps=None, epochs=2).fit()
+    assert len(recorder.losses) == 2 * len(Batches(written(), 4, 0)) and len(recorder.losses) > 5
+
+
+def test_several_batches_per_step_are_one_large_batch() -> None:
+    """Each weighed by its tokens in the loss, the gradient is that of all their tokens together."""
+    rows = written()
+    parts = [rows.batch(range(start, start + 4), 32) for start in (0, 4, 8)]
+    whole, size = rows.batch(range(12), 32), sum(part.loss_tokens for part in parts)
+    one, several = head_of("medusa"), head_of("medusa")
+    loss = trainable(one).backward(whole, 1.0, 0.0)
+    total = sum(trainable(several).backward(part, part.loss_tokens / size, 0.0) for part in parts)
+    assert abs(float(loss) - float(total)) < 0.02 * float(loss)
+    for mine, theirs in zip(one.parameters(), several.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.nn.functional.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), 0) > 0.99
+
+
+def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = written()
+    full = [number for number in range(len(rows)) if rows.sizes()[number] == 32][:4] or [0, 1]
+    batch = rows.batch(full, 32)
+    even = batch._replace(weights=(torch.arange(32) > 8).float().expand(batch.tokens.shape))
+    one, sliced = head_of("medusa"), head_of("medusa")
+    loss = trainable(one).backward(even, 1.0, 0.0)
+    monkeypatch.setattr("draftproof.training.heads.CACHED", 1)             # a row at a time
+    assert torch.allclose(trainable(sliced).backward(even, 1.0, 0.0), loss)
+    for mine, theirs in zip(one.parameters(), sliced.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.allclose(mine.grad, theirs.grad, atol=1e-12)
+
+
+def test_the_rate_rises_to_the_wanted_one_and_falls_to_zero() -> None:
+    config = TrainConfig(warmup=0.1)
+    rates = [config.rate_at(step, 200) for step in range(200)]
+    assert max(rates) == pytest.approx(1.0) and rates.index(max(rates)) == 20
+    assert rates[:20] == sorted(rates[:20]) and rates[20:] == sorted(rates[20:], reverse=True)
+    assert 0 < rates[0] < 0.1 and 0 <= rates[-1] < 1e-3

@@ -1,0 +1,105 @@
+"""What training tests share: texts a tiny target wrote, heads to train on them, and someone who watches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import VOCAB, fresh, prompts, target
+
+from draftproof import embedded
+from draftproof.core.params import Sampling
+from draftproof.drafters.base import DraftHead
+from draftproof.drafters.medusa import MedusaHead
+from draftproof.drafters.redrafter import ReDrafterHead
+from draftproof.engine.engine import Engine
+from draftproof.model.loading import load_tokenizer
+from draftproof.training.features import Streamed
+from draftproof.training.heads import FrozenTarget
+from draftproof.training.rows import Batches, Example, Rows
+from draftproof.training.self_generate import Progress
+from draftproof.training.trainer import Evaluation, TrainConfig, Trainer
+
+LENGTH = 32
+
+
+def saved_model(folder: Path, **form: Any) -> Path:
+    """A tiny float32 model on disk, with the demo's tokenizer."""
+    fresh("llama", vocab_size=4096, **form).float().save_pretrained(folder)
+    tokenizer = load_tokenizer(embedded("demo"))
+    assert tokenizer is not None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@lru_cache
+def written(count: int = 24, seed: int = 0) -> Rows:
+    """What the tiny target writes at temperature 0.3; only that is in the loss."""
+    asked, sampling = prompts(count, seed, longest=8), Sampling(temperature=0.3, seed=seed)
+    done = Engine(target()).generate(asked, max_new_tokens=LENGTH - 8, sampling=sampling, batch_size=24)
+    pairs = zip(asked, (one.tokens for one in done), strict=True)
+    return Rows([Example([*p, *new], [False] * len(p) + [True] * len(new)) for p, new in pairs], LENGTH)
+
+
+@lru_cache
+def ruled(count: int = 40, seed: int = 0) -> Rows:
+    """Texts in which each token follows from the one before: whoever sees one can predict all."""
+    rng = torch.Generator().manual_seed(0)
+    follows = torch.randperm(VOCAB, generator=rng).tolist()
+    texts = []
+    for start in torch.randint(VOCAB, (count,), generator=rng.manual_seed(seed)).tolist():
+        texts.append([start])
+        while len(texts[-1]) < LENGTH:
+            texts[-1].append(follows[texts[-1][-1]])
+    return Rows([Example(text, [True] * LENGTH) for text in texts], LENGTH)
+
+
+def head_of(kind: str) -> DraftHead:
+    """A fresh head, in float64 so that sums in another order agree."""
+    head = MedusaHead.fresh(target(), 3) if kind == "medusa" else ReDrafterHead.fresh(target(), steps=3)
+    return head.to(torch.float64)
+
+
+def trainable(head: DraftHead, objective: str = "ce") -> FrozenTarget:
+    read = Streamed(target(), head.hidden_layers, objective != "ce")
+    return FrozenTarget(head, target(), read, read, objective)
+
+
+class Recorder:
+    """A callback that remembers what it hears. stop_at: die at this step."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.losses: list[float] = []
+        self.evaluations: list[Evaluation] = []
+        self.notes: list[str] = []
+        self.progress: list[Progress] = []
+        self.begun, self.stop_at = (0, 0), stop_at
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def wrote(self, progress: Progress) -> None:
+        self.progress.append(progress)
+
+    def planned(self, step: int, steps: int) -> None:
+        self.begun = (step, steps)
+
+    def stepped(self, step: int, loss: float, speed: float) -> None:
+        self.losses.append(loss)
+        if step == self.stop_at:
+            raise SystemExit                                    # as sudden as it gets in one process
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+
+def trainer_of(
+    folder: Path, subject: Any, recorder: Recorder | None = None, settings: Any = None, texts: Any = written, **config: Any
+) -> Trainer:
+    """A short run on texts of a kind, evaluated with others of that kind."""
+    held_out = Batches(texts(8, seed=99), 4, 0).sample(10**6)
+    given = TrainConfig(**{"steps": 20, "learning_rate": 3e-3, **config})
+    recorder = recorder or Recorder()
+    return Trainer(subject, Batches(texts(), 4, given.seed), held_out, given, folder, settings or {}, recorder)
