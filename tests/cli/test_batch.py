@@ -100,6 +100,22 @@ def test_each_row_is_written_as_soon_as_those_before_it_are(
         assert written == next(index for index in range(len(ROWS) + 1) if index not in done)
 
 
+def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path: Path) -> None:
+    """OpenAI batches, vLLM's sampling_params, top-level options: each asks for the same, and keeps its ids."""
+    asked = {"temperature": 1.0, "seed": 3, "max_tokens": 6}
+    same = [
+        {"prompt": "Tom", "sampling": {"temperature": 1.0, "seed": 3}, "max_new_tokens": 6},
+        {"prompt": "Tom", **asked, "answer": "a user's own field"},
+        {"prompt": "Tom", "sampling_params": {**asked, "n": 1}},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "Tom", **asked}},
+    ]
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("\n".join(map(json.dumps, same)))
+    assert call("run", target, "--prompts", str(rows), "--out", str(out)).code == 0
+    found = read(out)
+    assert len({row["text"] for row in found}) == 1 and found[0]["tokens"] == 6 and found[3]["custom_id"] == "c"
+
+
 def test_a_finished_file_is_left_alone(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     call(*args(target, rows, out))
@@ -134,7 +150,9 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
         '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens", '{"prompt": "a", "sampling": {"top": 1}}': "'top'",
         '{"prompt": "a", "sampling": {"top_k": 2.5}}': "whole",
         '{"prompt": "a", "sampling": {"temperature": "hot"}}': "temperature",
-        '{"prompt": "a", "sampling": {"stop": 5}}': "cannot be used", "\udcff": "JSON",
+        '{"prompt": "a", "sampling": {"stop": 5}}': "cannot be used", '{"prompt": "\\ud83d"}': "surrogate",
+        '{"prompt": "a", "tools": [1]}': "tools", '{"prompt": "a", "n": 2}': "another seed",
+        '{"prompt": "a", "meta": ' + "[" * 5000 + "]" * 5000 + "}": "nested", "\udcff": "JSON",
     }  # fmt: skip
     lines = [line for text in bad for line in (text, '{"prompt": "fine"}')]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

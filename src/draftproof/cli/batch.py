@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,20 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import show
-from draftproof.cli.setup import as_chat, engine_of, group_of, sampling
+from draftproof.cli.rows import Request, identity, understood
+from draftproof.cli.setup import engine_of, group_of, sampling
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.core.params import Sampling
-    from draftproof.engine.engine import Completion, Engine, Prompt
+    from draftproof.engine.engine import Completion, Engine
 
 WINDOW = 8
 """Batches of rows the engine gets at a time: enough that few rows run alone at the end of one."""
 ROWS = 8
 """Rows at a time when nobody says."""
-PROMPTS = ("prompt", "messages", "turns", "text")
-"""Fields a prompt is looked for in; of turns, the first is taken."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,6 @@ class Line:
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.text).hexdigest()
-
-
-@dataclass(frozen=True)
-class Request:
-    """One row of the input, understood."""
-
-    line: Line
-    prompt: Prompt
-    wanted: Sampling
 
 
 @dataclass
@@ -215,19 +204,22 @@ class Batch:
 
     def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
         """A completion or an error for each line; within a window of lines, in any order."""
-        size = self.batch_size or ROWS
         base = sampling(engine.sampling, self.given)
         for start in range(0, len(lines), self.window):
-            requests = []
+            ready: list[tuple[Line, Request]] = []
             for line in lines[start : start + self.window]:
                 try:
-                    requests.append(_understood(line, base, self.chat))
+                    request = understood(line.text, base, self.chat)
+                    engine.check(request.prompt, sampling=request.sampling)
+                    ready.append((line, request))
                 except BadInput as error:
                     yield line, str(error)
-            yield from _completed(engine, requests, size)
+            prompts, wanted = [request.prompt for _, request in ready], [request.sampling for _, request in ready]
+            for completion in engine.as_completed(prompts, sampling=wanted, batch_size=self.batch_size or ROWS) if ready else ():
+                yield ready[completion.prompt][0], completion
 
     def _row(self, line: Line, outcome: Completion | str) -> dict[str, Any]:
-        head = {"index": line.index, **_identity(line), "input_sha256": line.digest, "settings": self._settings}
+        head = {"index": line.index, **identity(line.text), "input_sha256": line.digest, "settings": self._settings}
         if isinstance(outcome, str):
             return {**head, "error": outcome}
         return {
@@ -244,82 +236,6 @@ class Batch:
 def _left(lines: Sequence[Line], ready: Mapping[int, object], tally: Tally) -> list[Line]:
     """The rows that are neither written nor waiting to be."""
     return [line for line in lines[tally.rows :] if line.index not in ready]
-
-
-def _completed(engine: Engine, requests: Sequence[Request], size: int) -> Iterator[tuple[Line, Completion | str]]:
-    """All requests side by side; when one is refused, halves of what is left, down to that one alone."""
-    left = dict(enumerate(requests))
-    try:
-        prompts, wanted = [request.prompt for request in requests], [request.wanted for request in requests]
-        for completion in engine.as_completed(prompts, sampling=wanted, batch_size=size):
-            yield left.pop(completion.prompt).line, completion
-    except BadInput as error:
-        rest = list(left.values())
-        if len(rest) == 1:
-            yield rest[0].line, str(error)
-            return
-        for half in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
-            yield from _completed(engine, half, size)
-
-
-def _identity(line: Line) -> dict[str, Any]:
-    """The row's own id, if it has one."""
-    try:
-        row = json.loads(line.text)
-    except ValueError:
-        return {}
-    return {"id": row["id"]} if isinstance(row, dict) and "id" in row else {}
-
-
-def _understood(line: Line, base: Sampling, chat: bool) -> Request:
-    """What a row asks for. Raises BadInput, in one sentence."""
-    try:
-        row = json.loads(line.text)
-    except ValueError as error:
-        raise BadInput(f"the row is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise BadInput(f"the row is a JSON {type(row).__name__}; it must be an object with one of {', '.join(PROMPTS)}")
-    params = row.get("sampling") or {}
-    if not isinstance(params, dict):
-        raise BadInput('"sampling" must be an object of sampling options')
-    if row.get("max_new_tokens") is not None:
-        params = {**params, "max_new_tokens": row["max_new_tokens"]}
-    return Request(line, prompt_of(row, chat), _wanted(base, params))
-
-
-def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
-    """The prompt of a row, as text or as a chat. Raises BadInput, in one sentence."""
-    name = next((name for name in PROMPTS if name in row), None)
-    if name is None:
-        raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")
-    given = row[name]
-    if name == "turns" and isinstance(given, list) and given:
-        given = given[0]
-    if name == "messages":
-        whole = isinstance(given, list) and all(isinstance(part, dict) and {"role", "content"} <= part.keys() for part in given)
-        if not whole:
-            raise BadInput('"messages" must be a list of objects with "role" and "content"')
-        return list(given)
-    if not isinstance(given, str):
-        raise BadInput(f'"{name}" must be text')
-    return as_chat(given) if chat else given
-
-
-def _wanted(base: Sampling, params: Mapping[str, Any]) -> Sampling:
-    """`base` with what the row wishes."""
-    known = {field.name: field.type for field in fields(base) if field.name != "processors"}
-    for name, value in params.items():
-        if name not in known:
-            raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(known)}")
-        if str(known[name]).startswith("int") and not isinstance(value, int):
-            raise BadInput(f"{name} was {value!r}; it must be a whole number")
-    try:
-        bias = {int(token): float(value) for token, value in dict(params.get("logit_bias", base.logit_bias)).items()}
-        return replace(base, **{**params, "logit_bias": bias})
-    except BadInput:
-        raise
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"the sampling options cannot be used: {error}") from error
 
 
 def _progress() -> Progress:

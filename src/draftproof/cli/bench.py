@@ -17,7 +17,7 @@ from rich.table import Table
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.batch import prompt_of
+from draftproof.cli.rows import prompt_of
 from draftproof.cli.setup import as_chat, lost
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.errors import BadInput

@@ -172,6 +172,10 @@ class Engine:
             rows = max(n, batch_size)
         return self._going(requests, rows)
 
+    def check(self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None) -> None:
+        """Raise BadInput if `generate` could not honour this request."""
+        self._requests([prompt], max_new_tokens, sampling, 1)
+
     def _going(self, requests: list[list[SequenceState]], rows: int) -> Iterator[list[SequenceState]]:
         going = [row for request in requests for row in request]
         for _ in self._rounds(deque(requests), rows):
@@ -277,6 +281,8 @@ class Engine:
         elif self.codec is None:
             raise BadInput("a text prompt was given but the model has no tokenizer; pass tokenizer=... to load, or token ids")
         elif isinstance(prompt, str):
+            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+                raise BadInput("the prompt has half of a surrogate pair, a cut emoji perhaps; give whole characters")
             tokens = self.codec.encode(prompt)
         else:
             tokens = self.codec.encode_chat(cast(Messages, prompt))
