@@ -11,6 +11,18 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`needs_isa("avx2")`: the test needs the C library of that level, or of a higher one."""
+    from draftproof.native.build import LEVELS
+    from draftproof.native.kernels import library
+
+    for item in items:
+        for mark in item.iter_markers("needs_isa"):
+            have = library().build.partition("-")[0]
+            if not have or LEVELS.index(have) < LEVELS.index(mark.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}; {library().reason or f'this is {have}'}"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _modest() -> None:
     torch.set_num_threads(1)

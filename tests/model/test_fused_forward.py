@@ -14,7 +14,8 @@ from draftproof.model.exactness import probe
 from draftproof.model.fused_forward import NODES
 from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.model.target import Target
-from draftproof.native.kernels import SWITCH, has_amx, kernels
+from draftproof.native.build import SWITCH
+from draftproof.native.kernels import kernels
 
 SIZES = {
     "hidden_size": 96,
@@ -62,7 +63,7 @@ found = kernels()
 ALL = pytest.mark.skipif(found is None or not found.bf16, reason="no such product")
 BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="attention is by vectors in any case")
 WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL), pytest.param("attention by vectors", marks=BOTH)]
-TILES = pytest.mark.skipif(has_amx(), reason="oneDNN's sums depend on how many rows there are")
+TILES = pytest.mark.skipif(bool(torch.cpu._is_amx_tile_supported()), reason="oneDNN's sums depend on how many rows there are")
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from draftproof.model import quantized_linear
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
-from draftproof.native import kernels as kernels_module
-from draftproof.native.kernels import kernels
+from draftproof.native.build import BUILDS, LEVELS, able, opened
+from draftproof.native.kernels import Kernels, kernels
 
 LAYERS = [
     pytest.param(layer, marks=pytest.mark.skipif(not quantized_linear.works(layer), reason="no such kernel here"))
@@ -153,7 +152,6 @@ def test_wrong_and_slow_kernels_are_found_out() -> None:
 # Our kernels ----------------------------------------------------------------------------------------------------------------
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="no compiler here")
-VECTORS = "-march=native -mno-amx-tile -mno-amx-bf16 -mno-amx-int8"
 
 
 @needs_kernels
@@ -180,18 +178,12 @@ def test_the_kernels_and_the_operators_agree(
 
 @needs_kernels
 @needs_int8
-@pytest.mark.parametrize("flags", ["-march=native", VECTORS, "-mavx2 -mfma -mavxvnni"])
-def test_each_processors_product_is_that_of_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+@pytest.mark.parametrize("build", list(BUILDS))
+def test_each_processors_product_is_that_of_integers(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     """Small whole numbers, whose sums bfloat16 holds exactly, with the loudest input 127: codes are the numbers."""
-    wanted = [flag[2:].replace("avxvnni", "avx_vnni") for flag in flags.split() if flag.startswith(("-mavx", "-mfma"))]
-    if not all(flag in Path("/proc/cpuinfo").read_text() for flag in wanted):
-        pytest.skip("the processor has other instructions")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels_module, "FLAGS", ("-std=gnu11", "-O3", *flags.split(), "-fPIC", "-fopenmp"))
-    monkeypatch.setattr(kernels_module, "has_amx", lambda: False)
-    found = kernels_module.kernels.__wrapped__()
+    found = Kernels(opened(build)) if build in able(LEVELS[-1]) else None
     if found is None or not found.int8:
-        pytest.skip("no such product on this processor")
+        pytest.skip(f"no such product by {build} here")
     monkeypatch.setattr(quantized_linear, "kernels", lambda: found)
     dice = torch.Generator().manual_seed(0)
     for rows in (1, 2, 7, 12, 13, 29):

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.native import kernels as module
-from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.build import BUILDS, LEVELS, able, opened
+from draftproof.native.kernels import Kernels
 from draftproof.native.structures import Linear, interleaved, rounded
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100), (100, 4224)]
-NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    """The kernels as this machine has them, and where it has tiles also as one without would."""
-    usual, tiles = kernels(), request.param == "tiles"
-    if usual is None or not usual.bf16 or (tiles and not usual.tiles):
-        pytest.skip("no such product here")
-    with pytest.MonkeyPatch.context() as patch:
-        if usual.tiles and not tiles:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("vectors")))
-            patch.setattr(module, "FLAGS", (*module.FLAGS, *NO_TILES))
-            patch.setattr(module, "has_amx", lambda: False)
-            usual = module.kernels.__wrapped__()
-            assert usual is not None and usual.bf16 and not usual.tiles
-        yield usual
+@pytest.fixture(scope="module", params=[build for build in BUILDS if build != "portable"])
+def found(request: pytest.FixtureRequest) -> Kernels:
+    """The kernels of each build that this processor can run."""
+    if request.param not in able(LEVELS[-1]):
+        pytest.skip(f"needs {request.param}")
+    kernels = Kernels(opened(request.param))
+    if not kernels.bf16:
+        pytest.skip(f"no bfloat16 product by {request.param}")
+    return kernels
 
 
 def multiplied(found: Kernels, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

@@ -79,12 +79,25 @@ def _facts(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": dict(zip(("free", "total"), (size / 2**30 for size in device.memory()), strict=True)),
         "bf16_native": device.bf16_is_native,
+        "kernels": _kernels(),
         "bf16_ms": fast,
         "fp32_ms": slow,
         "context": target.context,
         "vocab_size": target.vocab_size,
         "reads_trees": target.reads_trees,
     }
+
+
+def _kernels() -> str:
+    """Which library serves, for what, and why not a quicker one."""
+    from draftproof.native.kernels import kernels, library
+
+    found, told = kernels(), library().reason
+    if found is None:
+        return f"none: torch's operators do everything; {told}"
+    here = [name for name, there in (("bfloat16", found.bf16), ("8 bits", found.int8)) if there]
+    layers = f"linear layers in {' and '.join(here)}, " if here else ""
+    return f"{library().build}: {layers}attention, norms, gates, noise and lookup" + (f"; {told}" if told else "")
 
 
 def _milliseconds(dtype: torch.dtype, device: torch.device) -> float:
@@ -111,6 +124,7 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
         page.add_row("note", note)
     page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
     page.add_row("bfloat16", _bf16(facts))
+    page.add_row("kernels", facts["kernels"])
     trees = "reads chains and trees" if facts["reads_trees"] else "reads chains only"
     page.add_row("model", f"{facts['model']}, {found.dtype}, {facts['context']} tokens of context, {trees}")
     for line in lost:

@@ -1,8 +1,9 @@
 """The one random source: a counter-based generator. Knows seeds, positions, roles and tokens; keeps no state.
 
 Every value is a hash of its key, so it does not depend on the order of calls, the batch, the tree or the drafter.
-All arithmetic is on int32 with wrap-around, which CPU, CUDA and HPU share. The mixing function is the "lowbias32"
-finaliser of C. Wellons (hash prospector), applied between 64 bits of key.
+Hashes are of int32 with wrap-around, which CPU, CUDA and HPU share. The mixing function is the "lowbias32" finaliser of
+C. Wellons (hash prospector), applied between 64 bits of key. Logarithms are a polynomial of single IEEE operations in a
+fixed order, so noise has the same bits by torch's operators and by native/noise.c, whatever the processor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from draftproof.native.kernels import kernels
 
 _GOLDEN = -1640531527            # 0x9E3779B9, as a signed 32-bit number
 _SECOND = -2048144789            # 0x85EBCA6B
+_LOG = tuple(map(float.fromhex, (
+    "0x1.204376p-4", "-0x1.d7a37p-4", "0x1.de4a34p-4", "-0x1.fcba9ep-4", "0x1.23d37ep-3", "-0x1.555ca0p-3", "0x1.999d58p-3",
+    "-0x1.fffff8p-3", "0x1.555554p-2",
+)))  # fmt: skip
+"""Cephes' logf: (log(1 + m) - m + m^2 / 2) / m^3, from the highest power on."""
+_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.63p-1"), float.fromhex("-0x1.bd0106p-13")
+_SQRT_HALF = 0x3F3504F3         # the bits of sqrt(1/2)
 _MIX_1, _MIX_2 = 0x7FEB352D, -2073254261          # 0x7FEB352D, 0x846CA68B
 
 
@@ -65,7 +73,7 @@ def uniform(streams: Tensor) -> Tensor:
 def gumbel(streams: Tensor, vocab: int, *, at_hand: bool = False) -> Tensor:
     """[..., V] float32 standard Gumbel noise, one per token, for streams `[..., 2]`.
 
-    at_hand: by a kernel, if there is one, whose logarithms may differ in their last bits.
+    at_hand: by a kernel, if there is one; the bits are the same.
 
     ``argmax(logits + gumbel)`` is a draw from softmax(logits): the exponential race of Daliri, Musco and Suresh
     (arXiv 2408.07978). The uniform is finest near 0, where the winners of the race live: 31 bits.
@@ -76,8 +84,24 @@ def gumbel(streams: Tensor, vocab: int, *, at_hand: bool = False) -> Tensor:
     tokens = torch.arange(vocab, dtype=torch.int32, device=streams.device).mul_(_GOLDEN)
     bits = streams[..., :1] ^ tokens
     bits = _mix_(bits).add_(streams[..., 1:])
-    wait = _unit(_mix_(bits)).neg_().log1p_().neg_()                     # exponential waiting times
-    return wait.log_().neg_()
+    unit = _unit(_mix_(bits))
+    left = 1 - unit
+    lost = (1 - left).sub_(unit)                                        # 1 - unit is left + lost
+    wait = _log_(left).add_(lost).neg_()                                # exponential waiting times
+    return _log_(wait).neg_()
+
+
+def _log_(x: Tensor) -> Tensor:
+    """In place, the natural logarithm of normal positive float32 numbers; each step is rounded by itself, as in noise.c."""
+    bits = x.view(torch.int32)
+    power = (bits - _SQRT_HALF) >> 23
+    bits -= power << 23
+    m, n = x.sub_(1.0), power.float()
+    square, y = m * m, m * _LOG[0]
+    for coefficient in _LOG[1:]:
+        y.add_(coefficient).mul_(m)
+    y.mul_(square).add_(n * _LN2_LOW).sub_(square.mul_(0.5))
+    return m.add_(y).add_(n.mul_(_LN2_HIGH))
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import SWITCH, kernels
+from draftproof.native.build import SWITCH
+from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
 from draftproof.native.structures import Linear, interleaved, plain, rounded
 

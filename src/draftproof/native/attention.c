@@ -3,9 +3,15 @@
 
 #include "tiles.h"
 
-enum { BLOCK = 16, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
+enum { BLOCK = LANES, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
 
+#if LANES == 16
 static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
+static const bits places = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const bits places = {0, 1, 2, 3};
+#endif
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     float factor = factor_of(x, norm->epsilon, size);

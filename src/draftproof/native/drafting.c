@@ -1,56 +1,5 @@
-/* Choosing tokens, and drafting with them: noise, races, chains, beams. */
+/* Choosing tokens, and drafting with them: races, chains, beams. */
 #include "lanes.h"
-
-static inline words mixed(words x) {            /* lowbias32, as in core/noise.py */
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
-    x ^= x >> 15;
-    x *= 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-
-static inline uint32_t mixed_one(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
-    x ^= x >> 15;
-    x *= 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-
-/* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows, count], told apart by origins
- * [rows, count] if there are some; as in core/noise.py. */
-void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positions, const int64_t *origins, int32_t *out,
-                        int64_t rows, int64_t count) {
-    for (int64_t i = 0; i < rows * count; i++) {
-        const uint32_t *key = (const uint32_t *)keys + 2 * (i / count);
-        uint32_t low = mixed_one(key[0] ^ ((uint32_t)positions[i] * 0x9E3779B9u));
-        low = mixed_one(low + 0x85EBCA6Bu * (uint32_t)(role + 1));
-        uint32_t high = mixed_one(key[1] + low);
-        high = mixed_one(high ^ ((uint32_t)(origins ? origins[i] : 0) * 0x85EBCA6Bu));
-        out[2 * i] = (int32_t)mixed_one(low ^ (high * 0x9E3779B9u)), out[2 * i + 1] = (int32_t)high;
-    }
-}
-
-/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31 bits near 0. */
-void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab, int64_t threads) {
-    int64_t blocks = (vocab + LANES - 1) / LANES;
-    words steps;
-    for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
-#pragma omp parallel for num_threads(threads) collapse(2) if (rows * vocab > SMALL)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t b = 0; b < blocks; b++) {
-            words x = (uint32_t)streams[2 * r] ^ (steps + (uint32_t)(b * LANES) * 0x9E3779B9u);
-            x = mixed(mixed(x) + (uint32_t)streams[2 * r + 1]);
-            lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
-            u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
-            lanes left = 1.0f - u, wait = logarithm(left) * u / (left - 1.0f);              /* log1p, exact where u is small */
-            bits tiny = left == 1.0f;
-            wait = (lanes)(((bits)u & tiny) | ((bits)wait & ~tiny));
-            lanes noise = -logarithm(wait);
-            int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
-            memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));
-        }
-}
 
 /* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */
 static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i, int64_t vocab) {
@@ -321,6 +270,7 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
     width = lack < width ? lack : width;
     nodes = nodes < rows * steps ? nodes : rows * steps;
     int64_t parents[rows * most], asked[rows * width], where[rows], found[rows], starts[rows + 1], which[rows], live[rows], going = rows;
+    asked[0] = 0;
     float chance[rows], heat[rows], trust[rows], sums[rows];
     Scored likely[nodes];
     for (int64_t n = 0; n < nodes; n++) likely[n] = (Scored){-INFINITY, -1};

@@ -1,35 +1,19 @@
-"""The C kernels beside this file, compiled once for this machine by its own compiler. Knows compilers, nothing of models.
-
-Where there is no compiler, or torch runs its threads otherwise than by OpenMP, there are none, and torch's operators
-are used instead.
-"""
+"""The functions of the C library, as Python calls them. Knows nothing of models; where there is no library, torch serves."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftproof.native.build import Library, load
 from draftproof.native.lookup import Lookup
 from draftproof.native.structures import LANES, Heads, Linear, Pairs, Recurrence
 
-SOURCES = [Path(__file__).with_name(name) for name in ("layers.c", "attention.c", "linear.c", "drafting.c", "lookup.c")]
-HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "tiles.h")]
-SWITCH = "DRAFTPROOF_KERNELS"
-"""Set to 0 in the environment to do without, to "all" to have them read the linear layers of small models, too."""
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp")
 WIDEST = 256
 """Largest head the kernels have room for."""
 
@@ -97,8 +81,6 @@ class Kernels:
         library.draftproof_linears.restype = number
         self.int8, self.bf16, self.tiles = (bool(library.draftproof_linears() >> bit & 1) for bit in range(3))
         self.attends_by_tiles = ctypes.c_int.in_dll(library, "draftproof_tiles")
-        if has_amx() and not self.tiles:                        # the compiler knows no tiles, and oneDNN is quicker with them
-            self.int8 = self.bf16 = False
 
     def multiply(self, layer: Linear, inputs: Tensor) -> Tensor:
         """[..., outputs] of inputs [..., size], in bfloat16."""
@@ -312,73 +294,13 @@ class Stores:
 
 
 @cache
-def has_amx() -> bool:
-    """Whether the processor multiplies tiles of matrices."""
-    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return known is not None and bool(known())
+def library() -> Library:
+    """The C library, loaded at first use, and why there is none or no quicker one."""
+    return load()
 
 
 @cache
 def kernels() -> Kernels | None:
-    """The library, compiled at first use and kept in the user's cache folder; None where it cannot be had."""
-    if os.environ.get(SWITCH) == "0" or not sys.platform.startswith("linux"):
-        return None
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
-    threads = _thread_library()
-    if compiler is None or threads is None:
-        return None
-    try:
-        ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)       # torch's own threads: a second pool would fight with them
-        return Kernels(ctypes.CDLL(str(_built(compiler))))
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        return None
-
-
-def _built(compiler: str) -> Path:
-    """The compiled library of this source, by this compiler, for this processor."""
-    texts = [path.read_text() for path in (*HEADERS, *SOURCES)]
-    name = hashlib.sha256("\n".join([*texts, compiler, *FLAGS, _processor()]).encode()).hexdigest()[:16]
-    for folder in _folders():
-        target = folder / f"kernels-{name}.so"
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():                 # what another user put there is not run
-                continue
-            if target.is_file():
-                return target
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                halfway, done = [Path(work) / f"{source.stem}.o" for source in SOURCES], Path(work) / "kernels.so"
-                for command in (
-                    *([compiler, *FLAGS, "-c", str(one), "-o", str(made)] for one, made in zip(SOURCES, halfway, strict=True)),
-                    [compiler, "-shared", *map(str, halfway), "-o", str(done), "-lm"],      # no -fopenmp: torch brought it
-                ):
-                    subprocess.run(command, check=True, capture_output=True, timeout=60)
-                done.replace(target)
-            return target
-        except OSError:                                             # read-only, full, not ours
-            continue
-    raise OSError("no folder to keep compiled kernels in")
-
-
-def _folders() -> list[Path]:
-    """Where to look for compiled kernels, and to put them."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~").expanduser() / ".cache")
-    return [Path(base) / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"]
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.machine()
-
-
-def _thread_library() -> str | None:
-    """The OpenMP library that torch has loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            return path
-    return None
+    """The functions of the library; None where it cannot be had (`library().reason` says why)."""
+    loaded = library().loaded
+    return None if loaded is None else Kernels(loaded)

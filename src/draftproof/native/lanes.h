@@ -1,4 +1,6 @@
-/* What all kernels share: sixteen numbers at a time, bfloat16, and the forms in which the caller describes a model.
+/* What all kernels share: vectors of LANES numbers, bfloat16, and the forms in which the caller describes a model.
+ *
+ * The sources are compiled once for each level of the processor (native/build.py): a vector is one register of that level.
  *
  * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
  * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
@@ -9,17 +11,24 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define AVX2 1
+#define LANES 8
+#else
+#define LANES 4
 #endif
 
 typedef uint16_t bf16;
-typedef float lanes __attribute__((vector_size(64)));
-typedef int32_t bits __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-enum { LANES = 16, SMALL = 1 << 14, PRODUCTS = 1 << 17 };           /* below so many numbers, or products, one thread */
+enum { SMALL = 1 << 14, PRODUCTS = 1 << 17 };                       /* below so many numbers, or products, one thread */
 
 static inline float widen(bf16 x) {
     union { uint32_t i; float f; } u = {(uint32_t)x << 16};
@@ -34,6 +43,8 @@ static inline bf16 narrow(float x) {            /* to the nearest, ties to even 
 static inline lanes widened(halves h) {
 #ifdef __AVX512F__                              /* compilers convert half at a time */
     return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif AVX2
+    return (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
 #else
     return (lanes)(__builtin_convertvector(h, bits) << 16);
 #endif
@@ -56,7 +67,12 @@ static inline halves shortened(lanes x) {
     bits i = (bits)x, even = (i >> 16) & 1;
     bits out = (i + 0x7fff + even) >> 16, nan = x != x;
     out = (out & ~nan) | (nan & 0x7fc0);
+#if AVX2
+    out &= 0xffff;
+    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)out), _mm256_extracti128_si256((__m256i)out, 1));
+#else
     return __builtin_convertvector(out, halves);
+#endif
 #endif
 }
 
@@ -89,8 +105,9 @@ static inline lanes paired(lanes sum, bits pairs, int32_t same) {
 #ifdef __AVX512BF16__
     return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(same));
 #else
-    union { int32_t i; float f; } even = {(int32_t)((uint32_t)same << 16)}, odd = {same & ~0xffff};
-    return sum + (lanes)(pairs << 16) * even.f + (lanes)(pairs & ~0xffff) * odd.f;
+    bits all = (bits){} + same;
+    sum += (lanes)(pairs << 16) * (lanes)(all << 16);
+    return sum + (lanes)(pairs & ~0xffff) * (lanes)(all & ~0xffff);
 #endif
 }
 
@@ -98,15 +115,19 @@ static inline float total(lanes x) {            /* halves to halves */
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
 #else
+    float each[LANES];
+    memcpy(each, &x, sizeof x);
     for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+        for (int i = 0; i < half; i++) each[i] += each[i + half];
+    return each[0];
 #endif
 }
 
 static inline lanes larger(lanes a, lanes b) {           /* the second where either is NaN */
 #ifdef __AVX512F__
     return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#elif AVX2
+    return (lanes)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     bits more = a > b;
     return (lanes)(((bits)a & more) | ((bits)b & ~more));
@@ -134,24 +155,6 @@ static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike
     bits power = (__builtin_convertvector(n, bits) + 127) << 23;
     return (lanes)((bits)(y * (lanes)power) & ~low);
 #endif
-}
-
-static inline lanes logarithm(lanes x) {        /* Cephes' logf, all lanes alike, for normal numbers */
-    bits i = (bits)x, power = (i >> 23) - 126;
-    lanes m = (lanes)((i & 0x007fffff) | 0x3f000000);                                       /* in [0.5, 1) */
-    bits low = m < 0.707106781f;
-    lanes n = __builtin_convertvector(power + low, lanes);                                  /* true is -1 */
-    m = m + (lanes)((bits)m & low) - 1.0f;
-    lanes z = m * m, y = m * 7.0376836292e-2f - 1.1514610310e-1f;
-    y = y * m + 1.1676998740e-1f;
-    y = y * m - 1.2420140846e-1f;
-    y = y * m + 1.4249322787e-1f;
-    y = y * m - 1.6668057665e-1f;
-    y = y * m + 2.0000714765e-1f;
-    y = y * m - 2.4999993993e-1f;
-    y = y * m + 3.3333331174e-1f;
-    y = y * m * z + n * -2.12194440e-4f - 0.5f * z;
-    return m + y + n * 0.693359375f;
 }
 
 /* x / (1 + e^-by), by a reciprocal up to its last bits; by is -88 or more, or NaN. */
@@ -185,9 +188,11 @@ static inline float largest(lanes x) {
     x = larger((lanes)_mm512_permute_ps((__m512)x, 0xee), x);
     return larger((lanes)_mm512_permute_ps((__m512)x, 0x55), x)[0];
 #else
+    float each[LANES];
+    memcpy(each, &x, sizeof x);
     for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
-    return x[0];
+        for (int i = 0; i < half; i++) each[i] = each[i + half] > each[i] ? each[i + half] : each[i];
+    return each[0];
 #endif
 }
 
@@ -202,6 +207,8 @@ static inline lanes partly(const bf16 *from, int64_t some) {
 static inline int some_of(bits x) {
 #ifdef __AVX512F__
     return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#elif AVX2
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
 #else
     int any = 0;
     for (int l = 0; l < LANES; l++) any |= x[l];
@@ -244,14 +251,14 @@ static inline void transposed(lanes *square) {
         square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88), square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
     }
 #else                                                           /* in halves of halves: what is off the diagonal changes places */
-    SWAPPED(square, 1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-            (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-    SWAPPED(square, 2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-            (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-    SWAPPED(square, 4, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-            (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-    SWAPPED(square, 8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-            (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#if LANES == 8
+    SWAPPED(square, 1, (0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15))
+    SWAPPED(square, 2, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))
+    SWAPPED(square, 4, (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+#else
+    SWAPPED(square, 1, (0, 4, 2, 6), (1, 5, 3, 7))
+    SWAPPED(square, 2, (0, 1, 4, 5), (2, 3, 6, 7))
+#endif
 #endif
 }
 

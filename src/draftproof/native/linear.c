@@ -2,9 +2,6 @@
 #define _GNU_SOURCE
 #include "tiles.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#include <immintrin.h>
-#endif
 #if TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -57,7 +54,7 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words
     for (int64_t i = 0; i < padded; i += LANES) {
         lanes v = i < whole ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
         bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;              /* to the nearest, by cutting off */
-        typedef int8_t bytes __attribute__((vector_size(16)));
+        typedef int8_t bytes __attribute__((vector_size(LANES)));
         bytes narrow = __builtin_convertvector(code, bytes);
         memcpy(words + place(i / FOUR, beside), &narrow, sizeof narrow);
         sum += code;
@@ -94,12 +91,11 @@ typedef union { bits whole; lanes real; } Sum;
 int draftproof_tiles;
 
 #if TILES
-/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles, which the
- * kernel of the system has to be asked for. */
-int64_t draftproof_linears(void) {
+/* Whether a process may use tiles, for which the kernel of the system has to be asked. */
+int64_t draftproof_usable(void) {
     enum { ASK = 0x1023, TILE_DATA = 18 };
     draftproof_tiles = !syscall(SYS_arch_prctl, ASK, TILE_DATA);
-    return draftproof_tiles ? 7 : 0;
+    return draftproof_tiles;
 }
 
 static _Thread_local int64_t form;                                                         /* of a thread's tiles; 0 if it has none */
@@ -177,28 +173,23 @@ static inline void ahead(int64_t i, int64_t steps, const char *here, const char 
         _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128);                                                 \
         _tile_stored(2, sums + above, 128); _tile_stored(3, &sums[above][1], 128);                                     \
     }
+#define HAS_INT8 1
+#define HAS_BF16 1
 TILED(fours, _tile_dpbsud)
 TILED(pairs, _tile_dpbf16ps)
 #else
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if LANES == 16 && defined(__AVX512VNNI__)
 #define HAS_INT8 1
 /* sum[l] += the product of weights 4 l to 4 l + 3, unsigned, with the same four activations, signed. */
 static inline bits dotted(bits sum, bits weights, int32_t activations) {
-#ifdef __AVX512VNNI__
     return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
-#else
-    union { bits whole; __m256i half[2]; } s = {sum}, w = {weights};
-    __m256i a = _mm256_set1_epi32(activations);
-    for (int h = 0; h < 2; h++) s.half[h] = _mm256_dpbusd_avx_epi32(s.half[h], w.half[h], a);
-    return s.whole;
-#endif
 }
 #else
 #define HAS_INT8 0
 static inline bits dotted(bits sum, bits weights, int32_t activations) { return sum + weights * activations; }     /* never called */
 #endif
 
-#ifdef __AVX512BF16__
+#if LANES == 16 && defined(__AVX512BF16__)
 #define HAS_BF16 1
 #else
 #define HAS_BF16 0
@@ -246,9 +237,11 @@ static const Multiply multiply[2][MOST] = {
 
 static void released(void) {}                                                               /* vectors leave nothing behind */
 
-/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16. */
-int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1; }
+int64_t draftproof_usable(void) { return 1; }
 #endif
+
+/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles. */
+int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1 | TILES << 2; }
 
 /* A product in the making. Chunks are rows that lie beside each other. */
 typedef struct {

@@ -1,6 +1,7 @@
 /* Drafting from what was read before: pools of nodes, the trees that grow from them, and whose word was good. */
 #include "lanes.h"
 
+enum { CONTEXT = 16 };                          /* tokens before a place that the index looks at */
 enum { APART, LIKELIEST, SUMMED };              /* nodes of a pool with the same text: there are none; the best counts; they add up */
 
 /* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no more. widest:
@@ -110,8 +111,8 @@ void draftproof_match(const Texts *texts, int64_t longest, int64_t shortest, int
     }
 }
 
-/* Text, and by a hash of each context of `sizes` [count] tokens, LANES at most, the successors seen, on `ways` each: a tag, the last
- * place, how often. weights [2, count, LANES] make slots and tags of contexts. The last token of the text, and the last entry, are
+/* Text, and by a hash of each context of `sizes` [count] tokens, CONTEXT at most, the successors seen, on `ways` each: a tag, the last
+ * place, how often. weights [2, count, CONTEXT] make slots and tags of contexts. The last token of the text, and the last entry, are
  * for nothing. As in drafters/suffix.py. */
 typedef struct {
     int64_t *text, *places;
@@ -124,14 +125,12 @@ typedef struct {
 
 /* The first entry of each context that ends a text, and what the tag of a successor is counted from, [count] both. */
 static void hashed(const Index *index, const int64_t *context, int64_t *entries, uint32_t *tags) {
-    words tokens;
-    for (int l = 0; l < LANES; l++) tokens[l] = (uint32_t)context[l] + 1;
+    uint32_t tokens[CONTEXT];
+    for (int l = 0; l < CONTEXT; l++) tokens[l] = (uint32_t)context[l] + 1;
     for (int64_t o = 0; o < 2 * index->count; o++) {
-        words weights;
-        memcpy(&weights, index->weights + o * LANES, sizeof weights);
-        weights *= tokens;
+        const uint32_t *weights = (const uint32_t *)index->weights + o * CONTEXT;
         uint32_t key = 0;
-        for (int l = 0; l < LANES; l++) key += weights[l];
+        for (int l = 0; l < CONTEXT; l++) key += weights[l] * tokens[l];
         if (o >= index->count) tags[o - index->count] = key;
         else entries[o] = (((int32_t)key >> index->shift) & (index->slots - 1)) * index->ways;
     }
@@ -141,12 +140,12 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
     return (int32_t)(tag + ((uint32_t)token + 1) * (uint32_t)index->follow);
 }
 
-/* Write counts[row] of tokens [rows, width] behind `ends` [rows], each behind its contexts; tails [rows, LANES] are the text before
+/* Write counts[row] of tokens [rows, width] behind `ends` [rows], each behind its contexts; tails [rows, CONTEXT] are the text before
  * them. Ends and tails move on. */
 void draftproof_index(const Index *index, int64_t *tails, int64_t *ends, const int64_t *tokens, const int64_t *counts, int64_t rows,
                       int64_t width) {
     for (int64_t r = 0; r < rows; r++) {
-        int64_t *tail = tails + r * LANES, entries[index->count];
+        int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
         for (int64_t d = 0; d < counts[r]; d++) {
             int64_t token = tokens[r * width + d], place = ends[r]++;
@@ -154,14 +153,14 @@ void draftproof_index(const Index *index, int64_t *tails, int64_t *ends, const i
             index->text[place] = token;
             hashed(index, tail, entries, tags);
             for (int64_t o = 0; o < index->count; o++) {
-                if (tail[LANES - index->sizes[o]] == index->absent) continue;
+                if (tail[CONTEXT - index->sizes[o]] == index->absent) continue;
                 int64_t entry = entries[o] + way;
                 int32_t tag = tagged(index, tags[o], token);
                 index->counts[entry] = (index->tags[entry] == tag ? index->counts[entry] : 0) + 1;
                 index->tags[entry] = tag, index->places[entry] = place;
             }
-            memmove(tail, tail + 1, (LANES - 1) * sizeof *tail);
-            tail[LANES - 1] = token;
+            memmove(tail, tail + 1, (CONTEXT - 1) * sizeof *tail);
+            tail[CONTEXT - 1] = token;
         }
         index->text[ends[r]] = index->text[ends[r] + 1] = index->absent;
     }
@@ -171,20 +170,20 @@ void draftproof_index(const Index *index, int64_t *tails, int64_t *ends, const i
  * its own lane counts for `own` more. */
 void draftproof_continue(const Index *index, const Texts *texts, const int64_t *tails, const int64_t *begins, const int64_t *ends,
                          float own, int64_t paths, int64_t steps, Grown *out) {
-    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways], entries[index->count], context[LANES];
+    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways], entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];
     float odds[paths * each];
     Scored best[paths];
     for (int64_t r = 0; r < texts->rows; r++) index->text[ends[r]] = texts->tokens[r * texts->room + texts->positions[r]];
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t root = index->text[ends[r]];
-        memcpy(context, tails + r * LANES + 1, (LANES - 1) * sizeof *context);
-        context[LANES - 1] = root;
+        memcpy(context, tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
+        context[CONTEXT - 1] = root;
         hashed(index, context, entries, tags);
         for (int64_t w = 0; w < paths; w++) best[w] = (Scored){0, -1};
         float left = 1;
         for (int64_t o = 0; o < index->count; o++) {
-            if (context[LANES - index->sizes[o]] == index->absent) continue;
+            if (context[CONTEXT - index->sizes[o]] == index->absent) continue;
             float seen[index->ways], kinds = 0, total = 0;
             for (int64_t w = 0; w < index->ways; w++) {
                 int64_t entry = entries[o] + w, place = places[o * index->ways + w] = index->places[entry], token = index->text[place];

@@ -1,0 +1,35 @@
+"""What depends on the processor, on each level below its own: this library and torch are held to that level."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftproof.native.build import ISA, LEVELS, able
+
+TESTS = Path(__file__).parents[1]
+WHAT = [
+    "native/test_kernels.py", "native/test_lookup.py", "native/test_build.py::test_the_environment_chooses_the_library",
+    "core/test_noise.py", "model/test_quantized_linear.py",
+]  # fmt: skip
+TORCH = {
+    "portable": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+}
+
+
+@pytest.mark.parametrize("level", list(TORCH))
+def test_all_is_right_on_a_lower_level(level: str) -> None:
+    if ISA in os.environ or able(LEVELS[-1])[0].partition("-")[0] == level:
+        pytest.skip("this level is what the other tests run on")
+    if level not in {build.partition("-")[0] for build in able(LEVELS[-1])}:
+        pytest.skip(f"needs {level}")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(TESTS / one) for one in WHAT)]
+    held = {**os.environ, **TORCH[level], ISA: level}
+    done = subprocess.run(command, env=held, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
