@@ -28,8 +28,9 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Completion, Engine
-from draftproof.engine.stats import RoundStats
+from draftproof.engine.stats import State
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
@@ -100,13 +101,13 @@ class Hinted(Drafter):
         return TokenTree.from_paths(torch.cat([noise, right[:, None]], 1), 9)
 
 
-class Fading:
+class Fading(Budget):
     """A budget that goes to 0 for a while and comes back: K → 0 → K."""
 
     def __init__(self, most: int = 5) -> None:
         self.most, self.round = most, 0
 
-    def nodes(self, stats: RoundStats, rows: int) -> int:
+    def choose(self, state: State) -> int:
         self.round += 1
         return (self.most, self.most, 0, 0, 0, 1, self.most, 0, 2)[self.round % 9]
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
     from draftproof.drafters.suffix import SuffixDrafter
     from draftproof.drafters.token_recycling import TokenRecycling
-    from draftproof.engine.adaptive import Adaptive
-    from draftproof.engine.budget import Budget, Confidence, Fixed
+    from draftproof.engine.budget import Adaptive, Budget, Fixed
     from draftproof.engine.engine import Chunk, Completion, Engine
     from draftproof.engine.load import load
     from draftproof.engine.shape_policy import ShapePolicy
@@ -48,7 +47,6 @@ __all__ = [
     "Chunk",
     "Commit",
     "Completion",
-    "Confidence",
     "DataConfig",
     "DraftModel",
     "Drafter",
@@ -88,8 +86,7 @@ _HOME = {
     "draftproof.core.messages": ("Accepted", "Commit", "Frontier", "Reading"),
     "draftproof.core.params": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
-    "draftproof.engine.adaptive": ("Adaptive",),
-    "draftproof.engine.budget": ("Budget", "Confidence", "Fixed"),
+    "draftproof.engine.budget": ("Adaptive", "Budget", "Fixed"),
     "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.engine.load": ("load",),
     "draftproof.engine.shape_policy": ("ShapePolicy",),

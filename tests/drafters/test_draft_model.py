@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.draft_model import CONFIDENCE_SCALE, DraftModel
-from draftproof.engine.budget import Budget, Confidence, Fixed
+from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
-from draftproof.engine.stats import RoundStats
+from draftproof.engine.stats import State
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
@@ -104,20 +104,19 @@ def written(
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 
-class Shared(NamedTuple):
+class Shared(Budget):
     """So many tokens per row, of which one row may have more."""
 
-    count: int
-    most: int
-    floor: float
+    def __init__(self, count: int, most: int, floor: float) -> None:
+        self.count, self.most, self.floor = count, most, floor
 
-    def nodes(self, stats: RoundStats, rows: int) -> int:
+    def choose(self, state: State) -> int:
         return self.count
 
 
 COOL, HOT = Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)
 BUDGETS = {
-    "one": Fixed(1), "six": Fixed(6), "while confident": Confidence(6, 0.2), "two shared": Shared(2, 6, 1e-9),
+    "one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2), "two shared": Shared(2, 6, 1e-9),
     "three shared": Shared(3, 10, 0.02),
 }  # fmt: skip
 

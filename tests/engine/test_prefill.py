@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from batches import Counted, decoder, running
+from batches import Counted, Script, decoder, running
 from drafting import DRAFTERS, LEARNERS, Oracle
 from tiny import prompts, target
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.engine.budget import Fixed, Script
+from draftproof.engine.budget import Fixed
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefill import SHORT
 from draftproof.model.fused_forward import NODES
@@ -123,7 +123,7 @@ def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, .
             coming = [waiting.pop(0) for _ in range(min(2, len(waiting), free // 2))]
             own.reads.clear()
             if beside:
-                one.step(None, coming)
+                one.step(coming)
                 assert len(own.reads) == 1
             else:
                 one.step()
@@ -149,6 +149,6 @@ def test_who_joins_is_read_apart_where_there_is_no_room(committed: int, nodes: i
     one = Decoder(own, Oracle({}), RULES["match"], Script([nodes]), 2, 64 if nodes == 3 else 128)
     one.admit([running([3] * committed, limit=9)])
     own.reads.clear()
-    one.step(None, [[joins]])
+    one.step([[joins]])
     assert [tokens.shape for tokens, _ in own.reads] == ([(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))])
     assert len(one.running) == 2 and len(joins.tokens) == 1

@@ -25,10 +25,8 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.redrafter import ReDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
-from draftproof.engine.adaptive import Adaptive
-from draftproof.engine.budget import Fixed
+from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
-from draftproof.engine.pace import CostTable
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
@@ -107,12 +105,12 @@ def test_a_pause_and_back_in_closed_shapes() -> None:
     assert texts(engine, asked, max_new_tokens=30) == texts(plain, asked, max_new_tokens=30)
 
 
-class Fading:
+class Fading(Budget):
     """A budget that goes to 0 for long, and comes back."""
 
     most, round = 3, 0
 
-    def nodes(self, stats: object, rows: int) -> int:
+    def choose(self, state: object) -> int:
         self.round += 1
         return (3, 0, 0, 3, *[0] * 10, 1)[self.round % 15]
 
@@ -171,7 +169,7 @@ def test_wishes_pass_the_emulation() -> None:
 
 def test_a_budget_that_chooses_passes_the_emulation() -> None:
     """With several sizes, pauses included, there are at most three graphs of a part for each."""
-    budget = Adaptive(3, costs=CostTable((0, 1, 3)))
+    budget = Adaptive(3, sizes=(0, 1, 3))
     found = emulate(Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20)
     assert max(found.graphs.values()) <= 9 and found.reads == found.rounds
 

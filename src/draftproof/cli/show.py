@@ -96,7 +96,7 @@ def together(completions: Sequence[Completion]) -> RoundStats:
     """Counts of all rows that ran side by side, seconds of the one that ran longest."""
     total = added(completions)
     longest = max(completions, key=lambda completion: sum(completion.stats.seconds.values()))
-    total.seconds, total.plain_seconds = dict(longest.stats.seconds), longest.stats.plain_seconds
+    total.seconds = dict(longest.stats.seconds)
     return total
 
 
@@ -149,5 +149,4 @@ def figures(stats: RoundStats) -> dict[str, object]:
         "seconds": stats.seconds,
         "plain_share": stats.plain_share,
         "rounds_by_width": {str(width): count for width, count in sorted(stats.by_width.items())},
-        **({"plain_seconds": stats.plain_seconds, "debt_seconds": stats.debt} if stats.plain_seconds else {}),
     }

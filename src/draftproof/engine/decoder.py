@@ -13,23 +13,23 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import NOTHING, TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.engine.budget import Budget, Confident, room
+from draftproof.engine.budget import Budget
 from draftproof.engine.prefill import Prompts
 from draftproof.engine.ranks import Ranks
 from draftproof.engine.row_output import copied, logprobs, looked_at
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
-from draftproof.engine.stats import RoundStats
+from draftproof.engine.stats import Clock, Round, RoundStats, State
 from draftproof.errors import BadInput, BrokenModel, DrafterMismatch, DraftproofError
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 
 PATIENCE = 128
 """Plain rounds that a drafter is told of together at most, where to look at the host's own memory is free."""
-REMEMBERED = 1 << 14
-"""Tokens of a row among which is looked for what repeats itself."""
 HELD = 1 << 24
 """Bytes of logits that may wait meanwhile."""
+BEYOND = 2
+"""Tokens by which a row of a batch may draft more than each does on average; or half of that, if it is more."""
 
 
 class Decoder:
@@ -51,11 +51,8 @@ class Decoder:
         self._page = self.text.numpy() if self.at_hand else None        # the same memory
         self.running: list[SequenceState] = []
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
-        self.stats, self.ranks = RoundStats(), Ranks(target.group)
-        self.stood: list[int] | None = []               # which nodes of the last round stood, of all rows, if nodes are ranked
-        self.shared = False                             # whether rows shared what the last round drafted
-        self.allowed = 0                                # nodes per row that it might draft
-        self._floor = budget.floor if isinstance(budget, Confident) else 0.0
+        self.stats, self.clock, self.ranks = RoundStats(), Clock(), Ranks(target.group)
+        self.accepted: list[int] = []                   # numbers of the nodes accepted in the last round, of all rows
         self._hidden_layers, self._top, self._has_kv_cache = drafter.hidden_layers, drafter.wants_top, drafter.has_kv_cache
         self._deepest, self._reads_trees = drafter.deepest, target.reads_trees
         self._roots: Tensor | None = None               # [B] where they are at hand
@@ -65,33 +62,49 @@ class Decoder:
         drafter.start(rows, capacity)
 
     @torch.inference_mode()
-    def step(self, nodes: int | None = None, joining: Sequence[Sequence[SequenceState]] = ()) -> None:
-        """One round for every running row: draft, verify, commit. nodes: so many are drafted, whatever the budget would say.
+    def step(self, joining: Sequence[Sequence[SequenceState]] = ()) -> None:
+        """One round for every running row: draft, verify, commit.
 
         joining: requests that `takes` allows; they are admitted meanwhile, their prompts read beside what was drafted.
         """
         if self.shapes.closed and self.twins is None:
             self._fill()
-        self.allowed = self.budget.nodes(self.stats, len(self.running)) if nodes is None else nodes
-        frontier = self._frontier(self.allowed)
-        tree = self.ranks.tree(self._draft(frontier))
-        prompts = [samples[0].prompt for samples in joining]
-        reading, beside = self.prompts.beside(tree, self._view, prompts)
-        accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
-        self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
-        answers = frontier.budget > 0 and self._has_kv_cache                 # what it read of its proposal, if only the root
-        later = self.at_hand and tree.tokens.shape[1] == 1 and not answers
-        top = 0 if later else self._top
-        commit = Commit.of(range(self.rows), tree, reading, accepted, top, at_hand=self.at_hand)
-        self._roots = accepted.root if self.at_hand else None
-        self._observe(commit, reading.logits if later else None)
-        chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
-        self._deliver(tree, reading, commit, accepted, chosen)
+        size = self._choose()
+        rows, emitted, began = len(self.running), self.stats.emitted, self.clock.total
+        with self.clock.part("decide"):
+            frontier = self._frontier(size)
+            with self.clock.part("draft"):
+                tree = self.ranks.tree(self._draft(frontier))
+            prompts = [samples[0].prompt for samples in joining]
+            with self.clock.part("verify"):
+                reading, beside = self.prompts.beside(tree, self._view, prompts)
+            accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
+            self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
+            answers = frontier.budget > 0 and self._has_kv_cache                 # what it read of its proposal, if only the root
+            later = self.at_hand and tree.tokens.shape[1] == 1 and not answers
+            top = 0 if later else self._top
+            commit = Commit.of(range(self.rows), tree, reading, accepted, top, at_hand=self.at_hand)
+            self._roots = accepted.root if self.at_hand else None
+            with self.clock.part("draft"):
+                self._observe(commit, reading.logits if later else None)
+            chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
+            self._deliver(tree, reading, commit, accepted, chosen)
+        seconds = 0.0 if joining else self.clock.total - began
+        chain = tree.is_chain and tree.turns is None
+        with self.clock.part("draft"):
+            self.budget.record(Round(size, rows, self.accepted, self.stats.emitted - emitted, seconds, chain))
         if joining:
             first = len(self.running)
             read = self.prompts.read(first, prompts) if beside is None else self.prompts.commit(first, prompts, beside)
             self._start(joining, read)
         self._retire()
+
+    def _choose(self) -> int:
+        """What the budget says to draft per row."""
+        with self.clock.part("draft"):
+            rows, longest = self.running, self._longest() + 1
+            remaining = sum([row.limit - len(row.tokens) for row in rows]) / len(rows)
+            return self.budget.choose(State(len(rows), longest, remaining, self.unread))
 
     def room_for(self, waiting: Iterable[Sequence[SequenceState]]) -> int:
         """How many of the first requests that wait may be admitted at once: those with short prompts are read side by side."""
@@ -140,40 +153,17 @@ class Decoder:
             else:
                 row.extend([token], said, drafted=0)
 
-    @torch.inference_mode()
-    def preview(self, nodes: int) -> TokenTree:
-        """What the drafter would draft now, of at most so many nodes per row. For drafters that are `free`."""
-        self._flush()
-        tree, rows = self.drafter.propose(self._frontier(nodes)), len(self.running)
-        tokens, parents = tree.tokens[:rows], tree.parents[:rows]
-        return TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain, ranked=tree.ranked)
-
-    def repeating(self, length: int) -> int:
-        """How many rows end with `length` tokens that stood side by side in their text before, as far as that is at hand."""
-        if self._page is None:
-            return 0
-        found, wide = 0, self._page.itemsize
-        for place, row in enumerate(self.running):
-            end = len(row.prompt) + len(row.tokens)
-            text = self._page[place, max(0, end - REMEMBERED) : end].tobytes()
-            tail = text[-length * wide :]
-            at = text.find(tail)
-            while at % wide:                                # a number ends there, and another begins
-                at = text.find(tail, at + 1)
-            found += at < len(text) - len(tail)
-        return found
-
     def _frontier(self, budget: int) -> Frontier:
-        deepest, looks = self._deepest, self._floor > 0 and self.sampler.at_hand and not self.rule.drawn
+        deepest, looks = self._deepest, self.budget.floor > 0 and self.at_hand and not self.rule.drawn
         shares = budget > 0 and looks and len(self.running) > 1 and self.target.skips_absent
-        most = min(room(budget), self.budget.most) if shares else 0
+        most = min(budget + max(BEYOND, budget // 2), self.budget.most) if shares else 0
         ahead = max(budget, most) if deepest is None else min(max(budget, most), deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
         prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest)
         if self._roots is not None:
             prefix.__dict__["root"] = self._roots                               # what lies in the text
-        floor = self._floor if looks else 0.0
+        floor = self.budget.floor if looks else 0.0
         return Frontier(prefix, self.sampler, budget, self.rule.drawn, self._reads_trees, floor, most)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
@@ -229,15 +219,14 @@ class Decoder:
             given = copied(tree, chosen, accepted, scored, self.device)
         width = tree.tokens.shape[1] - 1
         turns = tree.turns.tolist() if tree.turns is not None else None
-        self.shared, self.stood = turns is not None, [] if tree.ranked or tree.is_chain or turns is not None else None
+        self.accepted = []
         for place, (row, one) in enumerate(zip(self.running, given, strict=self.twins is None)):
             tokens, count = one.tokens, len(one.tokens)
             if self._page is not None:
                 start = len(row.prompt) + len(row.tokens)
                 self._page[place, start : start + count] = tokens               # a row without a next root ends here
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
-            if self.stood is not None:
-                self.stood += [turns[place][node] for node in one.path[1:]] if turns is not None else one.path[1:]
+            self.accepted += one.path[1:] if turns is None else [turns[place][node] for node in one.path[1:]]
             emitted = row.extend(some, one.logprobs, drafted=count - 1)
             strayed = sum(one.distance[:emitted]) if one.distance is not None else None
             if row.finish_reason is None and tokens[-1] == NOTHING:            # behind its end a text needs no token

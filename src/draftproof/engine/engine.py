@@ -16,15 +16,12 @@ from draftproof.core.tree import CHUNKS
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
-from draftproof.engine.adaptive import Adaptive
-from draftproof.engine.budget import Budget, Fixed, Learner, Script
+from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.decoder import Decoder
-from draftproof.engine.pace import CostTable
 from draftproof.engine.ranks import Ranks
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.stats import Clock, RoundStats, Timed
-from draftproof.engine.watch import Watch
+from draftproof.engine.stats import Clock, RoundStats, State
 from draftproof.errors import BadInput, ContextOverflow, DraftproofError
 from draftproof.model.device import Device
 from draftproof.model.target import Target
@@ -111,7 +108,7 @@ class Engine:
         self.shapes = shapes or ShapePolicy(closed=Device(target.device).compiles)
         usual = usual_budget(self.drafter) if self.lossy is None else Fixed(self.drafter.default_budget)
         if self.shapes.closed and isinstance(usual, Adaptive):
-            usual = Adaptive(usual.most, costs=CostTable(self.shapes.sizes(usual.most)))
+            usual = Adaptive(usual.most, sizes=self.shapes.sizes(usual.most))
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.clock = Clock()                            # where the seconds of the call went that began last
@@ -199,30 +196,23 @@ class Engine:
             return
         longest = max(len(row.prompt) + row.limit for request in waiting for row in request)
         rows, capacity = self.shapes.rows(rows), self.shapes.capacity(longest + self.budget.most + 2)
-        clock = self.clock = Clock()
-        target = cast(Target, Timed(self.target, clock, "verify", ["read"]))
-        drafter = cast(Drafter, Timed(self.drafter, clock, "draft", ["start", "observe", "propose", "select"]))
-        agreed = Ranks(self.target.group).budget(self.budget)
-        learner = agreed if isinstance(agreed, Learner) else None
-        budget = cast(Budget, Timed(agreed, clock, "draft", ["nodes"])) if learner is not None else agreed
-        decoder = self._decoder(target, drafter, budget, rows, capacity)
-        watch = Watch(decoder, learner, clock)
+        decoder = self._decoder(Ranks(self.target.group).budget(self.budget), rows, capacity)
+        clock = self.clock = decoder.clock
         begun: list[tuple[SequenceState, dict[str, float]]] = []
         try:
             while waiting or decoder.running:
-                admitted = [waiting.popleft() for _ in range(decoder.room_for(waiting))]
+                admitted = [waiting.popleft() for _ in range(decoder.room_for(waiting))] if waiting else []
                 begun += [(row, dict(clock.seconds)) for request in admitted for row in request]
                 with self.target.group.intact():
-                    if not admitted or watch.takes(admitted):
-                        watch.step(admitted)
+                    if not admitted or decoder.takes(admitted):
+                        decoder.step(admitted)
                     else:
-                        with clock.part("prefill", whole=True):
+                        with clock.part("prefill"):
                             decoder.admit(*admitted)
                 if len(decoder.running) < len(begun):
                     begun = _clocked(begun, clock)
                 yield
         finally:
-            watch.wake()
             _clocked(begun, clock)                        # whoever stops listening is told as well
 
     def warm_up(self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None) -> None:
@@ -238,14 +228,14 @@ class Engine:
         longest = min(capacity, self.target.context) - self.budget.most - 3
         widths = [min(width, longest) for width in (*self.shapes.reads(capacity), CHUNKS[-1] + 1)]
         for length, script in [(1, script) for script in scripts] + [(width, (self.budget.most,)) for width in widths]:
-            decoder = self._decoder(self.target, self.drafter, Script(script), rows, capacity)
+            decoder = self._decoder(_Script(script), rows, capacity)
             decoder.admit([SequenceState([0] * length, self._params(sampling or self.sampling, length), capacity)])
             for _ in script:
                 decoder.step()
 
-    def _decoder(self, target: Target, drafter: Drafter, budget: Budget, rows: int, capacity: int) -> Decoder:
+    def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
-        return Decoder(target, drafter, rule, budget, rows, capacity, self.shapes)
+        return Decoder(self.target, self.drafter, rule, budget, rows, capacity, self.shapes)
 
     def _requests(
         self,
@@ -353,6 +343,16 @@ class Engine:
         logprobs = row.logprobs if row.params.sampling.logprobs else None
         reason = row.finish_reason or "length"
         return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.params.sample, row.error)
+
+
+class _Script(Budget):
+    """Sizes that were written down, round by round."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.most, self._left = max(sizes), list(sizes)
+
+    def choose(self, state: State) -> int:
+        return self._left.pop(0)
 
 
 def usual_budget(drafter: Drafter) -> Budget:

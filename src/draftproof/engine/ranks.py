@@ -6,15 +6,14 @@ rank drafts and weighs for itself; rank 0's draft is read, and rank 0's choice s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from draftproof.core.messages import Accepted
 from draftproof.core.tree import TokenTree
-from draftproof.engine.budget import Ahead, Budget, Fixed, Learner, Round
-from draftproof.engine.stats import RoundStats
+from draftproof.engine.budget import Budget, Fixed
+from draftproof.engine.stats import Round, State
 from draftproof.model.process_group import ProcessGroup
 
 
@@ -50,64 +49,18 @@ class Ranks:
         return budget if self.group.alone or isinstance(budget, Fixed) else Led(budget, self.group)
 
 
-class Led:
-    """A budget that rank 0 asks and learns with; the other ranks hear what it said.
+class Led(Budget):
+    """A budget that rank 0 asks and tells; the other ranks hear what it said.
 
     It has no floor: where drafts end early, their shapes depend on what each rank computed.
     """
 
     def __init__(self, budget: Budget, group: ProcessGroup) -> None:
         self.budget, self.group, self.most = budget, group, budget.most
-        self.learner = budget if group.leads and isinstance(budget, Learner) else None
-        self._rests = False                              # whether the round asked for last is one of a rest
 
-    def nodes(self, stats: RoundStats, rows: int) -> int:
-        self._rests = self.learner is not None and self.learner.resting > 0
-        return self.group.number(self.budget.nodes(stats, rows) if self.group.leads else 0)
+    def choose(self, state: State) -> int:
+        return self.group.number(self.budget.choose(state) if self.group.leads else 0)
 
-    @property
-    def resting(self) -> int:
-        """0: all ranks are told before every round what is drafted, in a rest as well."""
-        return 0
-
-    def rested(self, rounds: int, seconds: float) -> None:
-        if self.learner:
-            self.learner.rested(rounds, seconds)
-
-    @property
-    def holding(self) -> int:
-        """None, likewise."""
-        return 0
-
-    def held(self, done: Round, given: Sequence[int]) -> None:
-        if self.learner:
-            self.learner.held(done, given)
-
-    def steady(self, ahead: Ahead) -> int | None:
-        """No such rounds: prompts are read beside drafts by layers that no group has."""
-        return None
-
-    @property
-    def plain_step(self) -> float:
-        return self.learner.plain_step if self.learner else 0.0
-
-    def begin(self) -> None:
-        if self.learner:
-            self.learner.begin()
-
-    def expect(self, ahead: Ahead) -> None:
-        if self.learner:
-            self.learner.expect(ahead)
-
-    def learn(self, done: Round) -> None:
-        if self.learner and not self._rests:
-            self.learner.learn(done)
-
-    def curiosity(self) -> int:
-        if self.learner is None or self.learner.resting:
-            return 0
-        return self.learner.curiosity()                                 # drafters that are free never ask the target
-
-    def glimpse(self, nodes: int, seen: Round) -> None:
-        if self.learner:
-            self.learner.glimpse(nodes, seen)
+    def record(self, done: Round) -> None:
+        if self.group.leads:
+            self.budget.record(done)

@@ -16,7 +16,7 @@ from draftproof.model.device import Device
 class RowOutput(NamedTuple):
     """What a round gave one row: the accepted tokens and the next root, and the nodes that stood, root first.
 
-    drafted: nodes. reach: depth of the deepest. path: of a tree whose nodes have no ranks nobody needs it.
+    drafted: nodes. reach: depth of the deepest.
     logprobs, distance: of each token, if somebody asks; they may be longer.
     """
 
@@ -50,7 +50,7 @@ def copied(tree: TokenTree, chosen: Tensor, accepted: Accepted, scored: Tensor |
     there, deep = tree.tokens != ABSENT, chosen.shape[1]
     reach = torch.where(there, tree.depths, 0).amax(1)
     columns = [torch.stack([accepted.count, there.sum(1) - 1, reach], 1), chosen]
-    if tree.ranked:
+    if not tree.is_chain:
         columns.append(accepted.nodes)
     if scored is not None:
         columns.append(logprobs(scored, accepted.nodes, chosen, device.widest))
@@ -64,7 +64,7 @@ def copied(tree: TokenTree, chosen: Tensor, accepted: Accepted, scored: Tensor |
         count, drafted, reached = (int(size) for size in sizes[:3])
         parts = iter([sizes[start : start + count] for start in range(3, len(sizes), deep)])
         tokens = [int(token) for token in next(parts)]
-        path = [int(node) for node in next(parts)] if tree.ranked else list(range(count))
+        path = [int(node) for node in next(parts)] if not tree.is_chain else list(range(count))
         scores = next(parts) if scored is not None else None
         rows.append(RowOutput(drafted, reached, tokens, path, scores, next(parts, None)))
     return rows

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import NamedTuple
 
 
 @dataclass
@@ -23,8 +20,6 @@ class RoundStats:
     tried_at, accepted_at: by position in the draft: rounds in which all before it stood, and in which it stood too.
     distance: total variation from the target's law, summed over emitted tokens; None under an exact rule.
     seconds: wall time while the row ran, in prefill, draft, verify and decide.
-    plain_seconds: what plain decoding would have taken for the tokens of these rounds, by the budget's reckoning; 0 if it
-    does not reckon.
     """
 
     rounds: int = 0
@@ -37,7 +32,6 @@ class RoundStats:
     accepted_at: list[int] = field(default_factory=list)
     distance: float | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "decide"), 0.0))
-    plain_seconds: float = 0.0
 
     @property
     def tokens_per_round(self) -> float:
@@ -59,12 +53,6 @@ class RoundStats:
     def plain_share(self) -> float:
         """Share of the rounds in which nothing was drafted."""
         return self.by_width.get(0, 0) / self.rounds if self.rounds else 0.0
-
-    @property
-    def debt(self) -> float | None:
-        """Seconds of the rounds beyond `plain_seconds`; negative is gained, None if nobody reckoned."""
-        rounds = sum(seconds for part, seconds in self.seconds.items() if part != "prefill")
-        return rounds - self.plain_seconds if self.plain_seconds else None
 
     @property
     def distance_per_token(self) -> float | None:
@@ -96,7 +84,6 @@ class RoundStats:
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.reached += other.reached
-        self.plain_seconds += other.plain_seconds
         for width, count in other.by_width.items():
             self.by_width[width] = self.by_width.get(width, 0) + count
         for mine, theirs in ((self.tried_at, other.tried_at), (self.accepted_at, other.accepted_at)):
@@ -112,55 +99,48 @@ class RoundStats:
             self.distance = (self.distance or 0.0) + distance
 
 
+class State(NamedTuple):
+    """What a round will meet, for a budget to choose by.
+
+    rows: that run. context: tokens of the longest. remaining: tokens that a row may still write, on average. unread: committed
+    tokens of all rows that the drafter must read before it can draft.
+    """
+
+    rows: int
+    context: int
+    remaining: float
+    unread: int = 0
+
+
+class Round(NamedTuple):
+    """What came of a round.
+
+    size: as chosen. accepted: numbers of the accepted nodes, of all rows together; a smaller draft would have been the first
+    nodes of this one. emitted: tokens of all rows. seconds: of all of it; 0 if that tells nothing. chain: no row drafted a tree.
+    """
+
+    size: int
+    rows: int
+    accepted: Sequence[int]
+    emitted: int
+    seconds: float
+    chain: bool = True
+
+
 class Clock:
-    """Wall seconds by part, measured around calls; a block inside another is counted once. total: of all parts."""
+    """Wall seconds by part; a part inside another is counted once, as the inner one. total: of all parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.total = 0.0
-        self._inside_whole = False
 
     @contextmanager
-    def part(self, name: str, whole: bool = False) -> Iterator[None]:
-        """Count the block as `name`, less what blocks inside it count; `whole`: including all that is inside."""
-        if self._inside_whole:
-            yield
-            return
-        self._inside_whole = whole
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block as `name`, less what blocks inside it count."""
         before, start = self.total, time.perf_counter()
         try:
             yield
         finally:
-            self._count(name, before, start)
-            self._inside_whole = False
-
-    def timed(self, call: Callable[P, R], name: str) -> Callable[P, R]:
-        """`call`, counted as `name`."""
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if self._inside_whole:
-                return call(*args, **kwargs)
-            before, start = self.total, time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._count(name, before, start)
-
-        return run
-
-    def _count(self, name: str, before: float, start: float) -> None:
-        """A block ends that began at `start`, when the total was `before`."""
-        own = time.perf_counter() - start - (self.total - before)
-        self.seconds[name] += own
-        self.total += own
-
-
-class Timed:
-    """Stands in for `inner`; its `verbs` are counted as `part`."""
-
-    def __init__(self, inner: object, clock: Clock, part: str, verbs: Sequence[str]) -> None:
-        self._inner = inner
-        for verb in verbs:
-            setattr(self, verb, clock.timed(getattr(inner, verb), part))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+            own = time.perf_counter() - start - (self.total - before)
+            self.seconds[name] += own
+            self.total += own

@@ -34,7 +34,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine import decoder as decoding
 from draftproof.engine.budget import Budget
 from draftproof.engine.sequence import SequenceState
-from draftproof.engine.stats import RoundStats
+from draftproof.engine.stats import State
 from draftproof.model.target import Target
 from draftproof.verify.reference import Letters, Wanted, Written, distribution_of_run
 
@@ -212,13 +212,13 @@ def decided(outcomes: Outcomes, fan: Sequence[int]) -> Iterator[None]:
         yield
 
 
-class Alternating:
+class Alternating(Budget):
     """A budget that comes and goes: K, 0, 1, K, ..."""
 
     def __init__(self, most: int) -> None:
         self.most, self._round = most, 0
 
-    def nodes(self, stats: RoundStats, rows: int) -> int:
+    def choose(self, state: State) -> int:
         self._round += 1
         return (self.most, 0, min(1, self.most))[self._round % 3]
 
