@@ -14,7 +14,6 @@ import pytest
 
 from draftproof.cli import over_ray
 from draftproof.cli.batch import Batch, Line
-from draftproof.cli.over_ray import IN_VAIN, LOSSES, Portion
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput, RankLost
 
@@ -33,15 +32,14 @@ class Told(Exception):
 @dataclass(frozen=True, eq=False)
 class Promise:
     number: int
-    worker: Any
     lines: Sequence[Line]
 
 
 class FakeRay:
-    """As much of Ray as is used, in this process: a worker dies of rows that are `deadly`, and on the `unlucky` turns."""
+    """As much of Ray as is used, in this process: rows that are `deadly` cost every worker that tries them."""
 
-    def __init__(self, deadly: Sequence[int] = (), unlucky: Sequence[int] = ()) -> None:
-        self.deadly, self.unlucky, self.turn, self.hired = set(deadly), set(unlucky), 0, 0
+    def __init__(self, deadly: Sequence[int] = ()) -> None:
+        self.deadly = set(deadly)
         self.exceptions = type("exceptions", (), {"RayActorError": Gone, "ObjectLostError": Gone, "RayTaskError": Told})
 
     def is_initialized(self) -> bool:
@@ -54,37 +52,17 @@ class FakeRay:
         return self
 
     def options(self, **wants: Any) -> Any:
-        assert wants == {"num_cpus": 1, "num_gpus": 0}
-        ray = self
-
-        class Actor:
-            def __init__(self) -> None:
-                self.complete, self.alive = self, True
-
-            @staticmethod
-            def hired(batch: Batch) -> Actor:
-                ray.hired += 1
-                return Actor()
-
-            def remote(self, lines: Sequence[Line]) -> Promise:
-                assert self.alive, "a worker that was let go was asked again"
-                ray.turn += 1
-                return Promise(ray.turn, self, lines)
-
-        return type("Options", (), {"remote": staticmethod(Actor.hired)})
+        assert wants == {"num_cpus": 1, "num_gpus": 0, "max_restarts": -1, "max_task_retries": over_ray.RETRIES}
+        complete = type("Method", (), {"remote": staticmethod(lambda lines: Promise(len(lines), lines))})
+        return type("Options", (), {"remote": staticmethod(lambda batch: type("Actor", (), {"complete": complete}))})
 
     def wait(self, promises: list[Promise], num_returns: int) -> tuple[list[Promise], list[Promise]]:
-        last = max(promises, key=lambda promise: promise.number)        # who began last is done first
-        return [last], [promise for promise in promises if promise is not last]
+        return promises[-1:], promises[:-1]                             # who began last is done first
 
     def get(self, promise: Promise) -> list[tuple[Line, str]]:
-        if promise.number in self.unlucky or self.deadly & {line.index for line in promise.lines}:
-            promise.worker.alive = False
+        if self.deadly & {line.index for line in promise.lines}:
             raise Gone
         return [(line, f"row {line.index}") for line in promise.lines]
-
-    def kill(self, worker: Any) -> None:
-        worker.alive = False
 
 
 def answered(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> dict[int, Any]:
@@ -96,28 +74,15 @@ def answered(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, workers: int = 2) ->
     return {line.index: outcome for line, outcome in found}
 
 
-def test_rows_of_a_lost_worker_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay(unlucky=[1, 2, 4])
-    assert answered(ray, monkeypatch) == {index: f"row {index}" for index in range(ROWS)}
-    assert ray.hired == 2 + 3
-
-
 def test_a_row_that_kills_workers_is_given_up_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     found = answered(FakeRay(deadly=[4]), monkeypatch)
-    assert f"{LOSSES} workers ended" in found.pop(4)
+    assert "workers ended" in found.pop(4)
     assert found == {index: f"row {index}" for index in range(ROWS) if index != 4}
 
 
 def test_a_cluster_where_nothing_survives_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RankLost, match=f"{IN_VAIN} Ray workers ended"):
-        answered(FakeRay(unlucky=range(99)), monkeypatch)
-
-
-def test_halves_are_the_whole() -> None:
-    lines = [Line(index, b"") for index in range(5)]
-    first, second = Portion(lines).halves()
-    assert [*first.lines, *second.lines] == lines and first.losses == second.losses == 0
-    assert Portion(lines[:1]).halves() == [Portion(lines[:1], 1)]
+    with pytest.raises(RankLost, match="completed nothing"):
+        answered(FakeRay(deadly=range(99)), monkeypatch)
 
 
 def args(model: str, rows: Path, out: Path, *more: str) -> list[str]:

@@ -1,14 +1,11 @@
-"""Rows of a batch on the workers of a Ray cluster, an engine each. Knows Ray; how a row is completed is the batch's.
+"""Rows of a batch on the workers of a Ray cluster, an engine each. Ray restarts workers that die and repeats what they were at.
 
-A worker that dies takes nothing along but the rows it was at: they go to another, in halves, so that a row on which
-workers die is found and told apart from a machine that was lost. Rows come back in any order, each once.
+Rows on which workers died again and again are tried one by one, so that a row that kills them is told apart from a lost machine.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import show
@@ -19,25 +16,12 @@ if TYPE_CHECKING:
     from draftproof.cli.batch import Batch, Line
     from draftproof.engine.engine import Completion, Engine
 
-LOSSES = 3
-"""Workers one row may cost before it is given up."""
-IN_VAIN = 6
-"""Workers lost one after the other, with nothing completed between, before the run is given up."""
+RETRIES = 2
+"""How often Ray repeats rows whose worker died."""
+IN_VAIN = 3
+"""Portions lost one after the other, with nothing completed between, before the run is given up."""
 PORTIONS = 4
 """Portions per worker, at least: who is slow holds the others up by one."""
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Rows that one worker completes at a time, and how many workers were lost on them."""
-
-    lines: Sequence[Line]
-    losses: int = 0
-
-    def halves(self) -> list[Portion]:
-        """What to try again when the worker was lost."""
-        middle, losses = -(-len(self.lines) // 2), self.losses + (len(self.lines) == 1)
-        return [Portion(lines, losses) for lines in (self.lines[:middle], self.lines[middle:]) if lines]
 
 
 class Writer:
@@ -60,9 +44,13 @@ def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[tupl
     ray = _ray()
     begun = not ray.is_initialized()
     if begun:
-        _begin(ray)
+        try:
+            ray.init(log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise BadInput(f"the Ray cluster cannot be reached: {reason}; check RAY_ADDRESS, or leave it out") from error
     try:
-        yield from _Crew(ray, batch, workers).completed(_portions(lines, workers, batch.window))
+        yield from _completed(ray, batch, lines, workers)
     finally:
         if begun:
             ray.shutdown()
@@ -76,75 +64,37 @@ def _ray() -> Any:
     return ray
 
 
-def _begin(ray: Any) -> None:
-    try:
-        ray.init(log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"the Ray cluster cannot be reached: {reason}; check RAY_ADDRESS, or leave it out") from error
-
-
-def _portions(lines: Sequence[Line], workers: int, most: int) -> list[Portion]:
-    size = max(1, min(most, -(-len(lines) // (PORTIONS * workers))))
-    return [Portion(lines[start : start + size]) for start in range(0, len(lines), size)]
-
-
-class _Crew:
-    """The workers, and what each is at."""
-
-    def __init__(self, ray: Any, batch: Batch, workers: int) -> None:
-        self.ray, self.batch, self.workers = ray, batch, workers
-        there = ray.cluster_resources()
-        self._writer = ray.remote(Writer).options(num_cpus=1, num_gpus=1 if there.get("GPU") else 0)
-        if there.get("CPU", 0) < workers:
-            show.note(f"{workers} workers were asked for and the cluster has {there.get('CPU', 0):.0f} CPUs; some will wait")
-
-    def completed(self, portions: Sequence[Portion]) -> Iterator[tuple[Line, Completion | str]]:
-        waiting, in_vain = deque(portions), 0
-        at: dict[Any, tuple[Any, Portion]] = {}                         # a promise → its worker and portion
-        for _ in range(min(self.workers, len(waiting))):
-            self._give(self._hired(), waiting, at)
-        while at:
-            (promise,), _ = self.ray.wait(list(at), num_returns=1)
-            worker, portion = at.pop(promise)
-            found = self._kept(promise)
-            if found is not None:
-                in_vain = 0
-                yield from found
-            else:
-                in_vain, worker = in_vain + 1, self._hired()
-                if in_vain == IN_VAIN:
-                    raise RankLost(
-                        f"{IN_VAIN} Ray workers ended one after the other and completed nothing, for want of memory perhaps; "
-                        "see Ray's logs; the same command goes on from here"
-                    )
-                for half in portion.halves():
-                    if half.losses == LOSSES:
-                        yield half.lines[0], f"{LOSSES} workers ended, one after the other, while they completed this row alone"
-                    else:
-                        waiting.append(half)
-            self._give(worker, waiting, at)
-
-    def _hired(self) -> Any:
-        """A new worker."""
-        return self._writer.remote(self.batch)
-
-    def _give(self, worker: Any, waiting: deque[Portion], at: dict[Any, tuple[Any, Portion]]) -> None:
-        """A worker's next portion; without one it goes."""
-        if waiting:
-            portion = waiting.popleft()
-            at[worker.complete.remote(portion.lines)] = worker, portion
-        else:
-            self.ray.kill(worker)
-
-    def _kept(self, promise: Any) -> list[tuple[Line, Completion | str]] | None:
-        """What a worker promised; None if it is gone."""
-        lost = (self.ray.exceptions.RayActorError, self.ray.exceptions.ObjectLostError)
+def _completed(ray: Any, batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[tuple[Line, Completion | str]]:
+    there = ray.cluster_resources()
+    if there.get("CPU", 0) < workers:
+        show.note(f"{workers} workers were asked for and the cluster has {there.get('CPU', 0):.0f} CPUs; some will wait")
+    writer = ray.remote(Writer).options(
+        num_cpus=1, num_gpus=1 if there.get("GPU") else 0, max_restarts=-1, max_task_retries=RETRIES
+    )
+    hired = [writer.remote(batch) for _ in range(workers)]
+    size, in_vain = max(1, min(batch.window, -(-len(lines) // (PORTIONS * workers)))), 0
+    portions = [lines[start : start + size] for start in range(0, len(lines), size)]
+    waiting = {hired[turn % workers].complete.remote(part): part for turn, part in enumerate(portions)}
+    while waiting:
+        (promise,), _ = ray.wait(list(waiting), num_returns=1)
+        portion = waiting.pop(promise)
         try:
-            return list(self.ray.get(promise))
-        except lost:
-            return None
-        except self.ray.exceptions.RayTaskError as error:
+            found = list(ray.get(promise))
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            in_vain += 1
+            if in_vain == IN_VAIN:
+                raise RankLost(
+                    f"Ray workers ended on {IN_VAIN} portions one after the other and completed nothing, for want of memory "
+                    "perhaps; see Ray's logs; the same command goes on from here"
+                ) from error
+            if len(portion) > 1:
+                waiting |= {hired[turn % workers].complete.remote([line]): [line] for turn, line in enumerate(portion)}
+                continue
+            found = [(portion[0], f"{1 + RETRIES} workers ended, one after the other, while they completed this row alone")]
+        except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, DraftproofError):
                 raise error.cause from error
             raise
+        else:
+            in_vain = 0
+        yield from found
