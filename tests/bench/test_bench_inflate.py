@@ -107,8 +107,8 @@ def test_the_lean_forward_reads_it_packed_and_says_the_same() -> None:
     said = []
     for model in (light, heavy):
         target = Target(model)
-        assert target._lean is not None
-        target._lean.fused = None                                     # its kernels serve MLPs of one width
+        assert target._fast is not None
+        target._fast.fused = None                                     # its kernels serve MLPs of one width
         with torch.inference_mode():
             said.append(target.read(TokenTree.chain(torch.arange(1, 20)[None]), target.new_cache(1, 128)).logits)
     assert torch.equal(*said)

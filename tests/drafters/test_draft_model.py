@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(found is None or not found.bf16, reason="no kern
 VOCAB = 96
 
 
-def model(layers: int, *, free: bool) -> Target:
+def model(layers: int) -> Target:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -39,7 +39,7 @@ def model(layers: int, *, free: bool) -> Target:
         tie_word_embeddings=True,
     )  # fmt: skip
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own, free=free)
+    pack_linears(own)
     return Target(own)
 
 
@@ -67,7 +67,7 @@ def of_kind(family: str) -> Target:
         name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
     ).to(torch.bfloat16)  # fmt: skip
-    pack_linears(own, free=True)
+    pack_linears(own)
     return Target(own)
 
 
@@ -129,7 +129,7 @@ BUDGETS = {
     ids=["greedy", "cool", "hot", "each its own"],
 )
 def test_a_chain_drafted_in_one_call_is_that_of_many(params: Sequence[Sampling], budget: Budget, rows: int) -> None:
-    target, draft = model(3, free=False), model(1, free=True)
+    target, draft = model(3), model(1)
     once, often = Recording(draft), Recording(draft, in_calls=True)
     found = written(once, target, params, budget, rows)
     assert found == written(often, target, params, budget, rows)
@@ -163,9 +163,9 @@ def test_a_model_drafts_by_its_own_law(family: str) -> None:
 @pytest.mark.parametrize("in_calls", [True, False], ids=["token by token", "in one call"])
 def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
     """A batch counts what stands by these; of the most that may be drafted nothing is left to share, and it is told as well."""
-    target, numbers = model(3, free=False), list[list[list[int]]]()
+    target, numbers = model(3), list[list[list[int]]]()
     for count in (2, 6):
-        drafter = Recording(model(1, free=True), in_calls)
+        drafter = Recording(model(1), in_calls)
         written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
         first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
         assert first.turns is not None
@@ -175,7 +175,7 @@ def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
 
 def test_a_chain_has_noise_as_far_as_it_goes() -> None:
     """Also of a prefix that does not say how far a draft may reach."""
-    draft, chains = model(1, free=True), []
+    draft, chains = model(1), []
     for ahead in (0, 6):
         drafter = Recording(draft)
         drafter.start(1, 64)
@@ -192,7 +192,7 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
 
 def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
     """NaN in one row leaves the other alone; what is behind it is absent."""
-    draft, target = model(1, free=True), model(3, free=False)
+    draft, target = model(1), model(3)
     drafter = Recording(draft)
     propose = drafter.propose
 

@@ -14,19 +14,16 @@ from draftproof.drafters.draft_model import SelfDraft, self_draft_options
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.model import quantized_linear
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.quantize import weight_bytes
-from draftproof.model.quantized_linear import Int4Linear, Int8Linear
+from draftproof.model.quantized_linear import Int8Linear
 from draftproof.model.target import Target
 
-needs_int8 = pytest.mark.skipif(not quantized_linear.works(Int8Linear), reason="no such kernel here")
-needs_int4 = pytest.mark.skipif(not quantized_linear.works(Int4Linear), reason="no such kernel here")
 DRAFTS = [
-    pytest.param({"quantize": "int8"}, marks=needs_int8, id="int8"),
-    pytest.param({"quantize": "int4"}, marks=[needs_int8, needs_int4], id="int4"),
+    pytest.param({"quantize": "int8"}, id="int8"),
+    pytest.param({"quantize": "int4"}, id="int4"),
     pytest.param({"layers": 1}, id="one layer"),
-    pytest.param({"layers": 1, "quantize": "int8"}, marks=needs_int8, id="one layer in int8"),
+    pytest.param({"layers": 1, "quantize": "int8"}, id="one layer in int8"),
     pytest.param({"layers": 1, "shape": TreeShape.branching((2, 2, 1))}, id="one layer, tree"),
     pytest.param({}, id="itself"),
 ]
@@ -50,7 +47,6 @@ def test_greedy_self_drafts_change_no_text_under_any_rule(options: dict, rule: s
     assert texts(Engine(target(), SelfDraft(target(), **options), acceptance=rule), asked, max_new_tokens=16) == wanted
 
 
-@needs_int8
 def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
     asked = prompts(8, seed=5)
     shares = [
@@ -84,7 +80,6 @@ def test_the_first_layers_are_no_second_copy() -> None:
     assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
 
 
-@needs_int8
 def test_a_quantised_self_draft_shares_what_is_not_quantised() -> None:
     own = Target(fresh("llama"))
     draft = SelfDraft(own, quantize="int8").model.model
@@ -94,7 +89,6 @@ def test_a_quantised_self_draft_shares_what_is_not_quantised() -> None:
     assert type(own.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 
-@needs_int8
 def test_a_packed_target_drafts_for_itself() -> None:
     packed = fresh("llama").bfloat16()
     if not pack_linears(packed):
@@ -124,7 +118,6 @@ def test_names() -> None:
             SelfDraft(target(), layers=count)
 
 
-@needs_int8
 def test_self_drafts_are_loaded_by_name() -> None:
     own = load(model("llama"), drafter="self-layers:1", budget=3, draft_tree=TreeShape.branching((2, 1)))
     assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == TreeShape.branching((2, 1))

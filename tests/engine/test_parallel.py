@@ -139,7 +139,7 @@ def test_a_sharded_target_writes_what_the_whole_one_does(tensor: Run) -> None:
 
 
 def test_each_rank_holds_its_own_heads_and_reads_by_the_models_forward(tensor: Run) -> None:
-    assert all(found["inside"] == {"heads": 1, "lean": False, "trees": True} for found in tensor.found)
+    assert all(found["inside"] == {"heads": 1, "fast": False, "trees": True} for found in tensor.found)
 
 
 def test_only_one_rank_writes(tensor: Run) -> None:

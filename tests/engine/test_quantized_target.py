@@ -16,23 +16,20 @@ from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.model import loading, quantized_linear
+from draftproof.model import loading
 from draftproof.model.loading import embedded
 from draftproof.model.quantize import is_quantized
-from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
 
-needs_int8 = pytest.mark.skipif(not quantized_linear.works(Int8Linear), reason="no such kernel here")
-needs_int4 = pytest.mark.skipif(not quantized_linear.works(Int4Linear), reason="no such kernel here")
 _found = kernels()
 needs_kernels = pytest.mark.skipif(_found is None or not _found.int8, reason="there are no kernels for 8 bits here")
 WAYS = [
-    pytest.param("int8", None, marks=needs_int8, id="int8"),
-    pytest.param("int4", None, marks=[needs_int8, needs_int4], id="int4"),
+    pytest.param("int8", None, id="int8"),
+    pytest.param("int4", None, id="int4"),
     pytest.param(None, "int8", id="int8 cache"),
     pytest.param(None, "fp8", id="fp8 cache"),
-    pytest.param("int8", "int8", marks=needs_int8, id="int8, int8 cache"),
+    pytest.param("int8", "int8", id="int8, int8 cache"),
 ]
 DRAWN = 0.9
 ASKED, NEW = prompts(5, seed=2), 18
@@ -94,7 +91,6 @@ def test_other_families_in_few_bits(family: str, weights: str | None, cache: str
             assert texts(engine, ASKED, max_new_tokens=NEW, sampling=at(temperature)) == wanted, drafter
 
 
-@needs_int8
 @pytest.mark.parametrize("rule", RULES)
 def test_the_target_in_few_bits_accepts_itself_whole(rule: str) -> None:
     """Draft and target read the same tokens in other shapes and caches: in integers that makes no difference."""
@@ -105,7 +101,6 @@ def test_the_target_in_few_bits_accepts_itself_whole(rule: str) -> None:
         assert all(one.stats.accepted == 16 and one.stats.rounds == 4 for one in done)
 
 
-@needs_int8
 def test_a_quantised_draft_never_changes_the_text() -> None:
     own = load("demo", drafter="none", dtype="float64")
     asked = ["Once upon a time", "The dog saw a big"]
@@ -132,7 +127,6 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(monkeypatc
     assert drafts("demo-draft") == (False, written)
 
 
-@needs_int8
 def test_loading_quantises_and_says_what_it_cost() -> None:
     own = load("demo", drafter="none", quantize="int8", kv_cache="int8")
     loss = own.target.quantization
@@ -142,7 +136,6 @@ def test_loading_quantises_and_says_what_it_cost() -> None:
     assert load("demo", drafter="none").target.quantization is None
 
 
-@needs_int8
 def test_a_model_that_was_handed_in_is_never_changed() -> None:
     own = fresh("llama")
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
@@ -152,7 +145,6 @@ def test_a_model_that_was_handed_in_is_never_changed() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
 
 
-@needs_int8
 @pytest.mark.parametrize("drafter", ["self-int8", "self-layers:3", "prompt-lookup", "demo-draft"])
 def test_quantised_targets_and_drafts_are_chosen_apart(drafter: str) -> None:
     """The self-draft is made of the original, before that is given up."""

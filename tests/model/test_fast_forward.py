@@ -1,4 +1,6 @@
-"""The lean forward reads what the model's own forward reads, for every family it serves, and packing keeps the bits."""
+"""The fast forward reads what the model's own forward reads, for every family it serves, and packing keeps weights."""
+
+import copy
 
 import pytest
 import torch
@@ -8,8 +10,7 @@ from torch import Tensor
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.model.fast_forward import FastForward
-from draftproof.model.loading import load_model
-from draftproof.model.packed_linear import pack_linears
+from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.model.target import Target
 
 SIZES = {
@@ -106,19 +107,19 @@ def readings(target: Target, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lean_reads_what_the_model_reads(family: str) -> None:
-    lean = Target(model(family))
-    assert lean._lean is not None
+def test_fast_forward_reads_what_the_model_reads(family: str) -> None:
+    fast = Target(model(family))
+    assert fast._fast is not None
     plain = Target(model(family))
-    plain._lean = None
+    plain._fast = None
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
-    for ours, theirs in zip(readings(lean, tokens), readings(plain, tokens), strict=True):
+    for ours, theirs in zip(readings(fast, tokens), readings(plain, tokens), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
-def test_a_lean_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftproof.model.fast_forward._norm", lambda norm: lambda inputs: inputs * norm.weight)
-    assert Target(model("llama"))._lean is None
+    assert Target(model("llama"))._fast is None
 
 
 def test_float64_and_hooked_models_keep_their_own_forward() -> None:
@@ -128,11 +129,29 @@ def test_float64_and_hooked_models_keep_their_own_forward() -> None:
     assert not FastForward.fits(hooked)
 
 
-def test_packing_keeps_the_bits_and_shared_weights() -> None:
-    packed, plain = load_model("demo-draft"), load_model("demo-draft")
-    if packed.dtype != torch.bfloat16 or not pack_linears(packed):
-        pytest.skip("this machine has no packed bfloat16 linears")
-    assert type(packed.lm_head) is torch.nn.Linear and packed.lm_head.weight is packed.model.embed_tokens.weight
+@pytest.mark.parametrize("tied", [True, False])
+def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
+    """A head that is tied to the embeddings is packed as well, and the embeddings stay."""
+    plain = of_family("Llama", **SIZES, tie_word_embeddings=tied).bfloat16()
+    packed = copy.deepcopy(plain)
+    if not pack_linears(packed):
+        pytest.skip("no kernels for bfloat16 here")
+    assert torch.equal(packed.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    layers = [(packed.lm_head, plain.lm_head), (packed.model.layers[1].mlp.down_proj, plain.model.layers[1].mlp.down_proj)]
+    for ours, theirs in layers:
+        assert isinstance(ours, PackedLinear) and torch.equal(ours.dense(), theirs.weight)
+    assert not any(type(module) is torch.nn.Linear for module in packed.modules())
+
+
+def test_without_kernels_a_bfloat16_model_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch's private packing, which some processors lack, is never asked."""
+    def refuses(*_: object) -> None:
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
+
+    monkeypatch.setattr("draftproof.model.packed_linear.kernels", lambda: None)
+    monkeypatch.setattr("draftproof.model.fused_forward.kernels", lambda: None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses, raising=False)
+    own = model("llama").bfloat16()
+    assert pack_linears(own) == 0 and type(own.lm_head) is torch.nn.Linear
     tokens = torch.arange(16)[None].repeat(2, 1)
-    for ours, theirs in zip(readings(Target(packed), tokens), readings(Target(plain), tokens), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(part.isfinite().all() for part in readings(Target(own), tokens))

@@ -9,12 +9,10 @@ import transformers
 from tiny import of_family
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.model import packed_linear
 from draftproof.model.exactness import probe
 from draftproof.model.fused_forward import NODES
-from draftproof.model.packed_linear import PackedLinear, pack_linears
+from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
-from draftproof.native.build import SWITCH
 from draftproof.native.kernels import kernels
 
 SIZES = {
@@ -60,12 +58,10 @@ FAMILIES = {
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
 found = kernels()
-ALL = pytest.mark.skipif(found is None or not found.bf16, reason="no such product")
 BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="attention is by vectors in any case")
-WAYS = ["by oneDNN", pytest.param("all by kernels", marks=ALL), pytest.param("attention by vectors", marks=BOTH)]
-TILES = pytest.mark.skipif(bool(torch.cpu._is_amx_tile_supported()), reason="oneDNN's sums depend on how many rows there are")
+WAYS = ["all by kernels", pytest.param("attention by vectors", marks=BOTH)]
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(found is None or not found.bf16, reason="no kernels for bfloat16 here")
 
 
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
@@ -82,42 +78,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def read_by(way: str, family: str) -> Target:
-    """A target whose layers are multiplied by oneDNN, or by our kernels as well."""
+def packed(family: str) -> Target:
+    """A target that our kernels read from tokens to logits."""
     own = model(family)
-    pack_linears(own, free=way != "by oneDNN")
+    pack_linears(own)
     target = Target(own)
-    assert target._lean is not None and target._lean.native == (way != "by oneDNN")
+    assert target._fast is not None and target._fast.fused is not None
     return target
-
-
-@ALL
-def test_our_kernels_read_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By size, or all of them if the environment says so or there are tiles; drafters in any case."""
-    monkeypatch.delenv(SWITCH, raising=False)
-    assert found is not None
-    monkeypatch.setattr(found, "tiles", False)
-    small = model("llama")
-    layers = [layer for layer in small.modules() if type(layer) is torch.nn.Linear and layer is not small.lm_head]
-    size = sum(layer.weight.nbytes for layer in (*layers, small.lm_head))
-    for large, said, free, native in (
-        (size, None, None, True),
-        (size + 1, None, None, False),
-        (size + 1, "all", None, True),
-        (size + 1, None, True, True),
-        (size, None, False, False),
-    ):
-        monkeypatch.setattr(packed_linear, "LARGE", large)
-        monkeypatch.setenv(SWITCH, said) if said else monkeypatch.delenv(SWITCH, raising=False)
-        own = copy.deepcopy(small)
-        assert pack_linears(own, free=free) >= len(layers)
-        assert {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)} == {native}
-    monkeypatch.setattr(found, "tiles", True)
-    for free in (None, True, False):
-        own = copy.deepcopy(small)
-        pack_linears(own, free=free)
-        wholes = {whole.native is not None for whole in own.modules() if isinstance(whole, PackedLinear)}
-        assert wholes == {free is not False}
 
 
 def readings(target: Target) -> torch.Tensor:
@@ -138,9 +105,9 @@ def readings(target: Target) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
-    fused, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
-    assert fused._lean is not None and fused._lean.fused is not None
-    stock._lean = exact._lean = None
+    fused, stock, exact = packed(family), Target(model(family)), Target(model(family, torch.float32))
+    assert fused._fast is not None and fused._fast.fused is not None
+    stock._fast = exact._fast = None
     truth = readings(exact)
     ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (fused, stock))
     assert 0 < ours < 1.25 * theirs < 0.1
@@ -148,7 +115,7 @@ def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str, way: str) -> None:
-    found = probe(read_by(way, family), widths=(1, 2, 5, 16, 32))
+    found = probe(packed(family), widths=(1, 2, 5, 16, 32))
     assert not found.differ and len(found.same) == 12
     assert "trees up to 29 nodes" in found.promise
 
@@ -157,8 +124,8 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
 @pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
 def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(family: str, lead: int, way: str) -> None:
     """Sums over the text are made of parts; none may end elsewhere because a token lies in another slot."""
-    target, stock, exact = read_by(way, family), Target(model(family)), Target(model(family, torch.float32))
-    stock._lean = exact._lean = None
+    target, stock, exact = packed(family), Target(model(family)), Target(model(family, torch.float32))
+    stock._fast = exact._fast = None
     text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
     drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
     tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
@@ -188,7 +155,7 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(fam
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
     """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
-    target, tokens = read_by(way, family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    target, tokens = packed(family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
     read = []
     for capacity in (53, 128):
         cache = target.new_cache(2, capacity)
@@ -199,20 +166,17 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) ->
     assert torch.equal(*read)
 
 
-@pytest.mark.parametrize("free", [pytest.param(False, marks=TILES), True])
-def test_a_single_row_of_wide_layers_has_the_bits_of_several(free: bool) -> None:
-    """With layers as wide as these a single row would take another kernel, and plain decoding alone would round its own way."""
+def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
     torch.manual_seed(0)
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
     config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own, free=free)
+    pack_linears(own)
     found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
     assert not found.differ and len(found.same) == 11
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_layers_may_differ_in_width(free: bool) -> None:
+def test_layers_may_differ_in_width() -> None:
     own, fewer = model("llama"), 32
     mlp = own.model.layers[-1].mlp
     for name, weight in (("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])):
@@ -220,16 +184,16 @@ def test_layers_may_differ_in_width(free: bool) -> None:
         getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     mlp.down_proj = torch.nn.Linear(fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16)
     stock = Target(copy.deepcopy(own))
-    pack_linears(own, free=free)
+    pack_linears(own)
     fused = Target(own)
-    assert fused._lean is not None and fused._lean.fused is not None
-    stock._lean = None
+    assert fused._fast is not None and fused._fast.fused is not None
+    stock._fast = None
     found, wanted = readings(fused), readings(stock)
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_threads_do_not_change_a_bit(way: str) -> None:
-    target, before = read_by(way, "llama"), torch.get_num_threads()
+    target, before = packed("llama"), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
@@ -240,18 +204,16 @@ def test_threads_do_not_change_a_bit(way: str) -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
-@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = read_by(way, family)
-    assert target.skips_absent and target._lean is not None and target._lean.fused is not None
+    target = packed(family)
+    assert target.skips_absent and target._fast is not None and target._fast.fused is not None
     dice = torch.Generator().manual_seed(2)
     prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
     drafted[0, 4] = 500                                                         # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
     tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
-    inner = "_whole" if target._lean.fused._model is not None else "_by_layers"
-    own = getattr(target._lean.fused, inner)
+    own = target._fast.fused._forward
 
     def noted(*asked: Any) -> Any:
         widths.append(next(tuple(one.shape) for one in asked if isinstance(one, torch.Tensor)))     # of the tokens
@@ -266,9 +228,9 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
                 for row, length in enumerate(cache.lengths.tolist()):
                     store[row, :, length:] = torch.nan                          # nor may what nobody wrote change a bit
             with monkeypatch.context() as patch:
-                patch.setattr(target._lean.fused, inner, noted)
+                patch.setattr(target._fast.fused, "_forward", noted)
                 if not spared:
-                    patch.setattr("draftproof.model.fused_forward._Some.of", lambda *asked: None)
+                    patch.setattr("draftproof.model.fused_forward._Present.of", lambda *asked: None)
                 reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
                 last = target.read(tree, cache, last_only=True).logits
         assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
@@ -283,11 +245,10 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
     assert same.isfinite().all() and alike.isfinite().all()
 
 
-@pytest.mark.parametrize("way", [pytest.param("by oneDNN", marks=TILES), *WAYS[1:]], indirect=True)
 @pytest.mark.parametrize("shape", [SHAPE, TreeShape.chain(10)], ids=["tree", "chain"])
 def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(way: str, shape: TreeShape) -> None:
     """And so have the drafts: logits, hidden states, keys and values."""
-    target, dice, read = read_by(way, "llama"), torch.Generator().manual_seed(2), []
+    target, dice, read = packed("llama"), torch.Generator().manual_seed(2), []
     prompts, drafted = (torch.randint(96, size, generator=dice) for size in ((2, 30), (2, 11)))
     prompts[1, 17:], tree = ABSENT, TokenTree.shaped(drafted, shape)
     for beside in (True, False):
@@ -316,5 +277,6 @@ def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
     slides = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=NODES))
     for other in (model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))):
-        lean = Target(other)._lean
-        assert lean is not None and lean.fused is None
+        pack_linears(other)
+        fast = Target(other)._fast
+        assert fast is not None and fast.fused is None

@@ -143,10 +143,10 @@ def test_rows_are_selected_and_seen_apart(kind: str) -> None:
 def test_the_lean_forward_reads_what_the_model_reads(kind: str) -> None:
     """Both write through the same layers; in float32, where codes fall alike but for a few."""
     own = Target(fresh("llama").float(), kv_cache=kind)
-    assert own._lean is not None
+    assert own._fast is not None
     tree = TokenTree.shaped(torch.arange(6)[None], TreeShape.from_digits(["0", "1", "10", "11", "110"]))
     lean = own.read(tree, own.new_cache(1, CAPACITY)).logits
-    own._lean = None
+    own._fast = None
     torch.testing.assert_close(lean, own.read(tree, own.new_cache(1, CAPACITY)).logits, rtol=0.02, atol=0.02)
 
 

@@ -18,7 +18,7 @@ from training_helpers import Recorder, saved_model
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.model.packed_linear import Whole
+from draftproof.model.packed_linear import JointLinear
 from draftproof.training import train_run
 from draftproof.training.files import locked
 from draftproof.training.joint import JointConfig
@@ -127,7 +127,7 @@ def test_the_target_writes_its_own_texts_for_several_heads(
 
     def seen(*args: Any, **options: Any) -> Any:
         engine = load(*args, **options)
-        packed.append(sum(isinstance(module, Whole) for module in engine.target.model.modules()))
+        packed.append(sum(isinstance(module, JointLinear) for module in engine.target.model.modules()))
         return engine
 
     monkeypatch.setattr(train_run, "load", seen)

@@ -1,11 +1,11 @@
-"""Linear layers by our kernels against oneDNN's and torch's own: what the claims about large targets and 8 bits rest on.
+"""Linear layers by our kernels against torch's own: what the claims about large targets and 8 bits rest on.
 
     python -m draftproof.bench.linears [--repeats N] [--threads N] [--json]
 
 Of each size many copies take turns, more than any cache holds, so that weights come from memory, as they do in a large model.
 In each repeat every number of rows is multiplied in every way in turn, the order turning; ratios are taken within a repeat.
-Figures are medians over repeats, with 95 % percentile bootstrap intervals. In 8 bits ours and oneDNN's make a scale
-per token as they go, and torch's own leaves activations in bfloat16.
+Figures are medians over repeats, with 95 % percentile bootstrap intervals. In 8 bits ours makes a scale
+per token as it goes, and torch's own leaves activations in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS = (1, 2, 5, 9, 12, 16, 40, 128)
 """Tokens read together; the first is what others are compared with."""
 SPAN = 200 << 20
 """Bytes of the copies that take turns in each way."""
-OURS, ONEDNN, TORCH = "ours", "oneDNN", "torch"
+OURS, TORCH = "ours", "torch"
 NONE = "linears: our kernels do not run here; they want Linux, a C compiler, and a processor with AVX512-BF16, VNNI or AMX"
 OFF = 0.03
 """How far products may be off, as a part of their size: 8 bits are."""
@@ -76,11 +76,11 @@ def layers(kind: str, weight: Tensor) -> dict[str, Layer]:
     """A layer in each way, with a weight of its own."""
     if kind == "int8":
         codes, scale = _codes(weight)
-        makers = {OURS: Int8Linear(weight), ONEDNN: Int8Linear(weight, own=False)}
+        makers = {OURS: Int8Linear(weight)}
         return {**makers, TORCH: lambda rows: torch.ops.aten._weight_int8pack_mm(rows, codes, scale)}
     linear, own = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"), weight.clone()
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return {OURS: PackedLinear(linear, free=True), ONEDNN: PackedLinear(linear), TORCH: lambda rows: F.linear(rows, own)}
+    return {OURS: PackedLinear(linear), TORCH: lambda rows: F.linear(rows, own)}
 
 
 @torch.inference_mode()
@@ -166,14 +166,14 @@ def _print(found: Sequence[Line]) -> None:
     for kind in dict.fromkeys(line.weights for line in found):
         title = f"{kind} weights from memory, {torch.get_num_threads()} threads"
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-        for name in ("outputs ×\ninputs", "rows", *(f"{way},\nms" for way in (OURS, ONEDNN, TORCH))):
+        for name in ("outputs ×\ninputs", "rows", *(f"{way},\nms" for way in (OURS, TORCH))):
             table.add_column(name, justify="right", vertical="bottom")
-        for name in (f"ours over\n{ONEDNN} (95 %)", f"over\n{TORCH}", f"ours over\n{ROWS[0]} row (95 %)"):
+        for name in (f"ours over\n{TORCH} (95 %)", f"ours over\n{ROWS[0]} row (95 %)"):
             table.add_column(name, justify="right", vertical="bottom")
         for line in (line for line in found if line.weights == kind):
             times = [f"{one:.2f}" for one in line.milliseconds.values()]
             growth = _told(line.growth) if line.rows != ROWS[0] else ""
-            ratios = [_told(line.ratios[ONEDNN]), f"{line.ratios[TORCH].median:.2f}", growth]
+            ratios = [_told(line.ratios[TORCH]), growth]
             size = f"{line.outputs} × {line.inputs}"
             table.add_row(size, str(line.rows), *times, *ratios, end_section=line.rows == ROWS[-1])
         Console(highlight=False).print(table)

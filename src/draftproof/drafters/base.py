@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.tree import TokenTree
 from draftproof.errors import DrafterMismatch
-from draftproof.model.fast_forward import Tables
+from draftproof.model.fused_forward import Tables
 
 
 class Drafter(ABC):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
-from draftproof.model.packed_linear import PackedLinear
+from draftproof.model.packed_linear import PackedLinear, can_pack
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.structures import LANES, Heads, Linear, Pairs
 
@@ -106,11 +106,11 @@ class Weights(NamedTuple):
 
 def _packed(heads: Sequence[Head], vocabulary: Vocabulary) -> _Own | None:
     """The layers of all heads as our kernels read them, where they do."""
-    if vocabulary.native is None or vocabulary.hidden_size % LANES:
+    if vocabulary.native is None or vocabulary.hidden_size % LANES or not can_pack():
         return None
 
     def packed(layer: nn.Module) -> PackedLinear:
-        return PackedLinear(_copy(cast(nn.Linear, layer), vocabulary), free=True)
+        return PackedLinear(_copy(cast(nn.Linear, layer), vocabulary))
 
     blocks = [packed(block) for one in heads for block in one.blocks]
     projections = [packed(one.proj) for one in heads if one.proj is not None]

@@ -402,7 +402,7 @@ def _decoding(head: ReDrafterHead, vocabulary: Vocabulary) -> ReDrafterHead:
                            strict=not config.share_lm_head, assign=True)  # fmt: skip
     if config.share_lm_head:
         copied.lm_head[-1] = nn.Identity()
-    pack_linears(copied.requires_grad_(False), free=True)
+    pack_linears(copied.requires_grad_(False))
     return copied
 
 

@@ -191,7 +191,7 @@ def _draft_reader(draft: PreTrainedModel, codec: Codec | None, quantize: str | N
     if lighter is not None:
         return lighter
     if named:
-        pack_linears(draft, free=True)
+        pack_linears(draft)
     return Target(draft)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from draftproof.errors import BadInput
+from draftproof.native.kernels import kernels
 
 R = TypeVar("R")
 
@@ -95,7 +96,9 @@ class Device:
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """What weights stored so are computed in when nobody says."""
-        slow = stored == torch.bfloat16 and not self.bf16_is_native
+        found = kernels() if self.kind == "cpu" else None
+        quick = self.bf16_is_native or (found is not None and found.bf16)
+        slow = stored == torch.bfloat16 and not quick
         half = stored == torch.float16 and self.kind == "hpu"                  # the first Gaudi has no float16
         return torch.float32 if slow else torch.bfloat16 if half else stored
 

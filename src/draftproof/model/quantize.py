@@ -15,21 +15,22 @@ from transformers.pytorch_utils import Conv1D
 
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import PackedLinear, PackedSlice, put, together
-from draftproof.model.quantized_linear import GROUP, Int4Linear, Int8Linear, bytes_of, works
-from draftproof.model.shallow_copy import twin
+from draftproof.model.quantized_linear import GROUP, Int4Linear, Int8Linear, bytes_of, slow_because
+from draftproof.model.shallow_copy import shallow_copy
 from draftproof.native.pages import release
 
 KINDS = ("int8", "int4", "fp8")
 """8-bit weights and activations; 4-bit weights; 8-bit floats, on accelerators alone."""
-LEAST = 32
+SMALLEST = 32
 """Layers of fewer outputs stay as they are: gates and routers, which cost nothing and matter."""
 
 
 class Quantization(NamedTuple):
     """What quantising cost and saved, against the original on one text.
 
-    kl: mean divergence of the quantised law from the original's, in nats. agreement: share of positions where both
-    find the same token likeliest. tokens: positions compared; 0 if there was no text. before, after: bytes of weights.
+    kl: mean KL divergence of the quantised distribution from the original's, in nats. agreement:
+    share of positions with the same greedy token. tokens: positions compared; 0 without a text.
+    before, after: bytes of weights. slow: why it is no quicker here; None if it is.
     """
 
     kind: str
@@ -38,34 +39,37 @@ class Quantization(NamedTuple):
     tokens: int
     before: int
     after: int
+    slow: str | None = None
 
     def __str__(self) -> str:
         size = f"{self.kind}: {self.before / 2**20:.1f} MiB of weights in {self.after / 2**20:.1f}"
+        slow = f"; not quicker than the original here: {self.slow}" if self.slow else ""
         if not self.tokens:
-            return size
-        far = f"mean KL {self.kl:.2g} nats, the same greedy token at {self.agreement:.0%} of {self.tokens} positions"
-        return f"{size}; from the original: {far}"
+            return size + slow
+        agreed = f"the same greedy token at {self.agreement:.0%} of {self.tokens} positions"
+        return f"{size}; from the original: mean KL {self.kl:.2g} nats, {agreed}{slow}"
 
 
 def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> PreTrainedModel:
-    """A twin of `model` with its linear layers quantised; all else is shared with it.
+    """A shallow copy of `model` with its linear layers quantised; all else is shared with it.
 
-    kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no use afterwards.
-    A head tied to the embeddings gets weights of its own: to look up in a table is cheap, to multiply by it is not. In
-    "int4" the head has 8 bits, and so has what does not divide into groups. Raises BadInput where this cannot be had.
+    kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
+    use afterwards. A head tied to the embeddings gets weights of its own. In "int4" the head has 8
+    bits, and so has what does not divide into groups. Raises BadInput where this cannot be had.
     """
     if kind not in KINDS:
         raise BadInput(f"quantize was {kind!r}; choose one of {', '.join(KINDS)}")
     if is_quantized(model):
         raise BadInput(f"{_name(model)} is quantised already; do not ask for {kind}, or give the original")
     if model.device.type != "cpu":
-        return _by_torchao(twin(model), kind)
-    _refuse(kind)
-    made = twin(model)
-    owners = Counter(id(parameter) for module in made.modules() for parameter in module._parameters.values())
+        return _by_torchao(shallow_copy(model), kind)
+    if kind == "fp8":
+        raise BadInput("8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4")
+    made = shallow_copy(model)
+    owners = Counter(id(one) for module in made.modules() for one in module._parameters.values())
     head, changed = made.get_output_embeddings(), False
     for module in [one for one in made.modules() if not isinstance(one, PackedSlice)]:
-        single = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
+        single = {name: layer for name, layer in module._modules.items() if layer is not None and _is_linear(layer)}
         for group in together(single, _form):
             replaced = _replace(module, group, kind if head not in group.values() else "int8")
             changed |= replaced
@@ -81,12 +85,13 @@ def quantized_and_compared(
     model: PreTrainedModel, kind: str, text: Tensor | None, *, give_up: bool = False
 ) -> tuple[PreTrainedModel, Quantization]:
     """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing."""
-    before, truth = weight_bytes(model), _law(model, text)
+    before, truth = weight_bytes(model), _log_probs(model, text)
     made = quantized(model, kind, give_up=give_up)
-    after, law = weight_bytes(made), _law(made, text)
-    kl = (truth.exp() * (truth - law)).sum(-1).mean() if len(truth) else torch.zeros(())
-    same = (truth.argmax(-1) == law.argmax(-1)).double().mean() if len(truth) else torch.ones(())
-    return made, Quantization(kind, float(kl), float(same), len(truth), before, after)
+    after, log_probs = weight_bytes(made), _log_probs(made, text)
+    kl = (truth.exp() * (truth - log_probs)).sum(-1).mean() if len(truth) else torch.zeros(())
+    same = (truth.argmax(-1) == log_probs.argmax(-1)).double().mean() if len(truth) else torch.ones(())
+    slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
+    return made, Quantization(kind, float(kl), float(same), len(truth), before, after, slow)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -102,8 +107,9 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, packed and quantised ones included; shared ones count once."""
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
     wholes = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
-    packed = [bytes_of(module.weight, module.bias) for module in model.modules() if isinstance(module, PackedLinear)]
-    return bytes_of(*shared.values()) + sum(module.nbytes for module in wholes) + sum(packed)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    own = sum(module.nbytes for module in wholes)
+    return own + bytes_of(*shared.values()) + sum(bytes_of(one.weight, one.bias) for one in packed)
 
 
 PASSAGE = """\
@@ -124,22 +130,23 @@ Answer: The capital of France is Paris, a city of about two million people on th
 """What a quantised model is compared on."""
 
 
-def _law(model: PreTrainedModel, text: Tensor | None) -> Tensor:
-    """[S, V] the log-probabilities behind every token of a text."""
+def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
+    """[S, V] behind every token of a text."""
     if text is None or not len(text):
         return torch.empty(0, 1)
     with torch.inference_mode():
-        return model(input_ids=text[None].to(model.device), use_cache=False).logits[0].float().log_softmax(-1)
+        logits = model(input_ids=text[None].to(model.device), use_cache=False).logits
+        return logits[0].float().log_softmax(-1)
 
 
 def _replace(module: nn.Module, layers: dict[str, nn.Module], kind: str) -> bool:
-    """Put one quantised layer in the place of `layers` of a module, if they are large enough; return whether."""
+    """Put one quantised layer in the place of `layers` of a module, if large enough; return whether."""
     weights = {name: _dense(layer) for name, layer in layers.items()}
     weight = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
-    if len(weight) < LEAST:
+    if len(weight) < SMALLEST:
         return False
     biases = [_bias(layer) for layer in layers.values()]
-    bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
+    bias = None if biases[0] is None else torch.cat([one.detach() for one in biases if one is not None])
     grouped = len(weight) % 16 == 0 and weight.shape[1] % GROUP == 0
     whole = Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
     put(module, {name: len(one) for name, one in weights.items()}, whole)
@@ -178,13 +185,17 @@ def _bias(layer: Any) -> Tensor | None:
 
 
 def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """The same on an accelerator: torchao replaces the weights of the twin's layers."""
+    """The same on an accelerator: torchao replaces the weights of the copy's layers."""
     head = made.get_output_embeddings()
+
+    def body(layer: nn.Module, _: str) -> bool:
+        return _is_linear(layer) and layer is not head and len(_dense(layer)) >= SMALLEST
+
     try:
         from torchao.quantization import quantize_
 
-        quantize_(made, _torchao(kind), lambda layer, _: _is_linear(layer) and layer is not head and len(layer.weight) >= LEAST)
-        quantize_(made, _torchao("int8" if kind == "int4" else kind), lambda layer, _: _is_linear(layer) and layer is head)
+        quantize_(made, _torchao(kind), body)
+        quantize_(made, _torchao("int8" if kind == "int4" else kind), lambda layer, _: layer is head and _is_linear(layer))
     except ModuleNotFoundError as error:
         missing = (error.name or "torchao").partition(".")[0]
         raise BadInput(f"{kind} on {made.device.type} needs {missing}: pip install {missing}") from error
@@ -203,19 +214,6 @@ def _torchao(kind: str) -> Any:
     if kind == "int4":
         return ao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d")
     return ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
-
-
-def _refuse(kind: str) -> None:
-    """Say why this CPU cannot have it."""
-    if kind == "fp8":
-        raise BadInput("8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4, or an accelerator")
-    if not works(Int8Linear):
-        raise BadInput(
-            f"{kind} needs a quick product of 8-bit integers, which this CPU or build of torch lacks "
-            "(AVX512-VNNI and AMX have it); leave it out"
-        )
-    if kind == "int4" and not works(Int4Linear):
-        raise BadInput("int4 needs torch's packed 4-bit product, which this CPU or build of torch lacks; choose int8, or none")
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""Twins of a model: modules of their own around the same weights, so that a twin can be changed and the model cannot."""
+"""Shallow copies of a model: modules of their own around the same weights, so that the copy can be changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.errors import BadInput, UnsupportedModel
 M = TypeVar("M", bound=nn.Module)
 
 
-def twin(model: M) -> M:
+def shallow_copy(model: M) -> M:
     """The model once more, sharing every parameter and buffer with it; a module put into one is not in the other."""
     wrapped = next((name for name, module in model.named_modules() if "forward" in module.__dict__), None)
     if wrapped is not None:                              # a forward bound to the original would run the original
@@ -22,11 +22,11 @@ def twin(model: M) -> M:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A twin that reads with the first `count` layers alone, then with the model's own final norm and head."""
+    """A shallow copy that reads with the first `count` layers alone, then with the model's own final norm and head."""
     whole = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= count < whole:
         raise BadInput(f"{count} layers were asked for, to draft with; the model has {whole}: take fewer, at least 1")
-    short = twin(model)
+    short = shallow_copy(model)
     stacks = [one for one in short.modules() if isinstance(one, nn.ModuleList) and len(one) == whole]
     if len(stacks) != 1:
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in one list; draft with another model")

@@ -21,7 +21,8 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
-from draftproof.model.fast_forward import FastForward, Tables
+from draftproof.model.fast_forward import FastForward
+from draftproof.model.fused_forward import Tables
 from draftproof.model.kv_cache import KVCache, KVLayer, LayerShape
 from draftproof.model.masks import tree_mask
 from draftproof.model.process_group import ALONE, ProcessGroup
@@ -61,13 +62,13 @@ class Target:
         self.quantization: Quantization | None = None    # what it cost, and saved
         self._noise = _NOISE[torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._lean: FastForward | None = None
+        self._fast: FastForward | None = None
         with torch.inference_mode():
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
             self.reads_trees = bool(group.number(self._self_test()))
             if group.alone and FastForward.fits(model):
-                self._choose_lean(FastForward(model, self._layout.windows, self.context))
+                self._choose_fast(FastForward(model, self._layout.windows, self.context))
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions."""
@@ -81,7 +82,7 @@ class Target:
         other = copy.copy(self)
         other.__dict__.pop("native", None)
         other.model, other.quantization = quantized_and_compared(self.model, kind, text, give_up=give_up)
-        other._lean = self._lean.of(other.model) if self._lean is not None else None
+        other._fast = self._fast.of(other.model) if self._fast is not None else None
         return other
 
     def lighter(self, text: Sequence[int]) -> Target | None:
@@ -99,16 +100,16 @@ class Target:
     def compiled(self, backend: str = "inductor") -> Target:
         """This target with its forward compiled by torch.compile, for each shape it meets.
 
-        inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no lean forward, or if compiled it
+        inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast forward, or if compiled it
         does not agree with the model's own.
         """
-        if self._lean is None:
-            raise UnsupportedModel(f"{self.name} has no lean forward, which is what is compiled; leave --compile out")
-        if self._lean.native:
+        if self._fast is None:
+            raise UnsupportedModel(f"{self.name} has no fast forward, which is what is compiled; leave --compile out")
+        if self._fast.native:
             raise UnsupportedModel(f"{self.name} is read by kernels that are compiled already; leave --compile out")
         other = copy.copy(self)
-        other._lean = self._lean.of(self.model)
-        other._lean.compile(self.model.get_output_embeddings(), backend)
+        other._fast = self._fast.of(self.model)
+        other._fast.compile(backend)
         with torch.inference_mode():
             error = other._error(_TESTED, self._test_text())
         if not error <= 6 * self._noise:
@@ -121,13 +122,13 @@ class Target:
         other = copy.copy(self)
         other.model = first_layers(self.model, count)
         other._layout = self._layout._replace(shapes=self._layout.shapes[:count])
-        other._lean = self._lean.of(other.model) if self._lean is not None else None
+        other._fast = self._fast.of(other.model) if self._fast is not None else None
         return other
 
     @property
     def skips_absent(self) -> bool:
         """Whether nodes that are not there cost nothing, so that rows of a batch may as well have different numbers of them."""
-        return self._lean is not None and self._lean.fused is not None
+        return self._fast is not None and self._fast.fused is not None
 
     @property
     def position_bytes(self) -> tuple[int, int]:
@@ -143,8 +144,8 @@ class Target:
         Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H] or None.
         """
         tokens = tree.tokens[:, first:] if first else tree.tokens
-        if self._lean is not None:
-            logits, hidden = self._lean(tokens, tree, first, cache, last_only, hidden_layers)
+        if self._fast is not None:
+            logits, hidden = self._fast(tokens, tree, first, cache, last_only, hidden_layers)
             return Reading(self._ending.finished(logits), hidden)
         span = cache.write_at(first, tree.tokens.shape[1])
         out: Any = self.model(
@@ -165,11 +166,11 @@ class Target:
 
         None, and nothing was read, where this takes a read per token.
         """
-        if self._lean is None:
+        if self._fast is None:
             return None
         if self._ending.divisor is not None:                            # what is drafted need not be rounded as it is read
             draft_sampling = draft_sampling._replace(temperatures=draft_sampling.temperatures * self._ending.divisor)
-        return self._lean.chain(prefix, width, cache, steps, nodes, draft_sampling)
+        return self._fast.chain(prefix, width, cache, steps, nodes, draft_sampling)
 
     def features(self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,), logits: bool = False) -> Features:
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on the right.
@@ -192,8 +193,8 @@ class Target:
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """[..., V] logits of hidden states behind the final norm, scaled or capped where the model's own are."""
-        packed = self._lean is not None and torch.is_inference_mode_enabled()           # packed weights know no gradients
-        head = self._lean.head if packed and self._lean is not None else self.model.get_output_embeddings()
+        packed = self._fast is not None and torch.is_inference_mode_enabled()           # packed weights know no gradients
+        head = self._fast.head if packed and self._fast is not None else self.model.get_output_embeddings()
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])  # DeepSpeed's want three dimensions
         logits = self._ending.finished(head(wide))
         return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
@@ -201,8 +202,8 @@ class Target:
     @cached_property
     def native(self) -> Tables | None:
         """The tables between tokens and hidden states as our kernels read them, for draft heads; what is small is copied."""
-        plain = self._ending == _Ending(None, None, None) and self.group.alone and self._lean is not None
-        return Tables.of(self.model, self._lean) if plain and self._lean is not None else None
+        plain = self._ending == _Ending(None, None, None) and self.group.alone and self._fast is not None
+        return Tables.of(self._fast) if plain and self._fast is not None else None
 
     def _masks(self, tree: TokenTree, lengths: Tensor, span: int, first: int) -> Tensor | dict[str, Tensor]:
         def mask(window: int | None) -> Tensor:
@@ -226,15 +227,15 @@ class Target:
         # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half precision blurs
         return self._error(_TESTED, text) <= max(self._noise, 3 * noise)
 
-    def _choose_lean(self, lean: FastForward) -> None:
-        """Read by the leanest forward that agrees with the model's own as closely as its stock read does."""
+    def _choose_fast(self, fast: FastForward) -> None:
+        """Read by the shortest forward that agrees with the model's own as closely as its stock read does."""
         text = self._test_text()
         enough = max(self._noise, 3 * self._error(_TESTED, text))
-        self._lean = lean
-        if lean.fused is not None and not self._error(_TESTED, text) <= enough:
-            lean.fused = None
-        if lean.fused is None and not self._error(_TESTED, text) <= enough:
-            self._lean = None
+        self._fast = fast
+        if fast.fused is not None and not self._error(_TESTED, text) <= enough:
+            fast.fused = None
+        if fast.fused is None and not self._error(_TESTED, text) <= enough:
+            self._fast = None
 
     def _test_text(self) -> Tensor:
         return torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
