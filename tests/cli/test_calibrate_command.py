@@ -71,9 +71,9 @@ def test_run_uses_the_tree_from_then_on(call: Call, model: str, heads: Path, pro
 def test_everything_that_was_found_is_said_and_kept(call: Call, model: str, heads: Path, prompts: str) -> None:
     said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL)
     found = json.loads((heads / "calibration.json").read_text())
-    assert found["nodes"] == len(found["tree"]) and found["tree_in_order_of_addition"][: found["nodes"]] == found["tree"]
-    assert [lane["name"] for lane in found["held_out"]] == ["plain", "calibrated tree", "dynamic tree"]
-    assert len(found["tokens_per_round"]) == len(found["expected_speed_up"]) == 7
+    assert found["nodes"] == len(found["chosen"]) and found["tree"][: found["nodes"]] == found["chosen"]
+    assert [lane["name"] for lane in found["compared"]] == ["plain", "calibrated tree", "dynamic tree"]
+    assert len(found["tokens"]) == len(found["speed_up"]) == 7
     assert "acceptance in % by depth and rank" in said.out and "tokens/round" in said.out
     measured = r"measured on held-out prompts \(1\), \d draft tokens?: calibrated tree [\d.]+ tokens/round, [\d.]+×"
     assert re.search(measured, said.out)

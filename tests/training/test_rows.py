@@ -44,7 +44,7 @@ def test_padding_counts_for_nothing_and_the_rest_is_the_text() -> None:
             assert batch.tokens[place, : end - begin].tolist() == rows.tokens[begin:end].tolist()
             assert batch.weights[place, : end - begin].tolist() == rows.mask[begin:end].tolist()
             assert not batch.weights[place, end - begin :].any()
-        assert batch.tokens.numel() <= 4 * rows.length and batch.num_tokens == sum(rows.sizes()[list(batch.rows)])
+        assert batch.tokens.numel() <= 4 * rows.length and batch.sizes == rows.sizes[list(batch.rows)].tolist()
 
 
 def test_pairs_end_with_what_counts_and_never_span_rows() -> None:
@@ -62,7 +62,7 @@ def test_short_rows_stand_with_short_ones() -> None:
 
 def test_a_long_text_is_cut_and_nothing_is_lost() -> None:
     rows = Rows([Example(list(range(100)), [True] * 100)], 32)
-    assert rows.sizes().tolist() == [32, 32, 32, 4] and rows.tokens.tolist() == list(range(100))
+    assert rows.sizes.tolist() == [32, 32, 32, 4] and rows.tokens.tolist() == list(range(100))
 
 
 def test_pieces_without_anything_to_foretell_are_dropped() -> None:

@@ -141,22 +141,24 @@ def test_the_target_writes_its_own_texts_for_several_heads(
 
 
 def test_chats_that_the_template_refuses_are_skipped_or_refused(source: Path, tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ '' if m.role != 'system' else raise_exception('no system') }}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    model = saved_model(tmp_path / "tiny")
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    model, file = saved_model(tmp_path / "tiny"), tmp_path / "chats.jsonl"
     (model / "chat_template.jinja").write_text(template)
-    said = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am a small dog and I play."}]
-    rows = [{"messages": [*([{"role": "system", "content": f"{n}"}] if n % 2 else []), *said, {"role": "user", "content": f"{n}"},
-                          {"role": "assistant", "content": f"This is answer {n}."}]} for n in range(32)]  # fmt: skip
-    file = tmp_path / "chats.jsonl"
+    chats = [[("system", "x")] * (n % 2) + [("user", f"Who is {n}?"), ("assistant", f"It is {n}, a dog.")] for n in range(32)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorder = run(source, tmp_path / "out", model=str(model), data=DataConfig((file,)), steps=2)
-    assert any("skipped 16 chats" in note and "no system" in note for note in recorder.notes) and len(recorder.losses) == 2
+    skipped = [re.findall(r"skipped (\d+) chats .* no system", note) for note in recorder.notes]
+    assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
     with pytest.raises(BadInput, match="no system"):
         run(source, tmp_path / "strict", model=str(model), data=DataConfig((file,), strict=True), steps=2)
 
 
 def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Path, tmp_path: Path) -> None:
-    options = ["--steps", "150", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003", "--save-minutes", "0"]
+    options = ["--steps", "100", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003", "--save-minutes", "0"]
     broken, files = tmp_path / "broken", [str(source / "tiny"), "--data", str(source / "texts.jsonl")]
     script = "from draftproof.cli.app import main; main()"
     command = [sys.executable, "-c", script, "train", "medusa", *files, *options, "--out", str(broken)]
@@ -168,8 +170,8 @@ def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Pat
         time.sleep(0.05)
     running.send_signal(signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL and not (broken / "training.json").exists()
-    resumed, whole = (run(source, tmp_path / out, steps=150) for out in ("broken", "whole"))
-    assert 0 < len(resumed.losses) < 150 == len(whole.losses)
+    resumed, whole = (run(source, tmp_path / out, steps=100) for out in ("broken", "whole"))
+    assert 0 < len(resumed.losses) < 100 == len(whole.losses)
     assert resumed.losses[-1] == whole.losses[-1] and resumed.evaluations[-1] == whole.evaluations[-1]
     assert (broken / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 

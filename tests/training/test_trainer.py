@@ -117,7 +117,7 @@ def test_several_batches_per_step_are_one_large_batch() -> None:
 
 def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = written()
-    full = [number for number in range(len(rows)) if rows.sizes()[number] == 32][:4] or [0, 1]
+    full = [number for number in range(len(rows)) if rows.sizes[number] == 32][:4] or [0, 1]
     batch = rows.batch(full, 32)
     even = batch._replace(weights=(torch.arange(32) > 8).float().expand(batch.tokens.shape))
     one, sliced = head_of("medusa"), head_of("medusa")

@@ -84,7 +84,7 @@ def calibrate(
         show.note(f"{head.kind} heads shape a tree of their own in every round: no tree was stored with them")
     title = f"{Path(model).name} with {Path(drafter).name}, temperature {temperature:g}"
     plot.plot_calibration(found, title, out / "calibration.png")
-    (out / "calibration.json").write_text(json.dumps(found.as_json(config), indent=1) + "\n", encoding="utf-8")
+    (out / "calibration.json").write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
     show.note(f"picture: {out / 'calibration.png'} · figures: {out / 'calibration.json'}")
 
 

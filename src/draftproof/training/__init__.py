@@ -1,1 +1,1 @@
-"""Training draft heads: texts in, a folder with the weights, their figures and their provenance out."""
+"""Training draft heads: texts in, a folder with weights, figures and provenance out."""

@@ -1,10 +1,10 @@
-"""Calibration: the draft tree that pays most with these heads, for this target, these prompts and this machine.
+"""Calibration: the draft tree that pays most with these heads, prompts, target and machine.
 
-The target's text does not depend on the drafts, so it is written once. For every token of it, each step of the head
-ranked the token that came, and a static tree accepts as far as it holds these ranks as a path. So positions of the text
-are joint samples of ranks: the share of positions that begin with a path is what that node is worth, with no
-independence between steps assumed (Medusa's own calibration, arXiv 2401.10774 section 2.3.3, multiplies them), and how
-many rounds a tree would take is counted, not estimated.
+The target's text does not depend on the drafts, so it is written once. Each step of the head ranked
+the token that came, and a static tree accepts as far as it holds these ranks as a path. So
+positions of the text are joint samples of ranks: a node is worth the share of positions that begin
+with its path (Medusa's own calibration, arXiv 2401.10774 section 2.3.3, multiplies the steps'
+shares), and how many rounds a tree would take is counted, not estimated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
 from draftproof.engine.cost_curve import WIDTHS, CostCurve, measure_costs
-from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.engine import Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
@@ -37,11 +37,9 @@ from draftproof.model.target import Target
 RANKS = 20
 """Choices of a step that a tree may take."""
 PRIOR = 16.0
-"""Weight, in positions, of independence: a path seen less often is valued by the ranks of its steps, one by one."""
+"""A path seen in fewer positions than this is valued more by the ranks of its steps, one by one."""
 HELD_OUT, MOST_HELD_OUT = 5, 12
 """Every fifth prompt is held out, and at most so many: each is completed three times over."""
-MEMORY = 1 << 26
-"""Numbers that the logits of a step may have at a time; a single text may have more."""
 TIMED_TOKENS, TIMES = 24, 5
 """Tokens of a run that is timed for the drafter's share of a round, and how often."""
 
@@ -52,7 +50,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CalibrateConfig:
-    """`tokens` of text per prompt at this temperature, trees of at most `nodes` draft tokens; `rows` side by side."""
+    """`tokens` of text per prompt, `rows` side by side; trees of at most `nodes` draft tokens."""
 
     tokens: int = 128
     temperature: float = 0.0
@@ -62,13 +60,13 @@ class CalibrateConfig:
 
     def __post_init__(self) -> None:
         if self.tokens < 8:
-            raise BadInput(f"{self.tokens} tokens per prompt were asked for; write at least 8, or nothing can be counted")
+            raise BadInput(f"{self.tokens} tokens per prompt were asked for; write at least 8")
         if not 1 <= self.nodes <= 1024:
             raise BadInput(f"trees of {self.nodes} nodes were asked for; give 1 to 1024")
 
 
 class Written(NamedTuple):
-    """A text of the target: its tokens, how many of them are the prompt, and the sampling it was written with."""
+    """A text of the target: its tokens, how many are the prompt, and how it was sampled."""
 
     tokens: list[int]
     prompt: int
@@ -76,7 +74,7 @@ class Written(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What the engine measured on held-out prompts: tokens per round, and of each prompt seconds per new token."""
+    """Measured on held-out prompts: tokens per round, and of each prompt seconds per new token."""
 
     name: str
     tokens_per_round: float
@@ -92,10 +90,11 @@ class Comparison(NamedTuple):
 class Calibration:
     """What was found. Index N is of N draft tokens per round, 0 of plain decoding.
 
-    tree: rank paths in order of addition: its first N are the best N nodes. tokens: per round, expected on texts the
-    tree was not grown on. verify: seconds of the target's read of N + 1 nodes. overhead: seconds of the rest of a round.
-    acceptance, positions_by_depth: per depth the share of each rank, of the positions where all before it is in the
-    largest tree; and of how many. compared: plain decoding, the chosen tree and the head's own, on held-out prompts.
+    tree: rank paths in order of addition: its first N are the best N nodes. tokens: per round,
+    expected on texts the tree was not grown on. verify: seconds of the target's read of N + 1
+    nodes. overhead: of the rest of a round. acceptance, positions_by_depth: per depth the share of
+    each rank, where all before it is in the largest tree; and of how many positions. compared:
+    plain decoding, the chosen tree and the head's own, on held-out prompts.
     """
 
     tree: tuple[RankPath, ...]
@@ -117,7 +116,8 @@ class Calibration:
     def speed_up(self) -> tuple[float, ...]:
         """Expected tokens per second, plain decoding being 1."""
         plain = self.seconds(0)
-        return tuple(plain * tokens / self.seconds(nodes) for nodes, tokens in enumerate(self.tokens))
+        sizes = enumerate(self.tokens)
+        return tuple(plain * tokens / self.seconds(nodes) for nodes, tokens in sizes)
 
     @cached_property
     def nodes(self) -> int:
@@ -129,101 +129,91 @@ class Calibration:
         """The tree of that size."""
         return self.tree[: self.nodes]
 
-    def as_json(self, config: CalibrateConfig) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
-        found = asdict(self)
-        return {
-            "nodes": self.nodes, "tree": self.chosen, "tree_in_order_of_addition": self.tree,
-            "tokens_per_round": self.tokens, "expected_speed_up": self.speed_up,
-            "seconds_per_round": [self.seconds(nodes) for nodes in range(len(self.tokens))],
-            "verify": found["verify"], "overhead": found["overhead"],
-            "acceptance_by_depth_and_rank": self.acceptance, "places_by_depth": self.positions_by_depth,
-            "held_out": [one._asdict() for one in self.compared], "held_out_prompts": self.held_out,
-            "tokens_written": self.written, "places": self.positions, "wanted": asdict(config),
-        }  # fmt: skip
+        seconds = [self.seconds(nodes) for nodes in range(len(self.tokens))]
+        compared = [one._asdict() for one in self.compared]
+        chosen = {"nodes": self.nodes, "chosen": self.chosen, "speed_up": self.speed_up}
+        return asdict(self) | {**chosen, "seconds": seconds, "compared": compared}
 
 
 def calibrate(
     engine: Engine, head: DraftHead, prompts: Sequence[Sequence[int]], config: CalibrateConfig,
     progress: Progress = lambda *_: None,
 ) -> Calibration:  # fmt: skip
-    """Let the target write, count ranks, grow trees, measure costs, and compare on held-out prompts.
+    """Let the target write, count ranks, grow trees, measure costs, compare on held-out prompts.
 
     engine: drafts with these heads and is exact; its target, sampling and end tokens are used.
     """
     if len(prompts) < 2:
         raise BadInput(f"{len(prompts)} prompt was given; give at least two, one is held out")
     target, held_out = engine.target, prompts[::HELD_OUT][:MOST_HELD_OUT]
-    others = [prompt for i, prompt in enumerate(prompts) if i % HELD_OUT or i // HELD_OUT >= MOST_HELD_OUT]
-    texts = write(engine, others, config, progress)
-    ranks = ranks_of(head, target, texts, progress)
+    kept = {HELD_OUT * index for index in range(len(held_out))}
+    others = [prompt for index, prompt in enumerate(prompts) if index not in kept]
+    texts, ranks = write(engine, others, config, progress), list[Tensor]()
+    for text in texts:
+        ranks.append(ranks_of(head, target, text))
+        progress("reading", len(ranks), len(texts))
     widest = min(RANKS, target.vocab_size) if target.reads_trees else 1
     positions = complete(ranks)
     tree = grow(positions, config.nodes, widest)
     acceptance, by_depth = by_rank(positions, tree)
     sizes = sorted({width for width in (0, *WIDTHS) if width < len(tree)} | {len(tree)})
-    context = max(1, min(int(median(len(text.tokens) for text in texts)), target.context - len(tree) - 1))
-    verify = measure_costs(target, [size + 1 for size in sizes], context=context,
-                           progress=lambda done, of: progress("timing reads", done, of))  # fmt: skip
+    context = int(median(len(text.tokens) for text in texts))
+    verify = measure_costs(
+        target, [size + 1 for size in sizes],
+        context=max(1, min(context, target.context - len(tree) - 1)),
+        progress=lambda done, of: progress("timing reads", done, of),
+    )  # fmt: skip
     timed = [size for size in sizes if size in (0, 1, 4, 16, 64, len(tree))]
+    sampling = _sampling(engine, config, 0)
+    overhead = _overheads(head, target, tree, timed, held_out[0], sampling, progress)
     found = Calibration(
         tree=tree, tokens=expected(ranks, len(tree), widest), verify=rising(verify),
-        overhead=rising(_overheads(head, target, tree, timed, held_out[0], _sampling(engine, config, 0), progress)),
-        acceptance=acceptance, positions_by_depth=by_depth, compared=(), positions=len(positions),
-        written=sum(len(text.tokens) - text.prompt for text in texts), held_out=len(held_out),
+        overhead=rising(overhead), acceptance=acceptance, positions_by_depth=by_depth, compared=(),
+        written=sum(len(text.tokens) - text.prompt for text in texts), positions=len(positions),
+        held_out=len(held_out),
     )  # fmt: skip
-    return replace(found, compared=_compared(engine, head, found.chosen, held_out, config, progress))
-
-
-# What the target writes, and the ranks the head gives it --------------------------------------------------------------
+    compared = _compared(engine, head, found.chosen, held_out, config, progress)
+    return replace(found, compared=compared)
 
 
 def write(
-    engine: Engine, prompts: Sequence[Sequence[int]], config: CalibrateConfig, progress: Progress = lambda *_: None
-) -> list[Written]:
+    engine: Engine, prompts: Sequence[Sequence[int]], config: CalibrateConfig,
+    progress: Progress = lambda *_: None,
+) -> list[Written]:  # fmt: skip
     """The target's own continuation of every prompt."""
     samplings = [_sampling(engine, config, index) for index in range(len(prompts))]
-    found: dict[int, Completion] = {}
-    asked = [list(prompt) for prompt in prompts]
-    progress("writing", 0, len(prompts))
-    for done in engine.as_completed(asked, max_new_tokens=config.tokens, sampling=samplings, batch_size=config.rows):
-        found[done.prompt] = done
+    asked, found = [list(prompt) for prompt in prompts], dict[int, list[int]]()
+    for done in engine.as_completed(
+        asked, max_new_tokens=config.tokens, sampling=samplings, batch_size=config.rows
+    ):
+        found[done.prompt] = done.tokens
         progress("writing", len(found), len(prompts))
-    return [Written(asked[i] + found[i].tokens, len(asked[i]), samplings[i]) for i in range(len(prompts))]
+    rows = enumerate(zip(asked, samplings, strict=True))
+    return [Written(prompt + found[i], len(prompt), sampling) for i, (prompt, sampling) in rows]
 
 
 @torch.inference_mode()
-def ranks_of(
-    head: DraftHead, target: Target, texts: Sequence[Written], progress: Progress = lambda *_: None
-) -> list[Tensor]:
-    """Per text [P, K]: which choice of each step the token was that came; RANKS for none of the first, or no token.
+def ranks_of(head: DraftHead, target: Target, text: Written) -> Tensor:
+    """[P, K]: which choice of each step the token was that came; RANKS for none of the first, or no
+    token.
 
-    Position j is a round whose root is new token j. Where the text was sampled, steps choose as drafters do: by logits
-    plus the noise of the target's own choice.
+    Position j is a round whose root is new token j. Where the text was sampled, steps choose as
+    drafters do: by logits plus the noise of the target's own choice.
     """
-    found: list[Tensor] = []
-    order = sorted(range(len(texts)), key=lambda index: -len(texts[index].tokens))
-    progress("reading", 0, len(texts))
-    while len(found) < len(texts):
-        size = max(1, MEMORY // (len(texts[order[len(found)]].tokens) * target.vocab_size))
-        found += _ranks(head, target, [texts[index] for index in order[len(found) : len(found) + size]])
-        progress("reading", len(found), len(texts))
-    return [ranks for _, ranks in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
-
-
-def _ranks(head: DraftHead, target: Target, texts: Sequence[Written]) -> list[Tensor]:
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
-    tokens = tokens.to(target.device)
-    features = target.features(tokens, torch.ones_like(tokens, dtype=torch.float32), hidden_layers=head.hidden_layers)
-    found = [torch.full((len(text.tokens) - text.prompt, head.steps), RANKS) for text in texts]
+    tokens = torch.tensor([text.tokens], device=target.device)
+    weights = torch.ones_like(tokens, dtype=torch.float32)
+    features = target.features(tokens, weights, hidden_layers=head.hidden_layers)
+    found = torch.full((len(text.tokens) - text.prompt, head.steps), RANKS)
     for step, logits in enumerate(head.predict(features, target)):
-        for row, text in enumerate(texts):
-            first, last = text.prompt + 1 + step, len(text.tokens)              # the tokens this step predicts
-            if first < last:
-                here = head.behind(tokens[row, first - 1 : last - 1], logits[row, first - step - 2 : last - step - 2])
-                scores = _gumbel_logits(here, text.sampling, first)
-                own = scores.gather(-1, tokens[row, first:last, None])
-                found[row][: last - first, step] = (scores > own).sum(-1).clamp(max=RANKS).cpu()
+        first, last = text.prompt + 1 + step, len(text.tokens)           # what this step predicts
+        if first < last:
+            here = logits[0, first - step - 2 : last - step - 2]
+            here = head.behind(tokens[0, first - 1 : last - 1], here)
+            scores = _gumbel_logits(here, text.sampling, first)
+            own = scores.gather(-1, tokens[0, first:last, None])
+            found[: last - first, step] = (scores > own).sum(-1).clamp(max=RANKS).cpu()
     return found
 
 
@@ -234,7 +224,8 @@ def _gumbel_logits(logits: Tensor, sampling: Sampling, first: int) -> Tensor:
         return scores
     places = torch.arange(first, first + len(logits), device=logits.device)[None]
     keys = noise.row_keys([sampling.seed], [0], logits.device)
-    return scores / sampling.temperature + noise.gumbel(noise.stream(keys, Role.TARGET, places), logits.shape[-1])[0]
+    gumbel = noise.gumbel(noise.stream(keys, Role.TARGET, places), logits.shape[-1])[0]
+    return scores / sampling.temperature + gumbel
 
 
 def complete(ranks: Sequence[Tensor]) -> Tensor:
@@ -242,22 +233,22 @@ def complete(ranks: Sequence[Tensor]) -> Tensor:
     steps = ranks[0].shape[1]
     positions = torch.cat([one[: max(0, len(one) - steps)] for one in ranks])
     if len(positions) == 0:
-        raise BadInput(f"the texts are too short to predict {steps} tokens; give prompts that have longer answers")
+        raise BadInput(f"the texts are too short to predict {steps} tokens; give other prompts")
     return positions
 
 
-# Trees ----------------------------------------------------------------------------------------------------------------
-
-
 def grow(positions: Tensor, nodes: int, widest: int = RANKS) -> tuple[RankPath, ...]:
-    """The best tree of `nodes` nodes, as rank paths in order of addition; its beginnings are the best of their size.
+    """The best tree of `nodes` nodes, as rank paths; its first N are the best tree of N nodes.
 
-    positions: [n, K] ranks. A node is worth the probability of its path, so a child is never worth more than its parent
-    and adding the best neighbour is optimal. It is the share of positions that begin with the path, each conditional
-    share drawn towards that of its rank alone: (count + PRIOR * share) / (count of the parent + PRIOR).
+    positions: [n, K] ranks. A node is worth the probability of its path, so a child is never worth
+    more than its parent, and adding the best neighbour is optimal. Probabilities are shares of
+    positions, each drawn towards that of its rank alone: (count + PRIOR * share) / (count of the
+    parent + PRIOR).
     """
-    alone = [torch.bincount(column, minlength=RANKS + 1).div(len(positions)).tolist() for column in positions.T]
-    counts = Counter(tuple(row[:depth]) for row in positions.tolist() for depth in range(positions.shape[1] + 1))
+    columns = (torch.bincount(column, minlength=RANKS + 1) for column in positions.T)
+    alone = [column.div(len(positions)).tolist() for column in columns]
+    depths = range(positions.shape[1] + 1)
+    counts = Counter(tuple(row[:depth]) for row in positions.tolist() for depth in depths)
     tree: list[RankPath] = []
     neighbours: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
     while neighbours and len(tree) <= nodes:
@@ -270,23 +261,24 @@ def grow(positions: Tensor, nodes: int, widest: int = RANKS) -> tuple[RankPath, 
 
 
 def expected(ranks: Sequence[Tensor], most: int, widest: int = RANKS) -> tuple[float, ...]:
-    """Tokens per round with trees of 0, 1, ..., `most` nodes, each counted on the texts that it was not grown on."""
+    """Tokens per round with trees of 0 to `most` nodes, counted on texts they were not grown on."""
     halves = [ranks[0::2], ranks[1::2]] if len(ranks) > 1 else [ranks, ranks]
-    rounds, emitted = torch.zeros(most + 1), sum(len(one) - 1 for half in halves for one in half)
-    for grown_on, counted_on in (halves, halves[::-1]):
-        rounds += torch.tensor(rounds_of(counted_on, grow(complete(grown_on), most, widest), most))
-    return tuple(emitted / max(1, count) for count in rounds.tolist())
+    emitted = sum(len(one) - 1 for half in halves for one in half)
+    trees = [grow(complete(half), most, widest) for half in halves]
+    counts = [rounds_of(half, tree, most) for half, tree in zip(halves, trees[::-1], strict=True)]
+    return tuple(emitted / max(1, one + other) for one, other in zip(*counts, strict=True))
 
 
-def rounds_of(ranks: Sequence[Tensor], tree: Sequence[RankPath], most: int | None = None) -> list[int]:
+def rounds_of(ranks: Sequence[Tensor], tree: Sequence[RankPath], most: int) -> list[int]:
     """Rounds it takes to write the texts with the first 0, 1, ..., `most` nodes of a tree.
 
-    Exactly what an engine with the rule "match" would count: a round goes as far as the tree holds its position's ranks.
+    Exactly what an engine that matches would count: a round goes as far as the tree holds the
+    ranks.
     """
     order = {path: number for number, path in enumerate(tree, 1)}
-    total = [0] * ((len(tree) if most is None else most) + 1)
+    total, steps = [0] * (most + 1), range(1, ranks[0].shape[1] + 1)
     for one in ranks:
-        needed = [[order.get(tuple(row[: depth + 1]), math.inf) for depth in range(len(row))] for row in one.tolist()]
+        needed = [[order.get(tuple(row[:n]), math.inf) for n in steps] for row in one.tolist()]
         for nodes in range(len(total)):
             position = 0
             while position < len(needed) - 1:
@@ -295,8 +287,10 @@ def rounds_of(ranks: Sequence[Tensor], tree: Sequence[RankPath], most: int | Non
     return total
 
 
-def by_rank(positions: Tensor, tree: Sequence[RankPath]) -> tuple[tuple[tuple[float, ...], ...], tuple[int, ...]]:
-    """Per depth the share of each rank, where all before it is in the tree; and of how many positions."""
+def by_rank(
+    positions: Tensor, tree: Sequence[RankPath]
+) -> tuple[tuple[tuple[float, ...], ...], tuple[int, ...]]:
+    """Per depth the share of each rank, where all before it is in the tree; and of how many."""
     known, rows, shares, totals = {(), *tree}, positions.tolist(), [], []
     for depth in range(positions.shape[1]):
         reached = positions[[tuple(row[:depth]) in known for row in rows], depth]
@@ -306,47 +300,49 @@ def by_rank(positions: Tensor, tree: Sequence[RankPath]) -> tuple[tuple[tuple[fl
     return tuple(shares), tuple(totals)
 
 
-# Costs ----------------------------------------------------------------------------------------------------------------
-
-
 def _overheads(
-    head: DraftHead, target: Target, tree: Sequence[RankPath], sizes: Sequence[int], prompt: Sequence[int],
-    sampling: Sampling, progress: Progress,
+    head: DraftHead, target: Target, tree: Sequence[RankPath], sizes: Sequence[int],
+    prompt: Sequence[int], sampling: Sampling, progress: Progress,
 ) -> CostCurve:  # fmt: skip
     """Seconds of a round that are not the target's, at these sizes, interleaved."""
-    engines = [Engine(target, _drafter(head, target, tree) if nodes else Plain(), budget=nodes) for nodes in sizes]
+    drafters = [_drafter(head, target, tree) if nodes else Plain() for nodes in sizes]
+    engines = [Engine(target, d, budget=nodes) for d, nodes in zip(drafters, sizes, strict=True)]
     taken: list[list[float]] = [[] for _ in sizes]
-    for turn in range(TIMES + 1):                                               # the first warms up
+    for turn in range(TIMES + 1):                                        # the first warms up
         for seconds, engine in zip(taken, engines, strict=True):
-            (done,) = engine.generate([list(prompt)], max_new_tokens=TIMED_TOKENS, sampling=sampling)
-            if turn and done.stats.rounds:
-                seconds.append((done.stats.seconds["draft"] + done.stats.seconds["decide"]) / done.stats.rounds)
+            asked, most = [list(prompt)], TIMED_TOKENS
+            (done,) = engine.generate(asked, max_new_tokens=most, sampling=sampling)
+            stats = done.stats
+            if turn and stats.rounds:
+                seconds.append((stats.seconds["draft"] + stats.seconds["decide"]) / stats.rounds)
         progress("timing drafts", turn + 1, TIMES + 1)
     return CostCurve(tuple(sizes), tuple(median(seconds) if seconds else 0.0 for seconds in taken))
 
 
 def rising(curve: CostCurve) -> CostCurve:
-    """The nearest curve that never falls: more nodes cost no less, and where they seem to, it was measured badly."""
+    """The nearest curve that never falls: where more nodes seem to cost less, it is noise."""
     return CostCurve(curve.widths, tuple(isotonic_regression(curve.seconds).x.tolist()))
 
 
 def _compared(
-    engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompts: Sequence[Sequence[int]], config: CalibrateConfig,
-    progress: Progress,
+    engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompts: Sequence[Sequence[int]],
+    config: CalibrateConfig, progress: Progress,
 ) -> tuple[Comparison, ...]:  # fmt: skip
-    """Plain decoding, the calibrated tree and what the head drafts by itself at that size, interleaved by prompt."""
+    """Plain decoding, the calibrated tree and the head's own drafts at that size, interleaved."""
     target, ends = engine.target, engine.stop_tokens
     drafters: dict[str, Drafter] = {"plain": Plain()}
     if isinstance(head, MedusaHead):
-        drafters |= {"calibrated tree": _drafter(head, target, tree), "dynamic tree": Medusa(head, target, "dynamic")}
+        drafters["calibrated tree"] = _drafter(head, target, tree)
+        drafters["dynamic tree"] = Medusa(head, target, "dynamic")
     else:
-        drafters |= {head.kind: head.drafter(target)}
-    engines = {name: Engine(target, drafter, budget=len(tree), stop_tokens=ends) for name, drafter in drafters.items()}
+        drafters[head.kind] = head.drafter(target)
+    engines = {name: Engine(target, drafter, budget=len(tree), stop_tokens=ends)
+               for name, drafter in drafters.items()}  # fmt: skip
     stats: dict[str, list[RoundStats]] = {name: [] for name in engines}
-    for turn, prompt in enumerate([prompts[0], *prompts]):                      # the first warms up
+    for turn, prompt in enumerate([prompts[0], *prompts]):               # the first warms up
+        asked, most, sampling = [list(prompt)], config.tokens, _sampling(engine, config, turn)
         for name, one in engines.items():
-            sampling = _sampling(engine, config, turn)
-            (done,) = one.generate([list(prompt)], max_new_tokens=config.tokens if turn else 8, sampling=sampling)
+            (done,) = one.generate(asked, max_new_tokens=most if turn else 8, sampling=sampling)
             stats[name] += [done.stats] if turn else []
         progress("comparing", turn, len(prompts))
     return tuple(_comparison(name, runs) for name, runs in stats.items())
@@ -356,8 +352,8 @@ def _comparison(name: str, runs: Sequence[RoundStats]) -> Comparison:
     total = RoundStats()
     for stats in runs:
         total.add(stats)
-    seconds = [sum(stats.seconds.values()) - stats.seconds["prefill"] for stats in runs]
-    each = tuple(spent / max(1, stats.emitted) for spent, stats in zip(seconds, runs, strict=True))
+    seconds = [sum(one.seconds.values()) - one.seconds["prefill"] for one in runs]
+    each = tuple(spent / max(1, one.emitted) for spent, one in zip(seconds, runs, strict=True))
     return Comparison(name, total.tokens_per_round, each)
 
 

@@ -1,19 +1,19 @@
-"""What the frozen target makes of a batch: computed anew each time, or kept on disk between epochs, bounded."""
+"""What the frozen target makes of a batch: read anew each time, or kept on disk between epochs."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
-from draftproof.training.rows import Batch, Rows
+from draftproof.training.files import whole
+from draftproof.training.rows import Batch
 
 
 class Reader(Protocol):
@@ -31,67 +31,58 @@ class Streamed:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Features:
         tokens, weights = batch.tokens.to(self.target.device), batch.weights.to(self.target.device)
-        return self.target.features(tokens, weights, hidden_layers=self.hidden_layers, logits=self.logits)
+        layers, logits = self.hidden_layers, self.logits
+        return self.target.features(tokens, weights, hidden_layers=layers, logits=logits)
 
 
 class Cached:
-    """As `Streamed`, but the hidden states of rows that were read once are kept in bfloat16 on disk, up to a size.
+    """As `Streamed`, but hidden states are kept in bfloat16 on disk, a file per row, up to a size.
 
-    States are rounded to bfloat16 when they are read first, too, so that keeping them changes nothing.
-    identity: names target and rows; states of others are not used.
+    They are rounded to bfloat16 when they are read first, too, so that keeping them changes
+    nothing. folder: one for each target, hidden layers and rows.
     """
 
-    def __init__(self, streamed: Streamed, rows: Rows, folder: Path, gigabytes: float, identity: str) -> None:
-        self.streamed, self.rows = streamed, rows
-        self._last = streamed.hidden_layers.index(-1) if -1 in streamed.hidden_layers else None
+    def __init__(self, streamed: Streamed, folder: Path, gigabytes: float) -> None:
+        self.streamed, self.folder = streamed, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._free = int(gigabytes * 1e9) - sum(file.stat().st_size for file in folder.iterdir())
         if streamed.logits:
             self._check_logits()
-        size = len(streamed.hidden_layers) * streamed.target.hidden_size
-        self.kept = int(np.searchsorted(rows.starts, gigabytes * 1e9 / (2 * size), side="right")) - 1   # whole rows
-        if self.kept:
-            tokens = int(rows.starts[self.kept])
-            name = f"{identity} {streamed.hidden_layers} {size} {tokens} {rows.digest}"
-            folder = folder / hashlib.sha256(name.encode()).hexdigest()[:16]
-            folder.mkdir(parents=True, exist_ok=True)
-            self._states = _mapped(folder / "hidden.bf16", np.int16, (tokens, size))
-            self._known = _mapped(folder / "known.bool", np.bool_, (self.kept,))
-
-    def __call__(self, batch: Batch) -> Features:
-        target = self.streamed.target
-        kept = [(place, number) for place, number in enumerate(batch.rows) if number < self.kept]
-        if len(kept) == len(batch.rows) and all(self._known[number] for _, number in kept):
-            shape = (*batch.tokens.shape, len(self.streamed.hidden_layers), target.hidden_size)
-            hidden = torch.zeros(shape, dtype=torch.bfloat16)
-            for place, number in kept:
-                states = torch.from_numpy(self._states[slice(*self.rows.starts[number : number + 2])])
-                hidden[place, : len(states)] = states.view(torch.bfloat16).view(len(states), *shape[2:])
-        else:
-            hidden = self.streamed(batch).hidden.bfloat16()
-            flat = hidden.cpu().view(torch.int16).flatten(2)                            # [B, S, T*H]
-            for place, number in kept:
-                begin, end = self.rows.starts[number : number + 2]
-                self._states[begin:end] = flat[place, : end - begin].numpy()
-                self._known[number] = True
-        hidden = hidden.to(target.device, target.dtype)
-        logits = self._logits(hidden) if self.streamed.logits else None
-        return Features(batch.tokens.to(target.device), hidden, batch.weights.to(target.device), logits)
 
     @torch.no_grad()
+    def __call__(self, batch: Batch) -> Features:
+        target, files = self.streamed.target, [self.folder / f"{row}.pt" for row in batch.rows]
+        if all(file.exists() for file in files):
+            hidden = torch.nn.utils.rnn.pad_sequence([torch.load(file) for file in files], True)
+            hidden = F.pad(hidden, (0, 0, 0, 0, 0, batch.tokens.shape[1] - hidden.shape[1]))
+        else:
+            hidden = self.streamed(batch).hidden.bfloat16()
+            for states, size, file in zip(hidden.cpu(), batch.sizes, files, strict=True):
+                self._keep(states[:size].clone(), file)
+        hidden = hidden.to(target.device, target.dtype)
+        logits = self._logits(hidden) if self.streamed.logits else None
+        tokens, weights = batch.tokens.to(target.device), batch.weights.to(target.device)
+        return Features(tokens, hidden, weights, logits)
+
+    def _keep(self, states: Tensor, file: Path) -> None:
+        size = states.numel() * 2 + 2048                                 # with the file's header
+        if self._free >= size and not file.exists():
+            self._free -= size
+            with whole(file) as part:
+                torch.save(states, part)
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.streamed.target.unembed(hidden[:, :, self._last or 0])
+        return self.streamed.target.unembed(hidden[:, :, self.streamed.hidden_layers.index(-1)])
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Refuse a family that does to its logits what `unembed` does not: hidden states alone do not give them."""
+        """Refuse a family whose logits do not follow from the last hidden states by `unembed`."""
         target = self.streamed.target
         tokens = torch.arange(8, device=target.device)[None] % target.vocab_size
-        found = target.features(tokens, torch.ones(1, 8, device=target.device), logits=True)
+        found = target.features(tokens, torch.ones_like(tokens, dtype=torch.float32), logits=True)
         assert found.logits is not None
-        ours = target.unembed(found.hidden[:, :, 0]).float()
-        if self._last is None or not torch.allclose(ours, found.logits.float(), rtol=0.02, atol=0.05):
-            raise BadInput(f"the logits of {target.name} do not follow from its last hidden states; leave out --cache-gb")
-
-
-def _mapped(file: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap[Any, Any]:
-    """An array on disk; zeros if it is new."""
-    return np.memmap(file, dtype, "r+" if file.exists() else "w+", shape=shape)
+        ours, theirs = target.unembed(found.hidden[:, :, 0]).float(), found.logits.float()
+        same = torch.allclose(ours, theirs, rtol=0.02, atol=0.05)
+        if not same or -1 not in self.streamed.hidden_layers:
+            why = f"the logits of {target.name} do not follow from its hidden states"
+            raise BadInput(f"{why}, which is what a cache keeps; leave out --cache-gb")

@@ -1,4 +1,4 @@
-"""Training a draft head beside a frozen target: Medusa-1 and ReDrafter. Knows heads and features, not how they come."""
+"""Training a draft head beside a frozen target: Medusa-1 and ReDrafter."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from draftproof.training.rows import Batch
 from draftproof.training.trainer import Evaluation
 
 CACHED, MEMORY = 1 << 24, 1 << 29
-"""Bytes of logits made at a time: on a CPU what its caches hold, elsewhere a small part of its memory."""
+"""Bytes of logits made at a time: what a CPU's caches hold, and a small part of other memories."""
 
 
 class FrozenTarget:
     """The head learns, the target only reads. Implements `training.trainer.Trainable`.
 
-    train, held_out: how features come; those of held-out rows need no cache. The head computes in bfloat16 where the
-    target does, on weights kept in float32.
+    train, held_out: how features come; those of held-out rows need no cache. The head computes in
+    bfloat16 where the target does, on weights kept in float32.
     """
 
     def __init__(
-        self, head: DraftHead, vocabulary: Vocabulary, train: Reader, held_out: Reader, objective: str
-    ) -> None:
+        self, head: DraftHead, vocabulary: Vocabulary, train: Reader, held_out: Reader,
+        objective: str,
+    ) -> None:  # fmt: skip
         self.head, self.vocabulary, self.objective = head, vocabulary, objective
         self.read_train, self.read_held_out = train, held_out
 
@@ -50,11 +51,13 @@ class FrozenTarget:
 
 def trained(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The weights that training changes."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def backward(head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str, share: float) -> Tensor:
-    """Add the gradient of `share` times the loss, a few rows at a time: logits of all would not stay in any cache."""
+def backward(
+    head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str, share: float
+) -> Tensor:
+    """Add the gradient of `share` times the loss, and return that; a few rows at a time."""
     total = torch.zeros((), device=vocabulary.device)
     for part, weight in slices(features, head, vocabulary):
         with autocast(vocabulary):
@@ -73,14 +76,18 @@ def evaluate(
     for batch in batches:
         for part, weight in slices(read(batch), head, vocabulary):
             with autocast(vocabulary):
-                loss += float(head_loss(head, part, vocabulary, objective)) * weight * batch.loss_tokens / size
+                mean = float(head_loss(head, part, vocabulary, objective))
+                loss += mean * weight * batch.loss_tokens / size
                 scores = scores.add(score(head, part, vocabulary))
     return Evaluation(loss, scores.top1_accuracy, scores.top5_accuracy, scores.tokens_per_round, {})
 
 
-def slices(features: Features, head: DraftHead, vocabulary: Vocabulary) -> Iterator[tuple[Features, float]]:
-    """A few rows at a time, in the dtype the head computes with, and which share of the loss they hold."""
-    hidden = features.hidden if _half(vocabulary) else features.hidden.to(next(head.parameters()).dtype)
+def slices(
+    features: Features, head: DraftHead, vocabulary: Vocabulary
+) -> Iterator[tuple[Features, float]]:
+    """A few rows at a time, in the dtype the head computes with, and their share of the loss."""
+    dtype = features.hidden.dtype if _half(vocabulary) else next(head.parameters()).dtype
+    hidden = features.hidden.to(dtype)
     memory = CACHED if vocabulary.device.type == "cpu" else MEMORY
     rows = max(1, memory // (4 * vocabulary.vocab_size * features.tokens.shape[1]))
     total = features.weights.sum().clamp(min=1e-6)
@@ -88,12 +95,14 @@ def slices(features: Features, head: DraftHead, vocabulary: Vocabulary) -> Itera
         here = slice(start, start + rows)
         weights = features.weights[here]
         logits = features.logits[here] if features.logits is not None else None
-        yield Features(features.tokens[here], hidden[here], weights, logits), float(weights.sum() / total)
+        part = Features(features.tokens[here], hidden[here], weights, logits)
+        yield part, float(weights.sum() / total)
 
 
 def autocast(vocabulary: Vocabulary) -> torch.autocast:
-    """bfloat16 arithmetic on float32 weights where the target is in half precision; nothing elsewhere."""
-    return torch.autocast(vocabulary.device.type, dtype=torch.bfloat16, enabled=_half(vocabulary))
+    """bfloat16 arithmetic on float32 weights where the target is in half precision."""
+    half = _half(vocabulary)
+    return torch.autocast(vocabulary.device.type, dtype=torch.bfloat16, enabled=half)
 
 
 def _half(vocabulary: Vocabulary) -> bool:

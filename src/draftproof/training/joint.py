@@ -1,7 +1,8 @@
 """Medusa-2: heads and backbone learn together (arXiv 2401.10774, section 2.2.2). Knows peft.
 
-The backbone learns through low-rank adapters, by the loss of a language model or, better, distilled from itself with the
-adapters off. It becomes another model, with respect to which decoding is lossless afterwards.
+The backbone learns through low-rank adapters, by the loss of a language model or, better, distilled
+from itself with the adapters off. It becomes another model, with respect to which decoding is
+lossless afterwards.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ RANK, ALPHA, DROPOUT = 32, 16, 0.05
 BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
 TWO_STAGES, ONE_STAGE = 0.2, 0.01
-"""Weight of the heads' loss: constant behind a first stage of heads alone; or at the end of a sine from nothing."""
+"""Weight of the heads' loss behind a first stage of heads alone; or at the end of a rising sine."""
 
 
 @dataclass(frozen=True)
 class JointConfig:
-    """How backbone and heads share a loss. distil: keep the backbone's distribution; otherwise learn the texts."""
+    """distil: keep the backbone's distribution; otherwise learn the texts."""
 
     distil: bool = True
     one_stage: bool = False
@@ -52,19 +53,21 @@ class JointConfig:
 
 
 class HeadsAndBackbone:
-    """A head and, by adapters in its place, the target's own model. Implements `training.trainer.Trainable`."""
+    """A head and, with adapters in it, the target's own model. A `training.trainer.Trainable`."""
 
-    def __init__(self, head: DraftHead, target: Target, config: JointConfig, objective: str) -> None:
+    def __init__(
+        self, head: DraftHead, target: Target, config: JointConfig, objective: str
+    ) -> None:
         self.head, self.target, self.config, self.objective = head, target, config, objective
         self.adapted = _adapted(target.model)
-        self._read = Streamed(target, head.hidden_layers, True)
 
     def param_groups(self) -> list[dict[str, Any]]:
         backbone = list(trained(self.adapted).values())
-        return [{"params": list(trained(self.head).values())}, {"params": backbone, "factor": BACKBONE_RATE}]
+        heads = list(trained(self.head).values())
+        return [{"params": heads}, {"params": backbone, "factor": BACKBONE_RATE}]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
-        """The heads' gradient stops at the hidden states, and goes on from there with the backbone's own."""
+        """The heads' gradient stops at the hidden states, and goes on with the backbone's own."""
         teacher = self._original_logits(batch) if self.config.distil else None
         _set_dropout(self.adapted, True)
         with autocast(self.target):
@@ -74,7 +77,8 @@ class HeadsAndBackbone:
         hidden = features.hidden.detach().requires_grad_()
         logits = _logits(features).detach() if self.objective != "ce" else None
         weight = share * self.config.head_weight(progress)
-        heads = backward(self.head, replace(features, hidden=hidden, logits=logits), self.target, self.objective, weight)
+        read = replace(features, hidden=hidden, logits=logits)
+        heads = backward(self.head, read, self.target, self.objective, weight)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
         return loss.detach() + heads
 
@@ -86,18 +90,22 @@ class HeadsAndBackbone:
         for batch in batches:
             with autocast(self.target):
                 features, teacher = self._features(batch), self._original_logits(batch)
-                losses = (_text_loss(features), _text_loss(replace(features, logits=teacher)), _kl(features, teacher))
+                original = _text_loss(replace(features, logits=teacher))
+                losses = _text_loss(features), original, _kl(features, teacher)
             for name, loss in zip(figures, losses, strict=True):
                 figures[name] += float(loss) * batch.loss_tokens / size
-        return evaluate(self.head, self.target, self.objective, self._read, batches)._replace(figures=figures)
+        read = Streamed(self.target, self.head.hidden_layers, True)
+        found = evaluate(self.head, self.target, self.objective, read, batches)
+        return found._replace(figures=figures)
 
     def state(self) -> dict[str, Tensor]:
-        modules = {"backbone": self.adapted, "head": self.head}
-        return {f"{part}.{name}": p.detach() for part, module in modules.items() for name, p in trained(module).items()}
+        state = {f"backbone.{name}": p.detach() for name, p in trained(self.adapted).items()}
+        return state | {f"head.{name}": p.detach() for name, p in trained(self.head).items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         for prefix, module in (("backbone.", self.adapted), ("head.", self.head)):
-            part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            names = [name for name in state if name.startswith(prefix)]
+            part = {name.removeprefix(prefix): state[name] for name in names}
             module.load_state_dict(part, strict=False)
 
     def merged(self) -> PreTrainedModel:
@@ -107,8 +115,9 @@ class HeadsAndBackbone:
 
     def _features(self, batch: Batch) -> Features:
         """With gradients, where they are on."""
-        tokens, weights = batch.tokens.to(self.target.device), batch.weights.to(self.target.device)
-        return self.target.features(tokens, weights, hidden_layers=self.head.hidden_layers, logits=True)
+        device, layers = self.target.device, self.head.hidden_layers
+        tokens, weights = batch.tokens.to(device), batch.weights.to(device)
+        return self.target.features(tokens, weights, hidden_layers=layers, logits=True)
 
     @torch.no_grad()
     def _original_logits(self, batch: Batch) -> Tensor:
@@ -125,13 +134,13 @@ def _logits(features: Features) -> Tensor:
 def _text_loss(features: Features) -> Tensor:
     """-log p of the tokens in the loss, each predicted from the one before."""
     logits, labels = _logits(features)[:, :-1].float(), features.tokens[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    return _mean(losses, features.weights)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return _mean(losses.view(labels.shape), features.weights)
 
 
 def _kl(features: Features, teacher: Tensor) -> Tensor:
     """KL(teacher || now) of the tokens in the loss."""
-    before, now = teacher[:, :-1].float().log_softmax(-1), _logits(features)[:, :-1].float().log_softmax(-1)
+    before, now = (x[:, :-1].float().log_softmax(-1) for x in (teacher, _logits(features)))
     return _mean((before.exp() * (before - now)).sum(-1), features.weights)
 
 
@@ -140,13 +149,14 @@ def _mean(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def _adapted(model: PreTrainedModel) -> Any:
-    """The model with fresh adapters in it, all else frozen; their first weights are always the same."""
+    """The model with fresh adapters in it, always the same ones, and all else frozen."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT,
+                        target_modules="all-linear", task_type="CAUSAL_LM")  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)                  # peft asks transformers by names that grow old
+        warnings.simplefilter("ignore", FutureWarning)                   # peft uses old names
         adapted = get_peft_model(model, config)
     for parameter in trained(adapted).values():
         if parameter.dtype in (torch.bfloat16, torch.float16):

@@ -1,7 +1,8 @@
-"""Training text written by the target itself: what a head must predict is what the target will write.
+"""Training text written by the target itself: what a head must predict is what the target will
+write.
 
-Such text is its own label: predicting it is distillation at the temperature it was written with. Knows an engine
-and documents. The file is appended to as texts are completed, and gone on with after an interruption.
+Such text is its own label: predicting it is distillation at the temperature it was written with.
+The file is appended to as texts are completed, and gone on with after an interruption.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from draftproof.training.texts import Document, shuffled
 class SelfGenerateConfig:
     """Let the target write the training text: `tokens` new ones, at these temperatures in turn.
 
-    assistant_model: drafts while it writes. rows_at_a_time: side by side; many are faster and need more memory.
-    file: where the text is kept, for several heads to learn from; None is the head's own folder.
+    assistant_model: drafts while it writes. rows_at_a_time: side by side; many are faster and need
+    more memory. file: where the text is kept, for several heads; None is the head's own folder.
     """
 
     tokens: int = 1_000_000
@@ -40,10 +41,11 @@ class SelfGenerateConfig:
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.rows_at_a_time < 1:
-            raise BadInput(f"{self.tokens} tokens, {self.rows_at_a_time} rows at a time: ask for at least 1")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise BadInput(f"the temperatures were {list(self.temperatures)}; give some that are 0 or above")
+        tokens, rows, temperatures = self.tokens, self.rows_at_a_time, self.temperatures
+        if tokens < 1 or rows < 1:
+            raise BadInput(f"{tokens} tokens, {rows} rows at a time: ask for at least 1")
+        if not temperatures or min(temperatures) < 0:
+            raise BadInput(f"the temperatures were {temperatures}; give some that are 0 or above")
 
 
 class Progress(NamedTuple):
@@ -76,11 +78,13 @@ class SelfGeneratedText:
     """
 
     def __init__(
-        self, file: Path, identity: dict[str, Any], config: SelfGenerateConfig, length: int, seed: int = 0
-    ) -> None:
+        self, file: Path, identity: dict[str, Any], config: SelfGenerateConfig, length: int,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.file, self.config, self.length, self.seed = file, config, length, seed
+        temperatures, rows = list(config.temperatures), config.rows_at_a_time
         self._header = {**identity, "tokens": config.tokens, "length": length, "seed": seed,
-                        "temperatures": list(config.temperatures), "rows_at_a_time": config.rows_at_a_time}  # fmt: skip
+                        "temperatures": temperatures, "rows_at_a_time": rows}  # fmt: skip
         self._texts: dict[bool, dict[int, Text]] = {False: {}, True: {}}
         self._written = {False: 0, True: 0}
         if file.exists():
@@ -95,8 +99,9 @@ class SelfGeneratedText:
             yield Example(tokens.tolist(), [place >= prompt for place in range(len(tokens))])
 
     def write(
-        self, engine: Engine, documents: Sequence[Document], held_out: bool, progress: Callable[[Progress], None]
-    ) -> None:
+        self, engine: Engine, documents: Sequence[Document], held_out: bool,
+        progress: Callable[[Progress], None],
+    ) -> None:  # fmt: skip
         """Write until there is enough; `progress` hears of every completed text."""
         if engine.codec is None:
             raise BadInput(f"{engine.target.name} has no tokenizer; it is needed to read the data")
@@ -108,26 +113,23 @@ class SelfGeneratedText:
                     _append(out, self._header)
                 while not self.is_complete(held_out):
                     jobs = self._next_jobs(documents, held_out, engine.codec, engine.target.context)
-                    prompts, samplings = [job.prompt for job in jobs], [job.sampling for job in jobs]
-                    size = self.config.rows_at_a_time
-                    for done in engine.as_completed(prompts, sampling=samplings, batch_size=size):
-                        job, new = jobs[done.prompt], done.checked().tokens
-                        self._add(held_out, job.number, [*job.prompt, *new], len(job.prompt))
-                        _append(out, {"number": job.number, "held_out": held_out, "prompt": len(job.prompt),
-                                      "temperature": job.sampling.temperature, "finish": done.finish_reason,
-                                      "tokens": [*job.prompt, *new]})  # fmt: skip
-                        written = self._written[held_out]
-                        speed = (written - before) / (time.perf_counter() - start)
-                        progress(Progress(min(written, wanted), wanted, speed))
+                    for row in _completed(engine, jobs, self.config.rows_at_a_time):
+                        self._add(row | {"held_out": held_out})
+                        _append(out, row | {"held_out": held_out})
+                        done = self._written[held_out]
+                        speed = (done - before) / (time.perf_counter() - start)
+                        progress(Progress(min(done, wanted), wanted, speed))
         except KeyboardInterrupt:
-            done_so_far = sum(self._written.values())
-            message = f"interrupted with {done_so_far:,} tokens written; the same command goes on from there"
-            raise KeyboardInterrupt(message) from None
+            done = sum(self._written.values())
+            said = f"interrupted with {done:,} tokens written; the same command goes on from there"
+            raise KeyboardInterrupt(said) from None
 
-    def _next_jobs(self, documents: Sequence[Document], held_out: bool, codec: Codec, context: int) -> list[Job]:
-        """Prompts that have no text yet: as many as by the texts so far will do, so that few rows run alone at the end.
+    def _next_jobs(
+        self, documents: Sequence[Document], held_out: bool, codec: Codec, context: int
+    ) -> list[Job]:
+        """Prompts without a text yet: as many as will do, so that few rows run alone at the end.
 
-        Each group follows from the texts of whole groups before it, so an interruption changes nothing.
+        Each group follows from the texts of whole groups before it: interruptions change nothing.
         """
         texts, start, size = self._texts[held_out], 0, 2 * self.config.rows_at_a_time
         while all(number in texts for number in range(start, start + size)):
@@ -136,10 +138,13 @@ class SelfGeneratedText:
             missing = (self._wanted(held_out) - new) * start / max(1, new)
             size = max(1, min(64 * self.config.rows_at_a_time, round(missing)))
         numbers = [number for number in range(start, start + size) if number not in texts]
-        return [self._job(number, documents, held_out, codec, min(self.length, context) // 2) for number in numbers]
+        half = min(self.length, context) // 2
+        return [self._job(number, documents, held_out, codec, half) for number in numbers]
 
-    def _job(self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, half: int) -> Job:
-        """half: tokens of half a row; a plain text's opening is no longer, another prompt leaves a quarter of the row."""
+    def _job(
+        self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, half: int
+    ) -> Job:
+        """A text's opening has at most `half` a row; another prompt leaves a quarter of the row."""
         rng = np.random.default_rng((self.seed, held_out, number))
         turn, index = divmod(number, len(documents))
         document = documents[shuffled(len(documents), self.seed, turn)[index]]
@@ -150,33 +155,41 @@ class SelfGeneratedText:
             prompt = prompt[: int(rng.integers(1, max(2, min(half, len(prompt)) + 1)))]
         temperature = self.config.temperatures[number % len(self.config.temperatures)]
         new, seed = max(1, self.length - len(prompt)), int(rng.integers(1 << 31))
-        return Job(number, prompt, Sampling(temperature=temperature, seed=seed, max_new_tokens=new))
+        sampling = Sampling(temperature=temperature, seed=seed, max_new_tokens=new)
+        return Job(number, prompt, sampling)
 
     def _wanted(self, held_out: bool) -> int:
         """New tokens to write; for evaluation a fiftieth, within reason."""
         tokens = self.config.tokens
         return min(max(tokens // 50, 2000), 30000, tokens) if held_out else tokens
 
-    def _add(self, held_out: bool, number: int, tokens: Sequence[int], prompt: int) -> None:
-        self._texts[held_out][number] = Text(array("i", tokens), prompt)
-        self._written[held_out] += len(tokens) - prompt
+    def _add(self, row: dict[str, Any]) -> None:
+        text = Text(array("i", row["tokens"]), row["prompt"])
+        self._texts[row["held_out"]][row["number"]] = text
+        self._written[row["held_out"]] += len(text.tokens) - text.prompt
 
     def _read(self) -> None:
-        """The texts of an earlier run. Refuses those of another origin; more or less of the same is none."""
-        header: dict[str, Any] | None = None
+        """The texts of an earlier run; those of another origin are refused."""
         with self.file.open("rb") as file:
-            for line in (line for line in file if line.endswith(b"\n")):
-                row = _parsed(line, self.file)
-                if header is not None:
-                    self._add(row["held_out"], row["number"], row["tokens"], row["prompt"])
-                    continue
-                header = row
-                for key in sorted((self._header.keys() | header.keys()) - {"tokens", "rows_at_a_time"}):
-                    if header.get(key) != self._header.get(key):
-                        raise BadInput(
-                            f"{self.file} was written with {key} {header.get(key)!r}, now it is "
-                            f"{self._header.get(key)!r}; give the same, or another place, or remove the file"
-                        )
+            rows = (_parsed(line, self.file) for line in file if line.endswith(b"\n"))
+            header = next(rows, self._header)
+            for key in (self._header.keys() | header.keys()) - {"tokens", "rows_at_a_time"}:
+                then, now = header.get(key), self._header.get(key)
+                if then != now:
+                    change = f"{self.file} was written with {key} {then!r}, now it is {now!r}"
+                    raise BadInput(f"{change}; give the same, another place, or remove the file")
+            for row in rows:
+                self._add(row)
+
+
+def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[dict[str, Any]]:
+    """The row of each text, as soon as it is written."""
+    prompts, samplings = [job.prompt for job in jobs], [job.sampling for job in jobs]
+    for done in engine.as_completed(prompts, sampling=samplings, batch_size=size):
+        job = jobs[done.prompt]
+        yield {"number": job.number, "prompt": len(job.prompt), "finish": done.finish_reason,
+               "temperature": job.sampling.temperature,
+               "tokens": [*job.prompt, *done.checked().tokens]}  # fmt: skip
 
 
 def _parsed(line: bytes, file: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A whole training run, from files to a finished folder: read, train, evaluate, describe.
 
-The folder holds the head in its native format with its card, plots and log; while it is made also the checkpoint, and
-what the target wrote. The same run in the same folder goes on where it stopped.
+The folder holds the head in its native format with its card, plots and log; while it is made also
+the checkpoint, and what the target wrote. The same run in the same folder goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ from draftproof.training.model_card import machine, public_name, versions, write
 from draftproof.training.plot import plot_training
 from draftproof.training.rows import Batches, Example, Rows, tokenized
 from draftproof.training.self_generate import SelfGenerateConfig, SelfGeneratedText
-from draftproof.training.texts import DataConfig, Document, Split
-from draftproof.training.trainer import Callback, Silent, Trainable, TrainConfig, Trainer, same_settings
+from draftproof.training.texts import DataConfig, Document
+from draftproof.training.trainer import (
+    Callback,
+    Silent,
+    Trainable,
+    TrainConfig,
+    Trainer,
+    same_settings,
+)
 
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
@@ -46,8 +53,8 @@ MakeHead = Callable[[Target], DraftHead]
 class TrainRun:
     """What to train, on what, and where it goes.
 
-    head_config: numbers that describe the head, for its card. self_generate: the target writes the text.
-    joint: the backbone learns, too (Medusa-2).
+    head_config: numbers that describe the head, for its card. self_generate: the target writes the
+    text. joint: the backbone learns, too (Medusa-2).
     """
 
     model: str
@@ -62,9 +69,8 @@ class TrainRun:
 
 
 class Prepared(NamedTuple):
-    """What training needs: everything read, nothing learnt."""
+    """Everything read, nothing learnt."""
 
-    model: PreTrainedModel
     target: Target
     codec: Codec
     head: DraftHead
@@ -80,7 +86,8 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
 
         train(TrainRun("demo", DataConfig((Path("texts.jsonl"),)), Path("heads")), MedusaHead.fresh)
 
-    Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds something else.
+    Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds
+    another run.
     """
     callback = callback or Silent()
     run.out.mkdir(parents=True, exist_ok=True)
@@ -91,118 +98,127 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
             return
         rows, tokens, others = len(ready.train), ready.train.loss_tokens, len(ready.held_out)
         callback.note(f"{rows:,} rows, {tokens:,} tokens to learn; {others:,} rows held out")
-        stages = _joint_stages(run, ready, callback) if run.joint else [_head_stage(run, ready, run.out, callback)]
+        stages = (_joint_stages if run.joint else _only_stage)(run, ready, callback)
         bigrams = ready.head.count(*ready.train.bigrams())
         write_head(ready.head, run.out / "heads" if run.joint else run.out)
         _finish(run, ready, stages, bigrams, callback)
 
 
 def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepared | None:
-    """All that training needs; None if it is done. What can be refused is refused before texts are written."""
+    """All that training needs; None if it is done. What can be refused is refused first."""
     model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
     target, tokenizer = Target(model), loading.load_tokenizer(run.model)
-    target.name = public_name(run.model)                             # folders of this machine are nobody's business
+    target.name = public_name(run.model)                 # no folder of this machine in any record
     if tokenizer is None:
-        raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts, give a model with one")
-    head, config = make_head(target), run.config.for_target(target.hidden_size, target.context)
-    assert config.length is not None
-    if config.length > target.context:
-        raise BadInput(f"length was {config.length} and {target.name} reads at most {target.context} tokens; give less")
-    settings = {"method": head.kind, **run.head_config, **_settings(run, config), "weights": fingerprint(model)}
-    record = run.out / "training.json"
-    if record.exists():
-        same_settings(run.out, {**json.loads(record.read_text())["settings"], "rows": None}, {**settings, "rows": None})
+        raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
+    codec, head = Codec(tokenizer), make_head(target)
+    config = run.config.for_target(target.hidden_size, target.context)
+    length = config.length or 0
+    if length > target.context:
+        most = f"{target.name} reads at most {target.context} tokens"
+        raise BadInput(f"length was {length} and {most}; give less")
+    settings = {"method": head.kind, **run.head_config, **_settings(run, config, model)}
+    if (run.out / "training.json").exists():
+        before = json.loads((run.out / "training.json").read_text())["settings"]
+        same_settings(run.out, {**before, "rows": None}, {**settings, "rows": None})
         return None
-    codec, parts = Codec(tokenizer), run.data.split(config.seed, callback.note)
-    examples = _self_generated if run.self_generate else _tokenized
-    rows = [Rows(part, config.length) for part in examples(run, parts, model, codec, config, callback)]
+    parts = run.data.split(config.seed, callback.note)
+    if run.self_generate:
+        examples = _self_generated(run, run.self_generate, parts, model, codec, config, callback)
+    else:
+        end = next(iter(loading.stop_tokens(model)), None)
+        examples = [_tokenized(run, part, codec, end, callback) for part in parts]
+    rows = [Rows(part, length) for part in examples]
     for purpose, part in zip(("train on", "evaluate with"), rows, strict=True):
         if not len(part):
             hint = "" if run.self_generate else "; prompts without answers need --self-generate"
-            raise BadInput(f"the data has nothing to {purpose}: no text of at least 3 tokens to learn{hint}")
-    settings["rows"] = rows[0].digest
-    documents = len(parts.train) + len(parts.held_out)
-    return Prepared(model, target, codec, head, config, settings, rows[0], rows[1], documents)
+            raise BadInput(f"the data has nothing to {purpose}: no text of 3 tokens or more{hint}")
+    settings["rows"], documents = rows[0].digest, sum(len(part) for part in parts)
+    return Prepared(target, codec, head, config, settings, rows[0], rows[1], documents)
 
 
-def _settings(run: TrainRun, config: TrainConfig) -> dict[str, Any]:
-    """All that decides the result but weights and rows."""
+def _settings(run: TrainRun, config: TrainConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """All that decides the result but the rows."""
     settings = asdict(config)
     del settings["save_minutes"]
-    settings["cache_gb"] = config.cache_gb > 0
-    writes = run.self_generate
-    own = {"tokens": writes.tokens, "temperatures": writes.temperatures} if writes else None
-    joint = asdict(run.joint) if run.joint else None
-    return {**settings, "data": run.data.hashes(), "self_generate": own, "joint": joint}
+    own = asdict(run.self_generate) if run.self_generate else None
+    return {
+        **settings, "cache_gb": config.cache_gb > 0, "data": run.data.hashes(),
+        "weights": fingerprint(model), "joint": asdict(run.joint) if run.joint else None,
+        "self_generate": own and {name: own[name] for name in ("tokens", "temperatures")},
+    }  # fmt: skip
 
 
 def _tokenized(
-    run: TrainRun, parts: Split, model: PreTrainedModel, codec: Codec, config: TrainConfig, callback: Callback
-) -> list[list[Example]]:
+    run: TrainRun, part: Sequence[Document], codec: Codec, end: int | None, callback: Callback
+) -> Iterator[Example]:
     """The documents as they are; those that the chat template refuses are skipped."""
-    end, refused = next(iter(loading.stop_tokens(model)), None), list[str]()
-
-    def examples(documents: Sequence[Document]) -> Iterator[Example]:
-        for document in documents:
-            try:
-                yield from tokenized(document, codec, end)
-            except BadInput as error:
-                if run.data.strict or not codec.tokenizer.chat_template:
-                    raise
-                refused.append(str(error))
-
-    found = [list(examples(part)) for part in parts]
+    refused: list[str] = []
+    for document in part:
+        try:
+            yield from tokenized(document, codec, end)
+        except BadInput as error:
+            if run.data.strict or not codec.tokenizer.chat_template:
+                raise
+            refused.append(str(error))
     if refused:
-        callback.note(f"skipped {len(refused):,} chats: {'; '.join(dict.fromkeys(refused[:3]))}")
-    return found
+        reasons = "; ".join(dict.fromkeys(refused[:3]))
+        callback.note(f"skipped {len(refused):,} chats that cannot be used: {reasons}")
 
 
 def _self_generated(
-    run: TrainRun, parts: Split, model: PreTrainedModel, codec: Codec, config: TrainConfig, callback: Callback
-) -> list[list[Example]]:
-    """What the target makes of the documents' beginnings. On a CPU a packed copy of it writes, given up afterwards."""
-    assert run.self_generate is not None and config.length is not None
+    run: TrainRun, own: SelfGenerateConfig, parts: Sequence[list[Document]], model: PreTrainedModel,
+    codec: Codec, config: TrainConfig, callback: Callback,
+) -> list[Iterator[Example]]:  # fmt: skip
+    """What the target makes of the documents' beginnings; on a CPU by a packed copy of it."""
     identity = {"model": fingerprint(model), "data": run.data.hashes(), "chat": run.data.chat}
-    file = run.self_generate.file or run.out / "own_text.jsonl"
-    own = SelfGeneratedText(file, identity, run.self_generate, config.length, config.seed)
-    if not (own.is_complete(True) and own.is_complete(False)):
-        assistant, writer = run.self_generate.assistant_model, run.model if model.device.type == "cpu" else model
-        engine = load(writer, dtype=model.dtype, device=str(model.device), tokenizer=codec.tokenizer,
-                      assistant_model=assistant, drafter=None if assistant else "none")  # fmt: skip
-        own.write(engine, parts.held_out, True, callback.wrote)
-        own.write(engine, parts.train, False, callback.wrote)
-    return [list(own.examples(held_out)) for held_out in (False, True)]
+    file = own.file or run.out / "own_text.jsonl"
+    texts = SelfGeneratedText(file, identity, own, config.length or 0, config.seed)
+    if not (texts.is_complete(True) and texts.is_complete(False)):
+        engine = load(
+            run.model if model.device.type == "cpu" else model, dtype=model.dtype,
+            device=str(model.device), tokenizer=codec.tokenizer,
+            assistant_model=own.assistant_model, drafter=None if own.assistant_model else "none",
+        )  # fmt: skip
+        for held_out in (True, False):
+            texts.write(engine, parts[held_out], held_out, callback.wrote)
+    return [texts.examples(held_out) for held_out in (False, True)]
 
 
 def _head_stage(run: TrainRun, ready: Prepared, folder: Path, callback: Callback) -> Trainer:
     """The head learns, the target is frozen."""
-    layers = ready.head.hidden_layers
-    held_out = train = Streamed(ready.target, layers, logits=ready.config.objective != "ce")
-    if run.config.cache_gb:
-        cached: Reader = Cached(train, ready.train, run.out / "cache", run.config.cache_gb, ready.settings["weights"])
-        trainable = FrozenTarget(ready.head, ready.target, cached, held_out, ready.config.objective)
-    else:
-        trainable = FrozenTarget(ready.head, ready.target, train, held_out, ready.config.objective)
+    config, layers = ready.config, ready.head.hidden_layers
+    held_out = Streamed(ready.target, layers, config.objective != "ce")
+    train: Reader = held_out
+    if config.cache_gb:
+        name = f"{ready.settings['weights']}{layers}{ready.train.digest}".encode()
+        cache = run.out / "cache" / hashlib.sha256(name).hexdigest()[:16]
+        train = Cached(held_out, cache, config.cache_gb)
+    trainable = FrozenTarget(ready.head, ready.target, train, held_out, config.objective)
     return _fitted(ready, trainable, folder, callback)
 
 
+def _only_stage(run: TrainRun, ready: Prepared, callback: Callback) -> list[Trainer]:
+    return [_head_stage(run, ready, run.out, callback)]
+
+
 def _joint_stages(run: TrainRun, ready: Prepared, callback: Callback) -> list[Trainer]:
-    """Heads alone first, unless in one stage; then the backbone as well, which is merged and written."""
-    assert run.joint is not None
-    stages, objective = list[Trainer](), ready.config.objective
-    if not run.joint.one_stage:
+    """Heads alone first, unless in one stage; then the backbone too; it is merged and written."""
+    stages, objective, joint = list[Trainer](), ready.config.objective, run.joint or JointConfig()
+    if not joint.one_stage:
         callback.note("first stage: heads alone")
         stages.append(_head_stage(run, ready, run.out / "first", callback))
         callback.note("second stage: heads and backbone")
-    both = HeadsAndBackbone(ready.head, ready.target, run.joint, objective)
+    both = HeadsAndBackbone(ready.head, ready.target, joint, objective)
     stages.append(_fitted(ready, both, run.out / "second", callback))
     merged, last = both.merged(), stages[-1]
     new = Target(merged)
-    read = Streamed(new, ready.head.hidden_layers, logits=objective != "ce")
+    read = Streamed(new, ready.head.hidden_layers, objective != "ce")
     evaluation = FrozenTarget(ready.head, new, read, read, objective).evaluate(last.held_out)
-    last.evaluation = evaluation._replace(figures=last.evaluation.figures if last.evaluation else {})
+    figures = last.evaluation.figures if last.evaluation else {}
+    last.evaluation = evaluation._replace(figures=figures)
     shutil.rmtree(run.out / "model", ignore_errors=True)
-    with whole(run.out / "model") as part, redirect_stderr(StringIO()):         # a bar for what takes a moment
+    with whole(run.out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
         shutil.rmtree(part, ignore_errors=True)
         merged.save_pretrained(part)
         ready.codec.tokenizer.save_pretrained(part)
@@ -210,23 +226,26 @@ def _joint_stages(run: TrainRun, ready: Prepared, callback: Callback) -> list[Tr
 
 
 def _fitted(ready: Prepared, trainable: Trainable, folder: Path, callback: Callback) -> Trainer:
-    batches = Batches(ready.train, ready.config.batch, ready.config.seed)
-    held_out = Batches(ready.held_out, ready.config.batch, 0).sample(EVALUATED)
-    trainer = Trainer(trainable, batches, held_out, ready.config, folder, ready.settings, callback)
+    config = ready.config
+    batches = Batches(ready.train, config.batch, config.seed)
+    held_out = Batches(ready.held_out, config.batch, 0).sample(EVALUATED)
+    trainer = Trainer(trainable, batches, held_out, config, folder, ready.settings, callback)
     trainer.fit()
     return trainer
 
 
-def _finish(run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int, callback: Callback) -> None:
+def _finish(
+    run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int, callback: Callback
+) -> None:
     """Plots, card and record; what only served to go on is then removed."""
     last, name = stages[-1], public_name(run.model)
     record = {
-        "settings": last.settings, "base_model": name,
-        "steps": sum(stage.steps for stage in stages), "tokens": sum(stage.tokens for stage in stages),
-        "training_seconds": round(sum(stage.seconds for stage in stages), 1),
-        "documents": ready.documents, "rows": len(ready.train), "counted": ready.train.loss_tokens, "pairs": bigrams,
-        "held_out_rows": len(ready.held_out), "held_out": last.evaluation._asdict() if last.evaluation else {},
-        "machine": machine(), "versions": versions(),
+        "settings": last.settings, "base_model": name, "documents": ready.documents,
+        "steps": sum(stage.steps for stage in stages), "rows": len(ready.train),
+        "tokens": sum(stage.tokens for stage in stages), "counted": ready.train.loss_tokens,
+        "training_seconds": round(sum(stage.seconds for stage in stages), 1), "pairs": bigrams,
+        "held_out": last.evaluation._asdict() if last.evaluation else {},
+        "held_out_rows": len(ready.held_out), "machine": machine(), "versions": versions(),
     }  # fmt: skip
     plots = find_spec("matplotlib") is not None
     if plots:

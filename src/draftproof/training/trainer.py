@@ -1,7 +1,7 @@
-"""The training loop: schedule, optimiser, checkpoints, log. Knows that something has weights and a loss, not what it is.
+"""The training loop: schedule, optimiser, checkpoints, log. Knows nothing of heads.
 
-A run killed at any moment and resumed ends as an uninterrupted one: batches, dropout and schedule are functions of
-(seed, step), and the checkpoint holds the rest.
+A run killed at any moment and resumed ends as an uninterrupted one: batches, dropout and schedule
+are functions of (seed, step), and the checkpoint holds the rest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ TRIAL, TRIAL_SECONDS = 24, 10.0
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. How long is said by one of steps, minutes and epochs; of several, the first in this order.
+    """How to train; how long, by the first of steps, minutes and epochs that is given.
 
-    learning_rate: the highest, reached after the share `warmup` of the steps, then a cosine to zero; None leaves it
-    to the width of the target. length: tokens per row; None takes 512, or what the target reads at most. batch: rows
-    of full length per batch; accumulate: batches per step. cache_gb: disk for hidden states between epochs.
-    objective: a name of `drafters.losses`. save_minutes: between checkpoints.
+    learning_rate: the highest, reached after the share `warmup` of the steps, then a cosine to
+    zero; None leaves it to the width of the target. objective: a name of `drafters.losses`. length:
+    tokens per row; None takes 512, or what the target reads at most. batch: full rows per batch;
+    accumulate: batches per step. cache_gb: disk for hidden states. save_minutes: between
+    checkpoints.
     """
 
     steps: int | None = None
@@ -60,21 +61,19 @@ class TrainConfig:
     save_minutes: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch", 1), ("accumulate", 1), ("length", 16)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise BadInput(f"{name} was {value}; it must be at least {least}")
-        for name in ("minutes", "epochs", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise BadInput(f"{name} was {value}; it must be above 0")
+        names = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length")
+        for name in names:
+            value, least = getattr(self, name), 16 if name == "length" else 0
+            if value is not None and not (value > 0 and value >= least):
+                bound = "at least 16" if least else "above 0"
+                raise BadInput(f"{name} was {value}; it must be {bound}")
         if self.objective not in OBJECTIVES:
             raise BadInput(f"objective was {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if not 0 <= self.cache_gb <= 2:
             raise BadInput(f"cache_gb was {self.cache_gb}; choose 0, no cache, to 2")
 
     def for_target(self, hidden_size: int, context: int) -> TrainConfig:
-        """With a length and a rate: the published 0.001 for a width of 4096, more for narrower models, which bear it."""
+        """With a length, and a rate: the published 0.001 for a width of 4096, more below."""
         rate = self.learning_rate or min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75)
         return replace(self, learning_rate=rate, length=self.length or min(512, context))
 
@@ -87,7 +86,7 @@ class TrainConfig:
 
 
 class Evaluation(NamedTuple):
-    """How good a head is on held-out rows; accuracies by step of the head. figures: what else was measured, by name."""
+    """How good a head is on held-out rows, by its steps; figures: what else was measured."""
 
     loss: float
     top1: list[float]
@@ -103,7 +102,7 @@ class Trainable(Protocol):
         """What to optimise: "params", and the "factor" of the learning rate."""
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
-        """Add the gradient of `share` times its loss on a batch; returns the latter. `progress` goes from 0 to 1."""
+        """Add the gradient of `share` times its loss, and return that; progress: 0 to 1."""
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
     def state(self) -> dict[str, Tensor]: ...
@@ -130,15 +129,17 @@ class Silent:
 class Trainer:
     """Trains in a folder, and goes on where an earlier run stopped.
 
-    settings: what else decides the result; a checkpoint of other settings is refused. held_out: rows to evaluate with.
+    held_out: to evaluate with. settings: what decides the result; a checkpoint of others is
+    refused.
     """
 
     def __init__(
-        self, trainable: Trainable, batches: Batches, held_out: Sequence[Batch], config: TrainConfig, folder: Path,
-        settings: Mapping[str, Any], callback: Callback,
+        self, trainable: Trainable, batches: Batches, held_out: Sequence[Batch],
+        config: TrainConfig, folder: Path, settings: Mapping[str, Any], callback: Callback,
     ) -> None:  # fmt: skip
-        self.trainable, self.batches, self.held_out, self.config = trainable, batches, held_out, config
-        self.callback, self.settings = callback, json.loads(json.dumps(settings))
+        self.trainable, self.batches, self.held_out = trainable, batches, held_out
+        self.config, self.callback = config, callback
+        self.settings = json.loads(json.dumps(settings))
         folder.mkdir(exist_ok=True)
         self.folder, self.checkpoint, self.log = folder, folder / "state.pt", folder / "log.jsonl"
         self.step, self.steps, self.seconds, self.tokens = 0, 0, 0.0, 0
@@ -151,7 +152,7 @@ class Trainer:
             self._restore()
 
     def fit(self) -> None:
-        """Train to the last step. Raises KeyboardInterrupt, with the checkpoint written, if told to stop."""
+        """Train to the last step. Raises KeyboardInterrupt, after saving, if told to stop."""
         if not self.steps:
             self.steps = self._planned_steps()
             self._save()
@@ -160,7 +161,7 @@ class Trainer:
             saved = time.monotonic()
             while self.step < self.steps and not self._stop:
                 row = self._one_step()
-                if self.step * EVALUATIONS // self.steps > (self.step - 1) * EVALUATIONS // self.steps:
+                if self.step * EVALUATIONS % self.steps < EVALUATIONS:
                     row["held_out"] = self._evaluated()._asdict()
                 log.write(json.dumps(row) + "\n")
                 if time.monotonic() - saved >= 60 * self.config.save_minutes:
@@ -169,9 +170,8 @@ class Trainer:
                     saved = time.monotonic()
         self._save()
         if self._stop:
-            raise KeyboardInterrupt(
-                f"{self._stop} at step {self.step} of {self.steps}; the same command goes on from there"
-            )
+            where = f"{self._stop} at step {self.step} of {self.steps}"
+            raise KeyboardInterrupt(f"{where}; the same command goes on from there")
 
     def _one_step(self) -> dict[str, Any]:
         """One step of the optimiser, and its line of the log."""
@@ -179,28 +179,31 @@ class Trainer:
         rate = (config.learning_rate or 1e-3) * config.rate_at(self.step, self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
-        torch.manual_seed(config.seed * 1_000_003 + self.step)                  # dropout, where there is any
+        torch.manual_seed(config.seed * 1_000_003 + self.step)           # dropout, where there is any
         loss, tokens = self._backward(self.step, self.step / self.steps)
         norm = nn.utils.clip_grad_norm_(self._parameters, config.clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - start
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + tokens, self.seconds + seconds
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        self.seconds += seconds
         if not math.isfinite(loss):
-            raise BadInput(f"the loss is {loss} at step {self.step}; lower --lr, or look for broken texts in the data")
+            raise BadInput(f"the loss is {loss} at step {self.step}; lower --lr, or clean the data")
         self.callback.stepped(self.step, loss, tokens / seconds)
-        return {"step": self.step, "loss": loss, "rate": rate, "gradient": float(norm), "tokens": self.tokens,
-                "tokens_per_second": round(tokens / seconds, 1), "seconds": round(self.seconds, 2)}  # fmt: skip
+        return {"step": self.step, "loss": loss, "rate": rate, "gradient": float(norm),
+                "tokens": self.tokens, "tokens_per_second": round(tokens / seconds, 1),
+                "seconds": round(self.seconds, 2)}  # fmt: skip
 
     def _backward(self, step: int, progress: float) -> tuple[float, int]:
-        """Gradients of all batches of a step, each weighed by its tokens in the loss; the loss, and the tokens read."""
+        """Gradients of a step's batches, weighed by tokens in the loss; loss, and tokens read."""
         size = self.config.accumulate
         batches = [self.batches[step * size + part] for part in range(size)]
         all_tokens = max(1, sum(batch.loss_tokens for batch in batches))
         total = torch.zeros(())
         for batch in batches:
-            total += self.trainable.backward(batch, batch.loss_tokens / all_tokens, progress).to(total)
-        return float(total), sum(batch.num_tokens for batch in batches)
+            share = batch.loss_tokens / all_tokens
+            total += self.trainable.backward(batch, share, progress).to(total)
+        return float(total), sum(sum(batch.sizes) for batch in batches)
 
     def _evaluated(self) -> Evaluation:
         start = time.perf_counter()
@@ -210,18 +213,19 @@ class Trainer:
         return self.evaluation
 
     def _planned_steps(self) -> int:
-        """How many steps; of minutes, by trial of how many this machine makes, evaluations included."""
+        """How many; of minutes, by trying how many steps and evaluations this machine makes."""
         if self.config.steps is not None:
             return self.config.steps
         if self.config.minutes is None:
             return max(1, round(self.config.epochs * len(self.batches) / self.config.accumulate))
         seconds, spent = 60 * self.config.minutes, list[float]()
-        while len(spent) < 3 or (len(spent) < TRIAL and sum(spent) < min(TRIAL_SECONDS, seconds / 10)):
+        most = min(TRIAL_SECONDS, seconds / 10)
+        while len(spent) < 3 or (len(spent) < TRIAL and sum(spent) < most):
             start = time.perf_counter()
             self._backward(len(spent), 0.0)
             nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
             spent.append(time.perf_counter() - start)
-            self._optimizer.zero_grad(set_to_none=True)                         # nothing is learnt meanwhile
+            self._optimizer.zero_grad(set_to_none=True)                  # nothing is learnt here
         start = time.perf_counter()
         self.trainable.evaluate(self.held_out)
         left = seconds - sum(spent) - (EVALUATIONS + 1) * (time.perf_counter() - start)
@@ -229,9 +233,12 @@ class Trainer:
 
     def _save(self) -> None:
         """Write the checkpoint; whatever happens meanwhile, there is always a whole one."""
-        progress = {"step": self.step, "steps": self.steps, "seconds": self.seconds, "tokens": self.tokens}
-        saved = {"settings": self.settings, "subject": self.trainable.state(), "optimizer": self._optimizer.state_dict(),
-                 "progress": progress, "exam": tuple(self.evaluation) if self.evaluation else None}  # fmt: skip
+        progress = {name: getattr(self, name) for name in ("step", "steps", "seconds", "tokens")}
+        saved = {
+            "settings": self.settings, "progress": progress, "weights": self.trainable.state(),
+            "optimizer": self._optimizer.state_dict(),
+            "evaluation": tuple(self.evaluation) if self.evaluation else None,
+        }  # fmt: skip
         with whole(self.checkpoint) as part, part.open("wb") as file:
             torch.save(saved, file)
             file.flush()
@@ -240,18 +247,20 @@ class Trainer:
     def _restore(self) -> None:
         try:
             saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except Exception as error:                                              # pickle and zip raise anything
-            raise BadInput(f"{self.checkpoint} cannot be read ({error}); remove it to begin anew") from error
+        except Exception as error:                                       # pickle and zip raise anything
+            file = self.checkpoint
+            raise BadInput(f"{file} cannot be read ({error}); remove it to begin anew") from error
         same_settings(self.folder, saved["settings"], self.settings)
-        self.trainable.restore(saved["subject"])
+        self.trainable.restore(saved["weights"])
         self._optimizer.load_state_dict(saved["optimizer"])
         vars(self).update(saved["progress"])
-        self.evaluation = Evaluation(*saved["exam"]) if saved["exam"] else None
-        if self.log.exists():                                                   # what came after will be done again
-            lines = self.log.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-            with whole(self.log) as part:
-                part.write_text("".join(kept))
+        evaluation = saved["evaluation"]
+        self.evaluation = Evaluation(*evaluation) if evaluation else None
+        if self.log.exists():
+            lines = (line for line in self.log.read_text().splitlines(True) if line.endswith("\n"))
+            kept = "".join(line for line in lines if json.loads(line)["step"] <= self.step)
+            with whole(self.log) as part:                                # the rest is done again
+                part.write_text(kept)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -277,4 +286,5 @@ def same_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             old, new = (json.dumps(settings.get(name))[:60] for settings in (before, now))
-            raise BadInput(f"{folder} was begun with {name} {old}, now it is {new}; give the same, or another --out")
+            change = f"{name} {old}, now it is {new}"
+            raise BadInput(f"{folder} was begun with {change}; give the same, or another --out")
