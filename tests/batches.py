@@ -22,9 +22,9 @@ def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **params: A
     return SequenceState(prompt, SamplingParams(Sampling(**params), len(prompt), sample=sample), limit)
 
 
-def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None) -> Decoder:
+def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None, **more: Any) -> Decoder:
     asked = Fixed(budget) if isinstance(budget, int) else budget
-    return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128)
+    return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128, **more)
 
 
 class Script(Budget):

@@ -13,11 +13,10 @@ import torch
 import transformers
 from tiny import VOCAB, prompts, target
 
-from draftproof.core import tree
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters import portfolio, prompt_lookup, suffix, token_recycling
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.losses import head_loss
@@ -33,6 +32,7 @@ from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import State
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
+from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import kernels
 
 
@@ -120,9 +120,10 @@ class Watch(Drafter):
         self.wants_top = inner.wants_top
         self.observed: list[list[int]] = []
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
         self.observed = []
-        self.inner.start(rows, capacity)
+        super().start(rows, capacity, ops)
+        self.inner.start(rows, capacity, ops)
 
     def observe(self, commit: Commit) -> None:
         for index, row in enumerate(commit.rows):
@@ -240,8 +241,7 @@ LEARNERS = ("suffix", "recycling", "portfolio", "portfolio, medusa")
 
 def without_lookup(patch: pytest.MonkeyPatch) -> None:
     """Have torch's operators do what drafters that need no model do, as on any device."""
-    for module in (tree, portfolio, prompt_lookup, token_recycling, suffix):
-        patch.setattr(module, "kernels", lambda: None)
+    patch.setattr(CpuOps, "run", Ops.run)
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[tuple[list[int], str]]:

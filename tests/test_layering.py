@@ -12,7 +12,7 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = ("errors", "native", "core", "model", "drafters", "engine", "training", "verify", "bench", "server", "cli")
+FLOORS = ("errors", "core", "native", "model", "drafters", "engine", "training", "verify", "bench", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
 
 

@@ -13,13 +13,17 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.native.cpu_ops import CpuOps
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 VOCAB = 40
+CPU = CpuOps()
+"""What decoding computes with on this machine."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -156,7 +160,7 @@ def paths_of(texts: Sequence[Sequence[int]], tree: TokenTree | None = None, capa
 
 
 def sampler_of(
-    *samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = (), at_hand: bool | None = None
+    *samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = (), ops: Ops = CPU
 ) -> Sampler:
     """The sampler of rows with these wishes."""
     params = [
@@ -168,7 +172,7 @@ def sampler_of(
         )
         for want in samplings
     ]
-    return Sampler(params, at_hand=at_hand)
+    return Sampler(params, ops=ops)
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2
+from tiny import CPU
 from torch import Tensor
 
 from draftproof.core import acceptance, noise
@@ -204,7 +205,7 @@ def first_tokens(rule: str, shape: TreeShape, rows: int = 60_000) -> tuple[Tenso
     p = torch.tensor([[0.1, 0.5, 0.39, 0.01], [0.25, 0.25, 0.4, 0.1], [0.4, 0.1, 0.1, 0.4]], dtype=torch.float64)
     q = torch.tensor([[0.59, 0.4, 0.005, 0.005], [0.1, 0.6, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     drafter = DraftModel(Table(q.log()), 4, shape)
-    drafter.start(rows, 8)
+    drafter.start(rows, 8, CPU)
     one = torch.ones(rows, 1, dtype=torch.int64)
     drafter.observe(Commit(range(rows), one, one, one[:, 0]))
     params = [SamplingParams(Sampling(temperature=1.0, seed=seed), 1) for seed in range(rows)]

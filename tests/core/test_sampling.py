@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import paths_of, random_logits, sampler_of
+from tiny import CPU, paths_of, random_logits, sampler_of
 
 from draftproof.core.noise import Role
+from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import NOTHING, TokenTree, TreeShape
@@ -73,7 +74,7 @@ def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: 
     for first in (0, 3):
         some = Paths(paths.prefix, tree, first)
         asked = logits[:, first:]
-        found, wanted = (sampler_of(*wants, at_hand=at_hand).best(asked, some, 5) for at_hand in (True, False))
+        found, wanted = (sampler_of(*wants, ops=ops).best(asked, some, 5) for ops in (CPU, TORCH))
         torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
         gumbel_logits = sampler_of(*wants).gumbel_logits(asked, some, Role.TARGET)
         there = wanted[0] > -torch.inf
@@ -91,7 +92,7 @@ def test_a_kernel_picks_what_operators_pick(temperatures: tuple[float, ...]) -> 
         paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(trial))
         logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
-        found, wanted = (sampler_of(*wants, at_hand=at_hand).pick(logits.bfloat16(), paths) for at_hand in (True, False))
+        found, wanted = (sampler_of(*wants, ops=ops).pick(logits.bfloat16(), paths) for ops in (CPU, TORCH))
         assert torch.equal(found, wanted)
         assert found[0, 1] == found[1, 2] == NOTHING and (temperatures[2] or found[2, 5] == 0)
 
@@ -99,7 +100,7 @@ def test_a_kernel_picks_what_operators_pick(temperatures: tuple[float, ...]) -> 
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
     """Rows move by different steps, back to earlier positions, and reach further ahead than was asked before."""
     wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]
-    kept, vocab, made = sampler_of(*wants, at_hand=True), 100, set()
+    kept, vocab, made = sampler_of(*wants, ops=CPU), 100, set()
     text = torch.zeros(3, 200, dtype=torch.int64)
     rounds = [((3, 5, 9), 4), ((4, 9, 10), 4), ((7, 9, 15), 4), ((8, 10, 16), 40), ((2, 11, 17), 4)]
     for turn, (moved, ahead) in enumerate(rounds):
@@ -108,12 +109,12 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
         for paths in (Paths(prefix, tree), Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
             said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
-            assert torch.equal(kept.pick(said, paths), sampler_of(*wants, at_hand=False).pick(said, paths))
+            assert torch.equal(kept.pick(said, paths), sampler_of(*wants, ops=TORCH).pick(said, paths))
         draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
         assert draft_sampling is not None and draft_sampling.noise is not None and draft_sampling.places is not None
         made.add(draft_sampling.noise.data_ptr())
         noise = draft_sampling.noise.flatten(0, 1)[draft_sampling.places + 1]
-        fresh, pair = sampler_of(*wants, at_hand=False), Paths(prefix, TokenTree.chain(text[:, :2]))
+        fresh, pair = sampler_of(*wants, ops=TORCH), Paths(prefix, TokenTree.chain(text[:, :2]))
         wanted = fresh.gumbel_logits(torch.zeros(3, 2, vocab), pair, Role.TARGET)
         torch.testing.assert_close(noise, wanted[:, 1], rtol=1e-5, atol=1e-5)
     assert 1 < len(made) < 5

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftproof.core import acceptance
 from draftproof.core.acceptance import accept_by_block, accept_by_matching, accept_by_rejection
+from draftproof.core.ops import TORCH
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.verify.distribution import Text, constant, drawn_round
 
@@ -126,9 +127,9 @@ def test_loose_coins_are_caught() -> None:
     """`u <= p` takes what cannot be when u is 0: the keyed coin must be strict (HF utils.py takes `<=`)."""
     chance = object.__new__(acceptance.KeyedChance)
     chance.keys, chance.position = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int64)
-    chance.at_hand = True
+    chance.ops = TORCH
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "noise", SimpleNamespace(stream=lambda *_, **__: None, uniform=lambda _: torch.zeros(1, 1)))
+        patch.setattr(acceptance, "noise", SimpleNamespace(stream=lambda *_: None, uniform=lambda _: torch.zeros(1, 1)))
         assert not chance.flip(torch.zeros(1), 1)
 
 

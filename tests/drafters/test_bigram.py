@@ -9,17 +9,17 @@ from typing import NamedTuple
 import pytest
 import torch
 from drafting import needs_kernels
-from tiny import paths_of, sampler_of
+from tiny import CPU, paths_of, sampler_of
 from torch import Tensor
 
+from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.bigram import LEAST, MOST, PRIOR, WEIGHT, Pairs, Table
+from draftproof.drafters.bigram import LEAST, MOST, PRIOR, WEIGHT, Pairs, Table, pairs_tree
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.errors import DrafterMismatch
-from draftproof.native.kernels import DraftSampling, kernels
 
 VOCAB, HEADS, ROWS = 40, 3, 3
 Path = tuple[int, ...]
@@ -161,29 +161,30 @@ class Heads(NamedTuple):
     table: Table
     logits: Tensor
     root: Tensor
-    draft_sampling: DraftSampling
+    frontier: Frontier
     confidence: Tensor
     weights: Tensor
+
+    def tree(self, nodes: int, shape: TreeShape | None) -> TokenTree:
+        return CPU.run(pairs_tree, self.table, self.logits, self.frontier, self.root, nodes, shape, WEIGHT)
 
     @classmethod
     def speaking(cls, heat: float, vocab: int = VOCAB) -> Heads:
         logits = heads(torch.bfloat16, vocab)
         logits[1, :, 7] = -torch.inf
         wish = Sampling(temperature=heat, seed=3)
-        sampler, behind = sampler_of(wish, wish, Sampling(), at_hand=True), standing()
-        draft_sampling = sampler.draft_sampling(behind.prefix, HEADS, vocab, 0)
-        assert draft_sampling is not None
+        sampler, behind = sampler_of(wish, wish, Sampling(), ops=CPU), standing()
+        frontier = Frontier(behind.prefix, sampler, 99)
         confidence = sampler.confidence(sampler.gumbel_logits(logits, behind, Role.TARGET))
-        return cls(counted(vocab).table(vocab, confidence.device), logits, behind.prefix.root, draft_sampling, confidence, WEIGHT * sampler.slope)
+        return cls(counted(vocab).table(vocab, confidence.device), logits, behind.prefix.root, frontier, confidence, WEIGHT * sampler.slope)
 
 
 @needs_kernels
 @pytest.mark.parametrize("heat", [0.0, 0.7, 1.5])
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 40), (12, 40), (63, 40), (20, 331)])
 def test_kernels_draft_what_operators_draft(heat: float, nodes: int, vocab: int) -> None:
-    found, said = kernels(), Heads.speaking(heat, vocab)
-    assert found is not None
-    ours = said.table.tree(found, said.logits, said.root, nodes, said.draft_sampling, None)
+    said = Heads.speaking(heat, vocab)
+    ours = said.tree(nodes, None)
     pool = said.table.pool(said.root, said.confidence, said.weights, nodes)
     theirs = TokenTree.likeliest(pool.tokens, pool.parents, pool.chances.exp(), nodes + 1, HEADS)
     assert ours.confidence is not None and theirs.confidence is not None
@@ -207,9 +208,8 @@ SHAPES = {
 @pytest.mark.parametrize("heat", [0.0, 0.7])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_fill_a_tree_as_operators_do(heat: float, shape: str) -> None:
-    found, said, wanted = kernels(), Heads.speaking(heat), SHAPES[shape]
-    assert found is not None
-    ours = said.table.tree(found, said.logits, said.root, len(wanted) - 1, said.draft_sampling, wanted)
+    said, wanted = Heads.speaking(heat), SHAPES[shape]
+    ours = said.tree(len(wanted) - 1, wanted)
     theirs = said.table.shaped(said.root, said.confidence, said.weights, wanted)
     assert ours.confidence is not None and theirs.confidence is not None and torch.allclose(ours.confidence, theirs.confidence, atol=1e-4)
     assert torch.equal(ours.parents, theirs.parents) and ours.is_chain == theirs.is_chain == (shape == "chain")
@@ -218,14 +218,11 @@ def test_kernels_fill_a_tree_as_operators_do(heat: float, shape: str) -> None:
 
 @needs_kernels
 def test_kernels_leave_out_what_is_broken() -> None:
-    found = kernels()
-    assert found is not None
     logits, table = heads(torch.bfloat16), counted().table(VOCAB, torch.device("cpu"))
     logits[0, 1], logits[1, 0] = torch.nan, -torch.inf
     logits[2, :, 2:] = -torch.inf
-    draft_sampling = sampler_of(*[Sampling()] * 3, at_hand=True).draft_sampling(standing().prefix, HEADS, VOCAB, 0)
-    assert draft_sampling is not None
-    tree = table.tree(found, logits, standing().prefix.root, 20, draft_sampling, None)
+    frontier = Frontier(standing().prefix, sampler_of(*[Sampling()] * 3), 20)
+    tree = CPU.run(pairs_tree, table, logits, frontier, frontier.prefix.root, 20, None, WEIGHT)
     assert set(tree.depths[0][tree.present[0]].tolist()) == {0, 1} and tree.present[1].sum() == 1
     assert tree.present[2].sum() == 1 + 2 + 4 + 8 and set(tree.tokens[2, 1:].tolist()) == {ABSENT, 0, 1}
     assert tree.confidence is not None and torch.equal(tree.confidence > 0, tree.present)

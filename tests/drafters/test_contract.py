@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import DRAFTERS, LEARNERS, Fading, Guess, Hinted, Oracle, Watch, assert_well_formed, texts
-from tiny import VOCAB, prompts, sampler_of, target
+from tiny import CPU, VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES
@@ -34,7 +34,7 @@ class Stage:
         self.sampler = sampler_of(*[Sampling(temperature=1.0, seed=row) for row in range(len(texts))])
         self.tokens = torch.zeros(len(texts), CAPACITY, dtype=torch.int64)
         self.position = torch.tensor([len(text) - 1 for text in texts])
-        drafter.start(8, CAPACITY)
+        drafter.start(8, CAPACITY, CPU)
         for row, text in enumerate(texts):
             self.tokens[row, : len(text)] = torch.tensor(text)
             drafter.observe(_prompt(drafter, row, text[:-1]))
@@ -69,7 +69,7 @@ class Stage:
     def select(self, rows: list[int]) -> None:
         self.drafter.select(rows)
         self.tokens, self.position = self.tokens[rows], self.position[rows]
-        self.sampler = Sampler([self.sampler.rows[row] for row in rows])
+        self.sampler = Sampler([self.sampler.rows[row] for row in rows], ops=CPU)
 
     def texts(self) -> list[list[int]]:
         return [row[: place + 1].tolist() for row, place in zip(self.tokens, self.position.tolist(), strict=True)]
@@ -101,7 +101,7 @@ def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
             stage.drafter.observe(_prompt(stage.drafter, 2, [1, 2, 3, 4]))
             stage.tokens = torch.cat([stage.tokens, torch.tensor([[1, 2, 3, 4, 5, *[0] * (CAPACITY - 5)]])])
             stage.position = torch.cat([stage.position, torch.tensor([4])])
-            stage.sampler = Sampler([*stage.sampler.rows, stage.sampler.rows[0]])
+            stage.sampler = Sampler([*stage.sampler.rows, stage.sampler.rows[0]], ops=CPU)
 
 
 def _prompt(drafter: Drafter, row: int, text: list[int]) -> Commit:

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 import transformers
-from tiny import of_family
+from tiny import CPU, of_family
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
@@ -178,14 +178,14 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
     draft, chains = model(1), []
     for ahead in (0, 6):
         drafter = Recording(draft)
-        drafter.start(1, 64)
+        drafter.start(1, 64, CPU)
         prompt = torch.tensor([[5, 1, 7, 2]])
         everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
         drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything))
         prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead, longest=3)
         params = SamplingParams(Sampling(temperature=0.9, seed=3), prompt_length=4)
         with torch.inference_mode():
-            chains.append(drafter.propose(Frontier(prefix, Sampler([params]), budget=6)).tokens)
+            chains.append(drafter.propose(Frontier(prefix, Sampler([params], ops=CPU), budget=6)).tokens)
         assert drafter.at_once
     assert torch.equal(*chains)
 
@@ -225,7 +225,7 @@ def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperatur
         with torch.inference_mode():
             logits = draft.read(tree, draft.new_cache(1, 128)).logits
         paths = Paths(Prefix(text, torch.tensor([0])), tree)
-        confidence, choices = Sampler([SamplingParams(wished, first)]).best(logits, paths, 1, CONFIDENCE_SCALE)
+        confidence, choices = Sampler([SamplingParams(wished, first)], ops=CPU).best(logits, paths, 1, CONFIDENCE_SCALE)
         chances.append(confidence[0, first - 1 :, 0].exp())
         hits.append(choices[0, first - 1 :, 0] == text[0, first:])
     supposed, came = torch.cat(chances), torch.cat(hits).float()

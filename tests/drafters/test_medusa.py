@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from drafting import MEDUSA_TREE, Watch, accepted_share, medusa_head, needs_kernels, packed_target, paired_head, texts
-from tiny import VOCAB, paths_of, prompts, sampler_of, target
+from tiny import CPU, VOCAB, paths_of, prompts, sampler_of, target
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.messages import Commit, Features, Frontier
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
@@ -193,15 +194,15 @@ class Scene:
     """Rows with random hidden states and texts, in front of a drafter."""
 
     def __init__(
-        self, head: MedusaHead, *params: Sampling, tree: Any = "dynamic", vocabulary: Any = None, at_hand: bool = True
+        self, head: MedusaHead, *params: Sampling, tree: Any = "dynamic", vocabulary: Any = None, ops: Ops = CPU
     ) -> None:
         self.vocabulary = vocabulary if vocabulary is not None else target()
         self.drafter = Medusa(head, self.vocabulary, tree)
         texts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]
-        self.sampler = sampler_of(*(params * 3)[:3], at_hand=at_hand)
+        self.sampler = sampler_of(*(params * 3)[:3], ops=ops)
         self.prefix = paths_of(texts).prefix
         self.hidden = torch.randn(3, 1, 1, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        self.drafter.start(6, 64)
+        self.drafter.start(6, 64, ops)
         places = torch.zeros(3, 1, dtype=torch.int64)
         self.drafter.observe(Commit(range(3), places, places, torch.ones(3, dtype=torch.int64), self.hidden))
         with torch.no_grad():
@@ -218,11 +219,11 @@ def drafted_paths(tree: TokenTree, row: int) -> list[Path]:
     return [tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes]
 
 
-@pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
 @pytest.mark.parametrize("budget", [1, 2, 5, 16, 31])
-def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int, at_hand: bool) -> None:
+def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int, ops: Ops) -> None:
     """Of all paths of all tokens: 40 + 40^2 + 40^3."""
-    stage = Scene(noisy_head(seed=2), Sampling(), at_hand=at_hand)
+    stage = Scene(noisy_head(seed=2), Sampling(), ops=ops)
     tree = stage.propose(budget)
     laws = stage.logits.log_softmax(-1)
     for row in range(3):
@@ -388,19 +389,19 @@ def test_what_a_drafter_says_of_itself() -> None:
 
 def test_it_remembers_the_last_committed_state_of_each_row() -> None:
     drafter = Medusa(noisy_head(), target())
-    drafter.start(5, 64)
+    drafter.start(5, 64, CPU)
     hidden = torch.randn(3, 4, 1, 32, dtype=torch.float64)
     places = torch.arange(4).repeat(3, 1)
     drafter.observe(Commit(range(3), places, places, torch.tensor([1, 4, 2]), hidden))
     wanted = torch.stack([hidden[0, 0, 0], hidden[1, 3, 0], hidden[2, 1, 0]])
-    assert torch.equal(drafter._hidden[:3], wanted)
+    assert torch.equal(drafter.hidden[:3], wanted)
     drafter.select([2, 0, 0, 1])
-    assert torch.equal(drafter._hidden[:4], wanted[[2, 0, 0, 1]])
+    assert torch.equal(drafter.hidden[:4], wanted[[2, 0, 0, 1]])
     drafter.observe(Commit([3, 1], places[:2], places[:2], torch.tensor([2, 3]), hidden[:2]))
-    assert torch.equal(drafter._hidden[:4], torch.stack([wanted[2], hidden[1, 2, 0], wanted[0], hidden[0, 1, 0]]))
-    for at_hand, count in ((True, 4), (False, 2)):
-        drafter.observe(Commit([2], places[:1], places[:1], torch.tensor([count]), hidden[2:], at_hand=at_hand))
-        assert torch.equal(drafter._hidden[2], hidden[2, count - 1, 0]) and torch.equal(drafter._hidden[1], hidden[1, 2, 0])
+    assert torch.equal(drafter.hidden[:4], torch.stack([wanted[2], hidden[1, 2, 0], wanted[0], hidden[0, 1, 0]]))
+    for count in (4, 2):
+        drafter.observe(Commit([2], places[:1], places[:1], torch.tensor([count]), hidden[2:]))
+        assert torch.equal(drafter.hidden[2], hidden[2, count - 1, 0]) and torch.equal(drafter.hidden[1], hidden[1, 2, 0])
 
 
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE, "pairs"], ids=["dynamic", "fixed", "pairs"])
@@ -408,12 +409,12 @@ def test_it_remembers_the_last_committed_state_of_each_row() -> None:
 def test_a_round_reads_nothing_back(tree: Any, wish: Sampling) -> None:
     """Observing and proposing run on tensors that have no values."""
     head, tree = (paired_head(), "dynamic") if tree == "pairs" else (noisy_head(), tree)
-    stage = Scene(head, wish, tree=tree, at_hand=False)
+    stage = Scene(head, wish, tree=tree, ops=TORCH)
     stage.propose(7)                                                    # what is made once is made
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
         places = torch.zeros(3, 2, dtype=torch.int64)
         states = torch.zeros(3, 2, 1, 32, dtype=torch.float64)
-        stage.drafter.start(6, 64)
+        stage.drafter.start(6, 64, TORCH)
         stage.drafter.observe(Commit(range(3), places, places, torch.ones(3, dtype=torch.int64), states))
         prefix = Prefix(torch.zeros(3, 24, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
         drafted = stage.drafter.propose(Frontier(prefix, stage.sampler, 7))
@@ -533,16 +534,16 @@ def test_heads_and_pairs_read_as_one_draft_what_they_draft_apart(rows: int, wish
             parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
     head.count(*torch.randint(96, (2, 3000), generator=dice))
     drafter = Medusa(head, tables, tree)
-    assert drafter._together is not None and head.config.pairs > 100
+    assert drafter.together is not None and head.config.pairs > 100
     apart = Medusa(head, tables, tree)
-    apart._together = None
+    apart.together = None
     frontier = Frontier(paths_of([[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]][:rows]).prefix, sampler_of(*[wish] * rows), 7)
     hidden = torch.randn(rows, 64, generator=dice).bfloat16()
     drafted = []
     with torch.inference_mode():
         for one in (drafter, apart):
-            one.start(4, 64)
-            one._hidden[:rows] = hidden
+            one.start(4, 64, CPU)
+            one.hidden[:rows] = hidden
             drafted.append(one.propose(frontier))
     one, other = drafted
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
@@ -556,4 +557,4 @@ def test_heads_with_projections_of_their_own_are_read_apart() -> None:
     tables = packed_target()
     head = MedusaHead.fresh(tables, num_heads=2, num_layers=1, share_lm_head=False)
     head.count(*torch.randint(96, (2, 3000), generator=torch.Generator().manual_seed(0)))
-    assert Medusa(head, tables)._together is None
+    assert Medusa(head, tables).together is None

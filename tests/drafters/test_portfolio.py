@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import DRAFTERS, Oracle, Watch, medusa_head
-from tiny import build, model, prompts, sampler_of, shared, target
+from tiny import CPU, build, model, prompts, sampler_of, shared, target
 
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.params import Sampling
@@ -63,7 +63,7 @@ class Row:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.tokens, self.size = drafter, torch.zeros(1, 200, dtype=torch.int64), 3
-        drafter.start(1, 200)
+        drafter.start(1, 200, CPU)
         drafter.observe(Commit([0], torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), torch.tensor([2])))
         self.tokens[0, :3] = torch.tensor([1, 2, 3])
 
@@ -123,7 +123,7 @@ def test_what_never_came_to_be_known_is_not_judged() -> None:
 def test_each_row_believes_by_what_it_saw() -> None:
     """Two rows with other truths: neither believes what is right in the other; rows that move take it along."""
     portfolio = Portfolio([Says([[5]], [0.5]), Says([[6]], [0.5])])
-    portfolio.start(4, 200)
+    portfolio.start(4, 200, CPU)
     tokens = torch.zeros(2, 200, dtype=torch.int64)
     for index in range(2):
         portfolio.observe(Commit([index], torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([1])))

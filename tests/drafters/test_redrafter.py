@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from drafting import Watch, accepted_share, needs_kernels, packed_target, redrafter_head, texts
-from tiny import VOCAB, prompts, sampler_of, target
+from tiny import CPU, VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree
@@ -70,18 +71,18 @@ def random_head(vocabulary: Any, **form: Any) -> ReDrafterHead:
 
 
 def asking(
-    drafter: Drafter, hidden: Tensor, roots: list[int], budget: int, *, at_hand: bool | None = None, **params: Any
+    drafter: Drafter, hidden: Tensor, roots: list[int], budget: int, *, ops: Ops = CPU, **params: Any
 ) -> Frontier:
     """The drafter has observed one token per row, with these hidden states [B, H] behind it, and is to go on at `roots`."""
     rows = len(roots)
-    drafter.start(rows, 64)
+    drafter.start(rows, 64, ops)
     for row in range(rows):
         one = torch.zeros(1, 1, dtype=torch.int64)
         drafter.observe(Commit([row], one, one, one[0] + 1, hidden[row].view(1, 1, 1, -1)))
     tokens = torch.zeros(rows, 65, dtype=torch.int64)
     tokens[:, 1] = torch.tensor(roots)
     prefix = Prefix(tokens, torch.ones(rows, dtype=torch.int64), ahead=budget)
-    return Frontier(prefix, sampler_of(*[Sampling(**params) for _ in roots], at_hand=at_hand), budget)
+    return Frontier(prefix, sampler_of(*[Sampling(**params) for _ in roots], ops=ops), budget)
 
 
 # The published search, token by token ----------------------------------------------------------------------------------------
@@ -154,9 +155,9 @@ def test_beams_are_those_of_the_published_search(form: str, cut: int | None) -> 
             assert paths_in(tree, row) == list(dict.fromkeys(prefixes))
 
 
-@pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
 @pytest.mark.parametrize("form", FORMS)
-def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, at_hand: bool) -> None:
+def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, ops: Ops) -> None:
     """The first levels of every beam, ordered by the probability of the whole path, as plain Python finds them."""
     tables = Tables()
     head = random_head(tables, **FORMS[form])
@@ -173,7 +174,7 @@ def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, at_hand: boo
         weighed |= dict(grown)
     for budget in (1, 2, 5, 9, 100):
         drafter = ReDrafter(head, tables, width=width, length=length)
-        tree = drafter.propose(asking(drafter, context[None], [root], budget, at_hand=at_hand))
+        tree = drafter.propose(asking(drafter, context[None], [root], budget, ops=ops))
         deep = [path for path in weighed if len(path) <= budget]
         wanted = sorted(deep, key=lambda path: -weighed[path])[: budget + 1]
         if budget >= width:  # a narrower budget searches with fewer beams
@@ -220,15 +221,15 @@ def test_every_beam_races_by_its_own_path(params: dict[str, Any]) -> None:
     assert len(paths) == 19 and len(inner) > 3
 
 
-@pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
 @pytest.mark.parametrize(("temperature", "trust"), [(0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (2.0, 1.0)])
-def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, trust: float, at_hand: bool) -> None:
+def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, trust: float, ops: Ops) -> None:
     """A temperature below 1 magnifies the differences between draft and target; the odds allow for it."""
     tables = Tables()
     head = random_head(tables)
     hidden = torch.randn(1, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     drafter = ReDrafter(head, tables, width=3, length=1)
-    frontier = asking(drafter, hidden, [7], budget=3, at_hand=at_hand, temperature=temperature, seed=3)
+    frontier = asking(drafter, hidden, [7], budget=3, ops=ops, temperature=temperature, seed=3)
     tree = drafter.propose(frontier)
     logits = law_behind(head, tables, hidden[0], [7], None)[None, None]
     gumbel_logits = frontier.sampler.gumbel_logits(logits, Paths(frontier.prefix, TokenTree.root(torch.tensor([7]))), Role.TARGET)
@@ -237,19 +238,19 @@ def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, tr
     torch.testing.assert_close(tree.confidence[0, 1:].double(), wanted.double(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("at_hand", [True, False], ids=["at hand", "on a device"])
-def test_what_may_not_come_is_absent(at_hand: bool) -> None:
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
+def test_what_may_not_come_is_absent(ops: Ops) -> None:
     """Fewer tokens allowed than beams: the rest is absent, and so is what would follow."""
     tables = Tables()
     hidden = torch.randn(2, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     for tree in ("nodes", "beams"):
         drafter = ReDrafter(random_head(tables), tables, width=4, length=3, tree=tree)
         allowed = {token: float("-inf") for token in range(90) if token not in (3, 8)}
-        drafted = drafter.propose(asking(drafter, hidden, [7, 9], budget=30, at_hand=at_hand, logit_bias=allowed))
+        drafted = drafter.propose(asking(drafter, hidden, [7, 9], budget=30, ops=ops, logit_bias=allowed))
         found = drafted.tokens[drafted.present]
         assert set(found.tolist()) == {3, 7, 8, 9} and found.numel() <= 2 * (1 + 2 + 4 + 8)
         nothing = {token: float("-inf") for token in range(90)}
-        drafted = drafter.propose(asking(drafter, hidden, [7, 9], budget=30, at_hand=at_hand, logit_bias=nothing))
+        drafted = drafter.propose(asking(drafter, hidden, [7, 9], budget=30, ops=ops, logit_bias=nothing))
         assert (drafted.tokens[:, 1:] == ABSENT).all()
 
 
@@ -435,7 +436,7 @@ def test_nothing_is_read_back_to_the_host(tree: str, temperature: float) -> None
     tables = Tables(device="meta", dtype=torch.float32)
     head = ReDrafterHead(ReDrafterConfig(8, 90, 16, steps=3))
     drafter = ReDrafter(head, tables, width=4, tree=tree)
-    drafter.start(2, 64)
+    drafter.start(2, 64, TORCH)
     with torch.inference_mode():
         for row in range(2):
             prompt = torch.zeros(1, 5, dtype=torch.int64, device="meta")
@@ -515,7 +516,7 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
     same = nodes = 0
     with torch.inference_mode():
         for trial, heat in enumerate((0.0, 0.7, 1.3, 0.0)):
-            frontier = asking(drafter, hidden, list(range(40)), 99, at_hand=True, temperature=heat, seed=trial)
+            frontier = asking(drafter, hidden, list(range(40)), 99, ops=CPU, temperature=heat, seed=trial)
             frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
             once, native = drafter.propose(frontier), drafter._native
             drafter._native = None

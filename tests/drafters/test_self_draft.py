@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from drafting import Watch, accepted_share, texts
-from tiny import VOCAB, fresh, model, prompts, target
+from tiny import CPU, VOCAB, fresh, model, prompts, target
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
@@ -102,7 +102,7 @@ def test_a_packed_target_drafts_for_itself() -> None:
 def test_the_cache_of_a_self_draft_is_its_own() -> None:
     own = target()
     drafter = SelfDraft(own, layers=1)
-    drafter.start(2, 64)
+    drafter.start(2, 64, CPU)
     assert drafter.cache is not None and len(drafter.cache.layers) == 1
     assert drafter.vocab_size == VOCAB
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from drafting import Watch, assert_well_formed
-from tiny import VOCAB, prompts, sampler_of, target
+from tiny import CPU, VOCAB, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
@@ -29,7 +29,7 @@ def commit(rows: list[int], texts: list[Text]) -> Commit:
     width = max(map(len, texts))
     tokens = torch.tensor([text + [1] * (width - len(text)) for text in texts])
     count = torch.tensor([len(text) for text in texts])
-    return Commit(rows, tokens, torch.arange(width).expand(len(rows), -1), count, at_hand=True)
+    return Commit(rows, tokens, torch.arange(width).expand(len(rows), -1), count)
 
 
 def propose(drafter: SuffixDrafter, texts: list[Text], budget: int = 6, trees: bool = True) -> TokenTree:
@@ -54,7 +54,7 @@ def paths_of(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
 
 def started(memory: int = 4096, rows: int = 4) -> SuffixDrafter:
     drafter = SuffixDrafter(memory)
-    drafter.start(rows, CAPACITY)
+    drafter.start(rows, CAPACITY, CPU)
     return drafter
 
 
@@ -111,7 +111,7 @@ def test_an_earlier_request_is_remembered_and_continued() -> None:
     story = list(range(3, 33))
     drafter.observe(commit([0], [story]))
     drafter.select([])
-    drafter.start(2, CAPACITY)
+    drafter.start(2, CAPACITY, CPU)
     drafter.observe(commit([0], [[1, *story[:3]]]))
     tree = propose(drafter, [[1, *story[:4]]], trees=False)
     assert tree.is_chain and tree.tokens[0].tolist() == story[3:10]
@@ -161,12 +161,12 @@ def test_the_oldest_is_forgotten_and_memory_stays_what_it_is() -> None:
     told = [[10 * n + 5, 10 * n + 6, 10 * n + 7] for n in range(12)]
     sizes = set()
     for text in told:
-        drafter.start(1, CAPACITY)
+        drafter.start(1, CAPACITY, CPU)
         drafter.observe(commit([0], [text]))
         assert drafter._index is not None
         sizes.add((len(drafter._index.text), len(drafter._index.tags)))
     assert len(sizes) == 1
-    drafter.start(1, CAPACITY)
+    drafter.start(1, CAPACITY, CPU)
     drafter.observe(commit([0], [[1]]))
     known = [(text[1],) in paths_of(_of_any(drafter, [[1, text[0]]])) for text in told]
     assert known == [False] * 10 + [True] * 2
@@ -226,7 +226,7 @@ def test_the_second_time_nearly_all_is_known(sampling: Sampling) -> None:
 def test_tokens_of_any_vocabulary() -> None:
     drafter = started()
     big: Tensor = torch.tensor([[200_000, 3, 150_001, 9]])
-    drafter.observe(Commit([0], big, torch.arange(4)[None], torch.tensor([4]), at_hand=True))
+    drafter.observe(Commit([0], big, torch.arange(4)[None], torch.tensor([4])))
     assert _of_any(drafter, [[200_000, 3, 150_001, 9, 200_000]]).tokens[0, :3].tolist() == [200_000, 3, 150_001]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import Watch, assert_well_formed
-from tiny import prompts, sampler_of, target
+from tiny import CPU, prompts, sampler_of, target
 
 from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.params import Sampling
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("lookup")
 
 def told(row: int, text: Sequence[int]) -> Commit:
     whole = torch.arange(len(text))[None]
-    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]), at_hand=True)
+    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]))
 
 
 def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int = 0) -> Commit:
@@ -39,7 +39,7 @@ def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int =
             tokens[0, node, rank], logits[0, node, rank] = token, torch.tensor(confidence).log()
     at = torch.tensor([path])
     came, count = tree.tokens.gather(1, at), torch.tensor([len(path)])
-    return Commit([row], came, at, count, successors=Successors(tree, tokens, logits), at_hand=True)
+    return Commit([row], came, at, count, successors=Successors(tree, tokens, logits))
 
 
 def on(row: int, text: Sequence[int]) -> Commit:
@@ -68,7 +68,7 @@ def paths_of(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
 
 def started(memory: int = 1 << 12) -> TokenRecycling:
     drafter = TokenRecycling(memory)
-    drafter.start(4, 64)
+    drafter.start(4, 64, CPU)
     drafter.observe(told(0, [30]))
     return drafter
 

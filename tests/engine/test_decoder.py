@@ -8,11 +8,12 @@ import pytest
 import torch
 from batches import Counted, Script, decoder, running
 from drafting import DRAFTERS, LEARNERS, Fading
-from tiny import VOCAB, prompts, target
+from tiny import CPU, VOCAB, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier
+from draftproof.core.ops import TORCH
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
@@ -59,8 +60,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("drafter", ["plain", "prompt-lookup", *LEARNERS, "draft chain", "draft tree", "smaller vocabulary"])
 def test_a_round_reads_nothing_back_before_it_delivers(drafter: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft, read, accept, keep and observe wait for nothing; the one copy to the host is in `_deliver`."""
-    one = decoder(DRAFTERS[drafter](target()), rule)
-    one.at_hand = False                                                         # as on any device
+    one = decoder(DRAFTERS[drafter](target()), rule, ops=TORCH)
     wants = [{"temperature": 1.0}, {"top_k": 4, "temperature": 0.7, "top_p": 0.9, "min_p": 0.01}, {}]
     for prompt, want in zip(prompts(3, seed=1), wants, strict=True):
         one.admit([running(prompt, **want)])

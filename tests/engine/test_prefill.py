@@ -10,6 +10,7 @@ from drafting import DRAFTERS, LEARNERS, Oracle
 from tiny import prompts, target
 
 from draftproof.core.acceptance import RULES
+from draftproof.core.ops import TORCH
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Fixed
@@ -84,7 +85,7 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch
     assert one.room_for([longer] * 2) == 1 and one.room_for([short, longer]) == 1
     one.admit([running([3, 4, 5]) for _ in range(5)])
     assert one.room_for([short, short]) == 1 and one.room_for([twice, short]) == 0
-    one.prompts.at_hand = False
+    one.prompts.ops = TORCH
     assert one.room_for([short, short]) == 1
 
 
@@ -95,9 +96,9 @@ def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(monkeypat
     one.admit([running([3, 4, 5])])
     assert one.takes([short]) and one.takes([short, [*short, *short]])
     assert not one.takes([long]) and not one.takes([short, long])
-    one.prompts.at_hand = False
+    one.prompts.ops = TORCH
     assert not one.takes([short])
-    one.prompts.at_hand = True
+    one.prompts.ops = one.ops
     monkeypatch.setattr(Target, "skips_absent", False)
     assert not one.takes([short])
 

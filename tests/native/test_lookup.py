@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from drafting import assert_well_formed, without_lookup
-from tiny import sampler_of
+from drafting import assert_well_formed
+from tiny import CPU, sampler_of
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
@@ -36,15 +36,6 @@ def native() -> Kernels:
     found = kernels()
     assert found is not None
     return found
-
-
-@contextmanager
-def operators(wanted: bool) -> Iterator[None]:
-    """By torch's operators, if that is wanted."""
-    with pytest.MonkeyPatch.context() as patch:
-        if wanted:
-            without_lookup(patch)
-        yield
 
 
 def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
@@ -133,7 +124,7 @@ def piece(rows: range, texts: list[list[int]]) -> Commit:
     width = max(map(len, texts))
     tokens = torch.tensor([text + [1] * (width - len(text)) for text in texts])
     count = torch.tensor([len(text) for text in texts])
-    return Commit(rows, tokens, torch.arange(width).expand(len(texts), -1), count, at_hand=True)
+    return Commit(rows, tokens, torch.arange(width).expand(len(texts), -1), count)
 
 
 def written(dice: torch.Generator, most: int) -> list[int]:
@@ -144,9 +135,8 @@ def written(dice: torch.Generator, most: int) -> list[int]:
 
 def asked_alike(drafters: Sequence[Drafter], asked: Frontier) -> None:
     trees = []
-    for by_operators, drafter in enumerate(drafters):
-        with operators(bool(by_operators)):
-            trees.append(drafter.propose(asked))
+    for drafter in drafters:
+        trees.append(drafter.propose(asked))
         assert_well_formed(trees[-1], asked)
     if asked.trees:
         assert_alike(*trees)
@@ -156,6 +146,7 @@ def test_lookups_find_the_same() -> None:
     dice = torch.Generator().manual_seed(3)
     for longest, shortest in ((16, 1), (1, 1), (3, 2), (5, 5)):
         drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
+        drafters[1].ops, drafters[0].ops = TORCH, CPU
         for budget in (1, 4, 9):
             asked_alike(drafters, frontier([written(dice, 60) for _ in range(5)], budget))
             many = torch.randint(2, (150,), generator=dice).tolist()                    # more places than are looked at
@@ -163,9 +154,8 @@ def test_lookups_find_the_same() -> None:
 
 
 def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
-    for by_operators, drafter in enumerate(drafters):
-        with operators(bool(by_operators)):
-            drafter.observe(commit)
+    for drafter in drafters:
+        drafter.observe(commit)
 
 
 def test_suffixes_are_kept_and_found_alike() -> None:
@@ -178,8 +168,8 @@ def test_suffixes_are_kept_and_found_alike() -> None:
         drafter.memory = 7 * CAPACITY
     for turn in range(60):
         if turn % 12 == 0:
-            for drafter in drafters:
-                drafter.start(3, CAPACITY)
+            for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+                drafter.start(3, CAPACITY, ops)
             texts = [written(dice, 40) for _ in range(3)]
             for row in range(3):
                 observed_alike(drafters, piece(range(row, row + 1), texts[row : row + 1]))
@@ -213,6 +203,7 @@ def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> Successors:
 
 def test_successors_are_kept_and_found_alike() -> None:
     dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
+    drafters[1].ops, drafters[0].ops = TORCH, CPU
     texts = [written(dice, 12) for _ in range(3)]
     for row, text in enumerate(texts):
         observed_alike(drafters, piece(range(row, row + 1), [text]))
@@ -222,8 +213,8 @@ def test_successors_are_kept_and_found_alike() -> None:
         asked_alike(drafters, frontier(texts, 1 + turn % 9, trees=turn != 3))
         commit = piece(range(3), [text[-1:] for text in texts])
         observed_alike(drafters, replace(commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)))
-    for drafter in drafters:
-        drafter.start(3, CAPACITY)
+    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+        drafter.start(3, CAPACITY, ops)
     for row in range(3):                                            # prompts: known tokens, in known pairs and in new ones
         text = written(dice, 30)
         observed_alike(drafters, piece(range(row, row + 1), [[*text, *(one for token in text for one in (token, 50 + token))]]))
@@ -242,8 +233,8 @@ def test_members_are_judged_and_merged_alike() -> None:
             return replace(super().propose(frontier), confidence=None, ranked=False)
 
     drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
-    for drafter in drafters:
-        drafter.start(3, CAPACITY)
+    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+        drafter.start(3, CAPACITY, ops)
     texts: list[list[int]] = []
     for turn in range(14):
         if turn in (0, 1, 5):

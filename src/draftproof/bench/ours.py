@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from draftproof.bench.measure import Bare, Chunk, Clock, Reads, Shape, Task, Written
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.cost_curve import measure_costs
@@ -29,7 +30,7 @@ from draftproof.engine.stats import RoundStats
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec, TextStream
-from draftproof.native.kernels import Chains, DraftSampling
+from draftproof.native.kernels import Chains
 
 TARGET = "target"
 COVERED = 0.95

@@ -12,7 +12,6 @@ law is enumerated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,8 +22,7 @@ from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
 from draftproof.core.sampling import argmax_token
-from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.native.kernels import Kernels
+from draftproof.core.tree import TokenTree
 
 
 class Chance(Protocol):
@@ -53,44 +51,6 @@ def accept_by_matching(tree: TokenTree, target_tokens: Tensor) -> Accepted:
     alive = (hit[:, None] | ~tree.ancestors).all(-1)                     # [B, N]
     last = (alive * (tree.depths + 1)).argmax(-1)                        # [B] the deepest standing node
     return _accepted(tree, last, target_tokens.gather(1, last[:, None])[:, 0])
-
-
-def accept_by_looking(tree: TokenTree, target_tokens: Tensor) -> Accepted:
-    """As `accept_by_matching`, node by node on the host: quicker where looking at a number costs nothing."""
-    paths, roots, deep = [], [], tree.depth_limit + 1
-    for tokens, parents, chosen in zip(*tree.on_host, target_tokens.tolist(), strict=True):
-        depths, deepest = [0] + [-1] * (len(tokens) - 1), 0              # of nodes that stand
-        for node in range(1, len(tokens)):
-            above = parents[node]
-            if depths[above] >= 0 and tokens[node] == chosen[above]:
-                depths[node] = depths[above] + 1
-                deepest = node if depths[node] > depths[deepest] else deepest
-        path = [deepest]
-        while path[-1]:
-            path.append(parents[path[-1]])
-        paths.append(path[::-1])
-        roots.append(chosen[deepest])
-    nodes = torch.tensor([[*path, *range(len(path), deep)] for path in paths])
-    accepted = Accepted(nodes, torch.tensor([len(path) for path in paths]), torch.tensor(roots))
-    accepted.__dict__["on_host"] = list(zip(paths, roots, strict=True))
-    return accepted
-
-
-def accept_at_once(tree: TokenTree, target_tokens: Tensor, found: Kernels) -> Accepted:
-    """As `accept_by_looking`, in one call of our kernels, which looks at the tree's sizes as well; a root stands by itself."""
-    rows = len(target_tokens)
-    if tree.tokens.shape[1] == 1:
-        accepted = Accepted(*_alone(rows), target_tokens[:, 0])
-        accepted.__dict__["on_host"] = [([0], root) for (root,) in target_tokens.tolist()]
-        tree.__dict__["sizes"] = tree.__dict__["reach"] = [0] * rows
-        return accepted
-    path, told = found.settle(tree.tokens, tree.parents, target_tokens, tree.depth_limit + 1, ABSENT)
-    counts, roots, sizes, reach = told.tolist()
-    accepted = Accepted(path, told[0], told[1])
-    paths = zip(path.tolist(), counts, roots, strict=True)
-    accepted.__dict__["on_host"] = [(nodes[:count], root) for nodes, count, root in paths]
-    tree.__dict__["sizes"], tree.__dict__["reach"] = sizes, reach
-    return accepted
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
@@ -161,10 +121,7 @@ def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
     sampler = frontier.sampler
     target_tokens = sampler.pick(logits, Paths(frontier.prefix, tree))
-    found = sampler.kernels(logits)
-    if found is not None:
-        return accept_at_once(tree, target_tokens, found)
-    return (accept_by_looking if sampler.at_hand else accept_by_matching)(tree, target_tokens)
+    return sampler.ops.run(accept_by_matching, tree, target_tokens)
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
@@ -191,16 +148,16 @@ class KeyedChance:
 
     def __init__(self, frontier: Frontier) -> None:
         self.keys, self.position = frontier.sampler.keys, frontier.prefix.position[:, None]
-        self.at_hand = frontier.sampler.at_hand
+        self.ops = frontier.sampler.ops
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
         where = torch.full_like(self.position, node)
-        coin = noise.stream(self.keys, Role.ACCEPT, where, self.position, at_hand=self.at_hand)
+        coin = self.ops.run(noise.stream, self.keys, Role.ACCEPT, where, self.position)
         return noise.uniform(coin)[:, 0] < probability                   # strict: probability 0 never happens
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        place = noise.stream(self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position, at_hand=self.at_hand)
-        return argmax_token(weights.log() + noise.gumbel(place, weights.shape[-1], at_hand=self.at_hand)[:, 0])
+        place = self.ops.run(noise.stream, self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position)
+        return argmax_token(weights.log() + self.ops.run(noise.gumbel, place, weights.shape[-1])[:, 0])
 
 
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used
@@ -228,9 +185,3 @@ def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
 def _accepted(tree: TokenTree, last: Tensor, root: Tensor) -> Accepted:
     count = tree.depths.gather(1, last[:, None])[:, 0] + 1
     return Accepted(tree.path_to(last), count, root)
-
-
-@lru_cache(maxsize=64)
-def _alone(rows: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1] the nodes that stand where only the root was read, and [rows] how many they are. Nobody writes in these."""
-    return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
-from draftproof.native.kernels import kernels
 
 
 class Reading(NamedTuple):
@@ -48,18 +47,14 @@ class Accepted:
     Places of `nodes` beyond `count` hold their own index, so moving them moves nothing.
     distance: [B, D] total variation between the target's law and the one each new token came from: the accepted nodes
     behind the root, then the next root; None under an exact rule, where there is none.
+    drafted: [B, 2] as `TokenTree.drafted`, if it was found on the way.
     """
 
     nodes: Tensor
     count: Tensor
     root: Tensor
     distance: Tensor | None = None
-
-    @cached_property
-    def on_host(self) -> list[tuple[list[int], int]]:
-        """Per row the nodes that stand, and the next root, for those to whom looking costs nothing."""
-        paths = zip(self.nodes.tolist(), self.count.tolist(), self.root.tolist(), strict=True)
-        return [(nodes[:count], root) for nodes, count, root in paths]
+    drafted: Tensor | None = None
 
     def select(self, rows: Tensor) -> Accepted:
         """What these rows [B] accepted, in this order."""
@@ -103,14 +98,15 @@ class Successors(NamedTuple):
     logits: Tensor
 
     @classmethod
-    def of(cls, tree: TokenTree, logits: Sequence[Tensor], top: int, *, at_hand: bool = False) -> Successors:
-        """The `top` tokens of the highest logits, of which one or several [b, n, V] lie side by side; at_hand: on the host."""
-        count = min(top, logits[0].shape[-1])
-        found = kernels() if at_hand and logits[0].dtype == torch.bfloat16 else None
-        if found is not None:
-            return cls(tree, *found.top(logits, count))
-        best = torch.cat(list(logits), 1).topk(count, -1)
-        return cls(tree, best.indices, best.values)
+    def of(cls, tree: TokenTree, logits: Sequence[Tensor], top: int, ops: Ops) -> Successors:
+        """The `top` tokens of the highest logits, of which one or several [b, n, V] lie side by side."""
+        return cls(tree, *ops.run(top_tokens, logits, min(top, logits[0].shape[-1])))
+
+
+def top_tokens(logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` tokens of the highest logits, and these logits, [b, P * n, count] both, of P logits [b, n, V] side by side."""
+    best = torch.cat(list(logits), 1).topk(count, -1)
+    return best.indices, best.values
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,6 @@ class Commit:
 
     hidden: [b, D, T, H] the target's hidden states at these tokens, at the layers the drafter taps; or None.
     successors: what came out behind every node read, rejected ones too, if the drafter asks; never of a prompt, or None.
-    at_hand: numbers may be looked at on the host, as by a `Sampler`.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 
@@ -129,11 +124,10 @@ class Commit:
     count: Tensor
     hidden: Tensor | None = None
     successors: Successors | None = None
-    at_hand: bool = False
 
     @classmethod
     def of(
-        cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0, *, at_hand: bool = False
+        cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0, ops: Ops = TORCH
     ) -> Commit:
         """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
@@ -143,11 +137,11 @@ class Commit:
         elif hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
-        successors = Successors.of(tree, [reading.logits], top, at_hand=at_hand) if top else None
-        return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors, at_hand)
+        successors = Successors.of(tree, [reading.logits], top, ops) if top else None
+        return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
 
     @classmethod
-    def joined(cls, commits: Sequence[Commit], logits: Sequence[Tensor], top: int) -> Commit:
+    def joined(cls, commits: Sequence[Commit], logits: Sequence[Tensor], top: int, ops: Ops) -> Commit:
         """Commits of single tokens of the same rows, one behind another, as one; nodes are those of the chain they are.
 
         logits: [B, 1, V] behind each, for the `top` successors; none of them if that is 0."""
@@ -156,5 +150,15 @@ class Commit:
         hidden = [one.hidden for one in commits if one.hidden is not None]
         nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
         chain = TokenTree.chain(tokens)
-        successors = Successors.of(chain, logits, top, at_hand=first.at_hand) if top else None
-        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors, first.at_hand)
+        successors = Successors.of(chain, logits, top, ops) if top else None
+        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors)
+
+
+def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
+    """Write the accepted `tokens` [B, D], root first, and the next root into text [B, capacity] behind the old root at
+    `position` [B]; return what was written, [B, D], the next root at count - 1. Beyond it lies scratch."""
+    new = torch.cat([tokens[:, 1:], accepted.root[:, None]], 1)
+    new = new.scatter(1, accepted.count[:, None] - 1, accepted.root[:, None])
+    places = position[:, None] + 1 + torch.arange(new.shape[1], device=new.device)
+    text[: len(new)].scatter_(1, places, new.clamp(min=0))
+    return new

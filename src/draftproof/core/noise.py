@@ -13,8 +13,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from draftproof.native.kernels import kernels
-
 _GOLDEN = -1640531527            # 0x9E3779B9, as a signed 32-bit number
 _SECOND = -2048144789            # 0x85EBCA6B
 _LOG = tuple(map(float.fromhex, (
@@ -45,17 +43,11 @@ def row_keys(seeds: list[int], samples: list[int], device: torch.device | str = 
     return torch.tensor(words, dtype=torch.int32, device=device).view(-1, 2)
 
 
-def stream(
-    keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None, *, at_hand: bool = False
-) -> Tensor:
+def stream(keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
     """[B, N, 2] int32: a key per draw. `keys` [B, 2] int32, `position` [B, N], `origin` [B, N] (default 0), both int64.
 
-    `origin` tells rounds apart for draws that must be fresh when a position is drafted again. at_hand: by a kernel, if there
-    is one.
+    `origin` tells rounds apart for draws that must be fresh when a position is drafted again.
     """
-    found = kernels() if at_hand else None
-    if found is not None:
-        return found.streams(keys, int(role), position, origin)
     place = position.to(torch.int32)
     start = torch.zeros_like(place) if origin is None else origin.to(torch.int32)
     low = _mix(keys[:, None, 0] ^ (place * _GOLDEN))
@@ -70,17 +62,12 @@ def uniform(streams: Tensor) -> Tensor:
     return _unit(_mix(_mix(streams[..., 0]) + streams[..., 1]))
 
 
-def gumbel(streams: Tensor, vocab: int, *, at_hand: bool = False) -> Tensor:
+def gumbel(streams: Tensor, vocab: int) -> Tensor:
     """[..., V] float32 standard Gumbel noise, one per token, for streams `[..., 2]`.
-
-    at_hand: by a kernel, if there is one; the bits are the same.
 
     ``argmax(logits + gumbel)`` is a draw from softmax(logits): the exponential race of Daliri, Musco and Suresh
     (arXiv 2408.07978). The uniform is finest near 0, where the winners of the race live: 31 bits.
     """
-    found = kernels() if at_hand else None
-    if found is not None:
-        return found.gumbel(streams, vocab)
     tokens = torch.arange(vocab, dtype=torch.int32, device=streams.device).mul_(_GOLDEN)
     bits = streams[..., :1] ^ tokens
     bits = _mix_(bits).add_(streams[..., 1:])

@@ -19,17 +19,19 @@ class Prefix:
     position: [B] int64, the root's place: the number of committed tokens.
     ahead: how far a draft may reach beyond the root; the round's noise is made for all of it at once.
     longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
+    roots: [B] the roots, where they are known beside the text.
     """
 
     tokens: Tensor
     position: Tensor
     ahead: int = 0
     longest: int | None = None
+    roots: Tensor | None = None
 
     @cached_property
     def root(self) -> Tensor:
         """[B] the token the target has chosen but not yet read."""
-        return self.tokens.gather(1, self.position[:, None])[:, 0]
+        return self.roots if self.roots is not None else self.tokens.gather(1, self.position[:, None])[:, 0]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.noise import Role
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import NOTHING
-from draftproof.native.kernels import DraftSampling, Kernels, kernels
 
 STOCK, STOCKED = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, where a round does not ask for more."""
@@ -25,14 +25,13 @@ STOCK, STOCKED = 64, 1 << 20
 class Sampler:
     """The wishes of all running rows, as tensors. Pure: the same arguments give the same choice.
 
-    at_hand: numbers may be looked at and calculated with on the host, since they lie there and shapes need not be static. False
-    where each look would wait for a device, or where that is emulated.
+    ops: what the sampler computes with.
     """
 
-    def __init__(self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", at_hand: bool | None = None) -> None:
+    def __init__(self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", ops: Ops = TORCH) -> None:
         self.rows = tuple(rows)
         self.device = torch.device(device)
-        self.at_hand = self.device.type == "cpu" if at_hand is None else at_hand
+        self.ops = ops
         wants = [row.sampling for row in rows]
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
@@ -43,7 +42,7 @@ class Sampler:
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, in this order: to ask once, for it makes no noise for later rounds."""
-        other = Sampler([self.rows[row] for row in rows], self.device, self.at_hand)
+        other = Sampler([self.rows[row] for row in rows], self.device, self.ops)
         other._stocks = 0
         return other
 
@@ -63,10 +62,7 @@ class Sampler:
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
-        found = self.kernels(logits)
-        if found is None:
-            return argmax_token(self.gumbel_logits(logits, paths, Role.TARGET))
-        return found.pick(logits, *self._noise_at(paths, *logits.shape[1:]), self._temperatures, NOTHING)
+        return self.ops.run(sample, self, logits, paths)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the law of the choice at each node (fp32, or fp64 for fp64 logits); one-hot where greedy."""
@@ -107,48 +103,34 @@ class Sampler:
         For drafters that choose: by the target's own noise, from logits [B, N, V]. -inf: nothing may be chosen.
         sure: see `confidence`.
         """
-        found = self.kernels(logits)
-        if found is not None:
-            rows, nodes, vocab = logits.shape
-            temperatures, confidence_scales = (_each(column, nodes) for column in (self._temperatures, sure * self._trust))
-            asked = (logits.reshape(-1, vocab), *self._noise_at(paths, nodes, vocab), temperatures, confidence_scales, count)
-            confidence, tokens = found.best(*asked)
-            return confidence.view(rows, nodes, count), tokens.view(rows, nodes, count)
-        best = self.confidence(self.gumbel_logits(logits, paths, Role.TARGET), sure).topk(count, -1)
-        return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
+        return self.ops.run(best_tokens, self, logits, paths, count, sure)
 
     def draft_sampling(self, prefix: Prefix, steps: int, vocab: int, floor: float, sure: float = 1.0) -> DraftSampling | None:
         """What `best` goes by for `steps` tokens behind the root; None where it goes by more than our kernels know.
 
         floor: the chance to stand below which no row's draft goes on. sure: see `confidence`.
         """
-        if not self._simple:
+        if not (self.ops.on_host and self.only_temperature):
             return None
         noises, places = None, None
         if not self.greedy:
             noises, places = self._stocked(prefix, steps - 1, vocab)
-        return DraftSampling(noises, places, self._temperatures, sure * self._trust, log(floor) if floor else -inf)
+        return DraftSampling(noises, places, self.temperatures, sure * self._trust, log(floor) if floor else -inf)
 
     @cached_property
     def slope(self) -> Tensor:
         """[B] by how much `confidence` part where logits part by 1, at a temperature."""
-        return (self._trust / self._temperatures)[:, 0]
+        return (self._trust / self.temperatures)[:, 0]
 
-    def kernels(self, logits: Tensor) -> Kernels | None:
-        """Our own, where they know all that these rows ask for and can read such logits."""
-        return self._found if logits.dtype == torch.bfloat16 else None
+    @property
+    def only_temperature(self) -> bool:
+        """Whether nothing but a temperature is asked for."""
+        return self._processors.only_temperature
 
-    @cached_property
-    def _found(self) -> Kernels | None:
-        return kernels() if self._simple else None
+    def noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+        """Noise [., V] of the target's choices, and which of it each node's is [B, N]; None if all rows are greedy.
 
-    @cached_property
-    def _simple(self) -> bool:
-        """Whether numbers are at hand and nothing but a temperature is asked for."""
-        return self.at_hand and self.device.type == "cpu" and self._processors.only_temperature
-
-    def _noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-        """Noise [., V], and which of it each node's is [B, N]; None if all rows are greedy."""
+        For ops on the host."""
         if self.greedy:
             return None, None
         noises, roots = self._stocked(paths.prefix, paths.tree.depth_limit, vocab)
@@ -168,14 +150,18 @@ class Sampler:
         return stock.noises, stock.starts + prefix.position
 
     @cached_property
-    def _temperatures(self) -> Tensor:
+    def temperatures(self) -> Tensor:
         """[B, 1] what logits are divided by."""
         return torch.tensor([row.sampling.temperature or 1.0 for row in self.rows], device=self.device)[:, None]
 
     @cached_property
     def _trust(self) -> Tensor:
         """[B, 1] what scores are multiplied by to say a chance, by a drafter that is no surer than others."""
-        return self._temperatures.clamp(max=1)
+        return self.temperatures.clamp(max=1)
+
+    def scales(self, sure: float) -> Tensor:
+        """[B, 1] what scores are multiplied by to say a chance; see `confidence`."""
+        return sure * self._trust
 
     def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth. A round asks many times: what was made for its position is kept until the next."""
@@ -190,8 +176,8 @@ class Sampler:
         """[B, reach, V] noise of the choices behind roots at `position` [B]."""
         places = position[:, None] + 1 + torch.arange(reach, device=self.device)
         origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-        streams = noise.stream(self.keys, role, places, origin, at_hand=self.at_hand)
-        noises = noise.gumbel(streams, vocab, at_hand=self.at_hand)
+        streams = self.ops.run(noise.stream, self.keys, role, places, origin)
+        noises = self.ops.run(noise.gumbel, streams, vocab)
         if not self._some_greedy:
             return noises
         return noises.masked_fill_(self._processors.greedy_rows, 0.0)                       # temperature 0 is noise 0
@@ -199,6 +185,33 @@ class Sampler:
     @cached_property
     def _some_greedy(self) -> bool:
         return any(row.sampling.temperature == 0 for row in self.rows)
+
+
+class DraftSampling(NamedTuple):
+    """By what the next tokens of a chain are chosen where only temperatures are asked for.
+
+    noise: [., V] float32, of which `places` [rows] names that behind each root; None, and None, if all rows are greedy.
+    temperatures: [rows, 1] what logits are divided by. confidence_scales: [rows, 1] what scores are multiplied by to say a
+    chance. floor: the logarithm of the chance below which a chain does not go on.
+    """
+
+    noise: Tensor | None
+    places: Tensor | None
+    temperatures: Tensor
+    confidence_scales: Tensor
+    floor: float
+
+
+def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
+    """[B, N] the target's own choice at each node: see `Sampler.pick`."""
+    return argmax_token(sampler.gumbel_logits(logits, paths, Role.TARGET))
+
+
+def best_tokens(sampler: Sampler, logits: Tensor, paths: Paths, count: int, sure: float) -> tuple[Tensor, Tensor]:
+    """The tokens likeliest to be chosen at each node: see `Sampler.best`."""
+    best = sampler.confidence(sampler.gumbel_logits(logits, paths, Role.TARGET), sure).topk(count, -1)
+    return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
+
 
 class _Stock(NamedTuple):
     """Noise [B, D, V] made for roots at `positions` and as far as it reaches. starts: [B] which of it, flat, is that behind a
@@ -213,11 +226,6 @@ class _Stock(NamedTuple):
         room = self.noises.shape[1] - ahead
         moved = (now - then for now, then in zip(positions, self.positions, strict=True))
         return self.noises.shape[2] == vocab and all(0 <= far < room for far in moved)
-
-
-def _each(column: Tensor, nodes: int) -> Tensor:
-    """[B, nodes] a number per row, as many times."""
-    return column if nodes == 1 else column.expand(-1, nodes).contiguous()
 
 
 def argmax_token(gumbel_logits: Tensor) -> Tensor:

@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from draftproof.native.kernels import kernels
-from draftproof.native.lookup import Twins
 
 ABSENT = -1
 """The token of a node that is not there: rows with fewer nodes than the tree is wide."""
@@ -112,7 +108,7 @@ class TreeShape:
         return all(len(level) == 1 for level in self.levels)
 
     @cached_property
-    def births_at_hand(self) -> Tensor:
+    def births_of_all(self) -> Tensor:
         """[2, N] for our kernels: each node's parent, and which of its children it is."""
         return torch.tensor([self.parents, self.ranks])
 
@@ -125,12 +121,21 @@ class TreeShape:
         return torch.tensor(parents, device=device), torch.tensor(ranks, device=device)
 
 
-class Node(NamedTuple):
-    """A node of a pool on the host: its token, its parent's place in the pool, and the chance that it will stand."""
+@dataclass(frozen=True)
+class TreeForm:
+    """What is known of trees whose parents were known before their tokens: depths [B, N] and ancestors [B, N, N].
 
-    token: int
-    parent: int
-    confidence: float
+    ancestors: None in chains, where they are a triangle.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor | None = None
+
+    def first(self, nodes: int) -> TreeForm:
+        """Of the first `nodes` nodes."""
+        sees = self.ancestors[:, :nodes, :nodes] if self.ancestors is not None else None
+        return TreeForm(self.parents[:, :nodes], self.depths[:, :nodes], sees)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class TokenTree:
     odds: [B, N] what the drafter takes for the chance that a node will stand: 1 at the root, 0 where absent, never more
         than the parent's; None if it does not say. What is exact does not depend on it.
     turns: [B, N] int64 in a batch that shares what it drafts: with how many nodes per row each would be among the likeliest.
+    form: of a chain or a static shape; None where depths and ancestors follow from the parents.
     """
 
     tokens: Tensor
@@ -157,6 +163,7 @@ class TokenTree:
     confidence: Tensor | None = None
     ranked: bool = False
     turns: Tensor | None = None
+    form: TreeForm | None = None
 
     @classmethod
     def root(cls, tokens: Tensor) -> TokenTree:
@@ -166,10 +173,8 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: Tensor, draft_probs: Tensor | None = None) -> TokenTree:
         """A chain per row: `tokens` [B, N], the root first. Of any length: a prompt is read as one."""
-        parents, depths = _line(*tokens.shape, tokens.device)
-        tree = cls(tokens, parents, tokens.shape[1] - 1, draft_probs, is_chain=True)
-        tree.__dict__["depths"] = depths
-        return tree
+        form = _line(*tokens.shape, tokens.device)
+        return cls(tokens, form.parents, tokens.shape[1] - 1, draft_probs, is_chain=True, form=form)
 
     def above(self, tokens: Tensor) -> TokenTree:
         """This tree with further rows below it, each a chain of its own: `tokens` [b, M], ABSENT behind the shorter ones."""
@@ -178,7 +183,7 @@ class TokenTree:
         both = torch.cat([mine, theirs])
         if self.is_chain:
             return TokenTree.chain(both)
-        parents = torch.cat([F.pad(self.parents, (0, width - self.parents.shape[1])), _line(*theirs.shape, tokens.device)[0]])
+        parents = torch.cat([F.pad(self.parents, (0, width - self.parents.shape[1])), _line(*theirs.shape, tokens.device).parents])
         return TokenTree(both, parents, max(self.depth_limit, tokens.shape[1] - 1))
 
     @classmethod
@@ -186,10 +191,8 @@ class TokenTree:
         cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None, confidence: Tensor | None = None
     ) -> TokenTree:
         """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
-        static = _beside(shape, len(tokens), tokens.device)
-        tree = cls(tokens, static.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, confidence)
-        tree.__dict__["depths"], tree.__dict__["ancestors"] = static.depths, static.ancestors
-        return tree
+        form = _beside(shape, len(tokens), tokens.device)
+        return cls(tokens, form.parents, len(shape.levels) - 1, draft_probs, shape.is_chain, confidence, form=form)
 
     @classmethod
     def from_paths(cls, paths: Tensor, nodes: int, votes: Tensor | None = None) -> TokenTree:
@@ -220,20 +223,12 @@ class TokenTree:
         return cls(tokens[:, :nodes], _rooted(parents[:, :nodes]), length - 1)
 
     @classmethod
-    def likeliest(
-        cls, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int, *, at_hand: bool = False
-    ) -> TokenTree:
+    def likeliest(cls, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int) -> TokenTree:
         """The tree of the `nodes` likeliest nodes of a pool, in falling order of their `confidence`, all [B, M].
 
         The root is the pool's node 0; what has odds of 0 is not there. A parent comes before its children and is
-        no less likely. No host synchronisation, unless numbers are `at_hand`; then the tree is no wider than it must be.
+        no less likely. No host synchronisation.
         """
-        found = kernels() if at_hand else None
-        if found is not None:
-            return cls.found(*found.lookup.grow(tokens, parents, confidence, nodes, Twins.APART, ABSENT), depth_limit)
-        if at_hand:
-            rows = zip(tokens.tolist(), parents.tolist(), confidence.tolist(), strict=True)
-            return cls.listed([[Node(*node) for node in zip(*row, strict=True)] for row in rows], nodes, depth_limit)
         nodes = min(nodes, tokens.shape[1])
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         best = torch.where(first, 1.0, confidence).sort(dim=1, descending=True, stable=True)      # of equals the parent comes first
@@ -249,19 +244,6 @@ class TokenTree:
     def found(cls, tokens: Tensor, parents: Tensor, confidence: Tensor, depth_limit: int) -> TokenTree:
         """What a search found best first: nodes in falling order of their `confidence`, parents -1 at the root, all [B, N]."""
         return cls(tokens, parents, min(depth_limit, tokens.shape[1] - 1), confidence=confidence, ranked=True)
-
-    @classmethod
-    def listed(cls, pools: Sequence[Sequence[Node]], nodes: int, depth_limit: int) -> TokenTree:
-        """As `likeliest`, of pools that were listed on the host, one per row; the root is each pool's node 0."""
-        rows = [_grown(pool, nodes) for pool in pools]
-        width = max(len(row) for row in rows)
-        absent = Node(ABSENT, 0, 0.0)
-        padded = [[*row, *[absent] * (width - len(row))] for row in rows]
-        tokens, parents = ([[node[place] for node in row] for row in padded] for place in range(2))
-        confidence = torch.tensor([[node.confidence for node in row] for row in padded])
-        tree = cls(torch.tensor(tokens), torch.tensor(parents), min(depth_limit, width - 1), confidence=confidence, ranked=True)
-        tree.__dict__["on_host"] = tokens, parents
-        return tree
 
     @classmethod
     def beside(cls, trees: Sequence[TokenTree]) -> TokenTree:
@@ -292,12 +274,10 @@ class TokenTree:
         end = 1 + int((there * torch.arange(width, device=there.device)).amax())
         tokens, parents = torch.where(there, self.tokens, ABSENT)[:, :end], self.parents[:, :end]
         limit = min(self.depth_limit, end - 1)
-        confidence, turns = self.confidence[:, :end], turns[:, :end]
-        tree = replace(self, tokens=tokens, parents=parents, depth_limit=limit, confidence=confidence, turns=turns)
-        if "depths" in self.__dict__:                                               # a static shape keeps what is known of it
-            tree.__dict__["depths"] = self.depths[:, :end]
-            tree.__dict__["ancestors"] = self.ancestors[:, :end, :end]
-        return tree
+        form = self.form.first(end) if self.form is not None else None
+        return replace(
+            self, tokens=tokens, parents=parents, depth_limit=limit, confidence=self.confidence[:, :end], turns=turns[:, :end], form=form
+        )
 
     def trunk(self) -> TokenTree:
         """The chain with the most expected tokens by `confidence`, for targets that cannot read trees."""
@@ -309,27 +289,14 @@ class TokenTree:
         return TokenTree.chain(torch.where(places <= self.depths.gather(1, node[:, None]), tokens, ABSENT))
 
     @cached_property
-    def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents, [B, N] each, for those to whom looking costs nothing."""
-        return self.tokens.tolist(), self.parents.tolist()
-
-    @cached_property
     def sizes(self) -> list[int]:
         """[B] nodes behind the root that are there; on the host."""
         return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.tokens.tolist()]
 
     @cached_property
-    def reach(self) -> list[int]:
-        """[B] edges to the deepest node that is there; on the host."""
-        if self.is_chain:
-            return self.sizes
-        deepest = []
-        for tokens, parents in zip(*self.on_host, strict=True):
-            depths = [0] * len(tokens)
-            for node in range(1, len(tokens)):
-                depths[node] = depths[parents[node]] + 1 if tokens[node] != ABSENT else 0
-            deepest.append(max(depths))
-        return deepest
+    def drafted(self) -> Tensor:
+        """[B, 2] how many nodes behind the root are there, and the depth of the deepest of these."""
+        return torch.stack([self.present.sum(1) - 1, torch.where(self.present, self.depths, 0).amax(1)], 1)
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -337,6 +304,8 @@ class TokenTree:
         rows, nodes = self.tokens.shape
         if self.is_chain:
             return _triangle(nodes, self.tokens.device).expand(rows, -1, -1)
+        if self.form is not None and self.form.ancestors is not None:
+            return self.form.ancestors
         numbers = torch.arange(nodes, device=self.tokens.device)
         sees = (self.parents[:, :, None] == numbers) | torch.eye(nodes, dtype=torch.bool, device=numbers.device)
         reach, ways = 1, sees.float()
@@ -348,7 +317,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> Tensor:
         """[B, N] edges from the root."""
-        return self.ancestors.sum(-1) - 1
+        return self.form.depths if self.form is not None else self.ancestors.sum(-1) - 1
 
     def positions(self, lengths: Tensor, limit: int) -> Tensor:
         """[B, N] where each node stands behind `lengths` [B] tokens; beyond `limit` lies nothing to emit."""
@@ -395,27 +364,11 @@ def _rooted(parents: Tensor) -> Tensor:
     return torch.where(first, -1, parents)
 
 
-def _grown(pool: Sequence[Node], nodes: int) -> list[Node]:
-    """The likeliest nodes of a pool, at most so many, in falling order; of equals the earlier, as a parent is."""
-    order = sorted(range(1, len(pool)), key=lambda node: -pool[node].confidence)[: nodes - 1]
-    order = [0, *(node for node in order if pool[node].confidence > 0)]
-    place = {node: new for new, node in enumerate(order)}
-    first = Node(pool[0].token, -1, 1.0)
-    return [first, *(pool[node]._replace(parent=place[pool[node].parent]) for node in order[1:])]
-
-
-@dataclass(frozen=True)
-class _Static:
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-
 @lru_cache(maxsize=512)
-def _line(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[rows, nodes] parents and depths of chains."""
+def _line(rows: int, nodes: int, device: torch.device) -> TreeForm:
+    """Of chains."""
     parents = torch.arange(-1, nodes - 1, device=device)
-    return parents.repeat(rows, 1), (parents + 1).expand(rows, -1)
+    return TreeForm(parents.repeat(rows, 1), (parents + 1).expand(rows, -1))
 
 
 @lru_cache(maxsize=64)
@@ -425,19 +378,19 @@ def _triangle(nodes: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _beside(shape: TreeShape, rows: int, device: torch.device) -> _Static:
+def _beside(shape: TreeShape, rows: int, device: torch.device) -> TreeForm:
     """The tensors of a static shape in so many rows."""
-    one = _static(shape, device)
-    return _Static(one.parents.repeat(rows, 1), one.depths.expand(rows, -1), one.ancestors.expand(rows, -1, -1))
+    parents, depths, sees = _static(shape, device)
+    return TreeForm(parents.repeat(rows, 1), depths.expand(rows, -1), sees.expand(rows, -1, -1))
 
 
 @lru_cache(maxsize=512)
-def _static(shape: TreeShape, device: torch.device) -> _Static:
-    """The tensors of a static shape, made once per device."""
+def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents and depths [N], and ancestors [N, N], of a static shape, made once per device."""
     nodes = len(shape)
     sees = torch.eye(nodes, dtype=torch.bool)
     for node, parent in enumerate(shape.parents):
         if parent >= 0:
             sees[node] |= sees[parent]
     depths = sees.sum(-1) - 1
-    return _Static(torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device))
+    return torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
 from draftproof.errors import DrafterMismatch
 from draftproof.model.fused_forward import Tables
@@ -37,14 +38,17 @@ class Drafter(ABC):
     """The longest path it drafts, in tokens, if that is less than the budget; noise is made for so many positions."""
     free: bool = False
     """Proposing costs next to nothing and leaves no trace: it may be asked while nothing it proposes is read."""
+    ops: Ops = TORCH
+    """What it computes with, since `start`."""
 
     def unread(self, pending: int = 0) -> int:
         """Committed tokens, over all rows, that it must read before it can propose; of each row it has yet to be told of
         `pending`. Default: none."""
         return 0
 
-    def start(self, rows: int, capacity: int) -> None:
-        """Begin with empty memory for at most `rows` rows of at most `capacity` tokens. Default: nothing."""
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        """Begin with empty memory for at most `rows` rows of at most `capacity` tokens, and compute with `ops`."""
+        self.ops = ops
 
     def observe(self, commit: Commit) -> None:
         """Learn what became true: each row's prompt first, then every round. Default: nothing.

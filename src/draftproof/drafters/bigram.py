@@ -10,16 +10,16 @@ Shape letters beyond the usual: P pairs, K steps, S pairs of one parent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from draftproof.core.messages import Frontier
+from draftproof.core.noise import Role
+from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import DrafterMismatch
-from draftproof.native import structures as native
-from draftproof.native.kernels import DraftSampling, Kernels
 
 MOST, LEAST = 128, 2
 """Pairs kept of one parent, the commonest; and how often a pair must have come to be kept."""
@@ -112,18 +112,10 @@ class Table:
     gains: Tensor
     rest: Tensor
 
-    @cached_property
-    def native(self) -> native.Pairs:
-        """Where it lies, for our kernels."""
-        return native.Pairs(*(part.data_ptr() for part in (self.starts, self.tokens, self.gains, self.rest)))
-
-    def tree(
-        self, found: Kernels, logits: Tensor, roots: Tensor, nodes: int, draft_sampling: DraftSampling, shape: TreeShape | None
-    ) -> TokenTree:
-        """As `pool`, chosen from, or as `shaped`, by our kernels: logits [B, K, V] in bfloat16, roots [B]."""
-        children, births = _births(shape, nodes)
-        drafted = found.paired(self.native, WEIGHT, logits, roots, nodes, children, draft_sampling, ABSENT, births)
-        return _grown(drafted, shape, logits.shape[1])
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors it lies in, in the order of drafting.c."""
+        return self.starts, self.tokens, self.gains, self.rest
 
     def pool(self, root: Tensor, confidence: Tensor, weights: Tensor, nodes: int) -> Pool:
         """What the `nodes` likeliest nodes are among, behind roots [B].
@@ -199,20 +191,24 @@ class Table:
         return torch.where(there, self.tokens[at].long(), ABSENT), at
 
 
-def tree_of_heads(
-    found: Kernels, heads: native.Heads, count: int, hidden: Tensor, roots: Tensor, nodes: int, draft_sampling: DraftSampling,
-    shape: TreeShape | None,
-) -> TokenTree:  # fmt: skip
-    """As `Table.tree`, by what the first `count` heads say of hidden states [B, H], which lie side by side."""
-    children, births = _births(shape, nodes)
-    return _grown(found.medusa(heads, count, hidden, roots, nodes, children, draft_sampling, ABSENT, births), shape, count)
+def pairs_tree(
+    pairs: Table, logits: Tensor, frontier: Frontier, root: Tensor, nodes: int, shape: TreeShape | None, weight: float
+) -> TokenTree:
+    """The tree of the likeliest `nodes` nodes behind roots [B], or the one of this shape, by heads' logits [B, K, V].
+
+    weight: what gains are multiplied with before they are added to logits.
+    """
+    sampler = frontier.sampler
+    confidence = sampler.confidence(sampler.gumbel_logits(logits, first_choices(frontier, root, logits), Role.TARGET))
+    if shape is not None:
+        return pairs.shaped(root, confidence, weight * sampler.slope, shape)
+    tokens, parents, chances = pairs.pool(root, confidence, weight * sampler.slope, nodes)
+    return sampler.ops.run(TokenTree.likeliest, tokens, parents, chances.exp(), nodes + 1, logits.shape[1])
 
 
-def _births(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
-    """How many children a node may have, and the shape as our kernels take it."""
-    return (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_at_hand)
-
-
-def _grown(drafted: tuple[Tensor, Tensor, Tensor], shape: TreeShape | None, deepest: int) -> TokenTree:
-    tokens, parents, confidence = drafted
-    return TokenTree.shaped(tokens, shape, confidence=confidence) if shape is not None else TokenTree.found(tokens, parents, confidence, deepest)
+def first_choices(frontier: Frontier, root: Tensor, logits: Tensor) -> Paths:
+    """Where heads stand. Penalties and n-gram rules look at their own first choices as the text between."""
+    root = root[:, None]
+    told = frontier.sampler.reads_text                                              # otherwise nobody asks for tokens
+    tokens = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, logits.shape[1])
+    return Paths(frontier.prefix, TokenTree.chain(tokens))

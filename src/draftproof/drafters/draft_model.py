@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
+from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
@@ -84,7 +85,8 @@ class DraftModel(Drafter):
     def unread(self, pending: int = 0) -> int:
         return sum(max(0, behind + pending - 1) for behind in self.behind)
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         self.cache = self.model.new_cache(rows, capacity)
         self.behind, self.scratch = [], None
 

@@ -12,8 +12,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heappop, heappush
-from math import exp, inf
 from pathlib import PurePath
 from typing import NamedTuple, cast
 
@@ -22,15 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
-from draftproof.core.noise import Role
-from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, Node, TokenTree, TreeShape
+from draftproof.core.ops import Ops
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
-from draftproof.drafters.bigram import WEIGHT, Pairs, Table, tree_of_heads
+from draftproof.drafters.bigram import WEIGHT, Pairs, first_choices, pairs_tree
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.drafters.medusa_weights import Head, Weights
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.native.kernels import kernels
 
 NODES = 16
 """Draft tokens per row and round of a dynamic tree when nobody says."""
@@ -175,86 +171,63 @@ class Medusa(Drafter):
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
         self._weights = Weights.of(list(head._each()), head.token_map, vocabulary)
-        self._pairs = head.pairs.table(vocabulary.vocab_size, vocabulary.device) if head.pairs is not None else None
-        self._together = None                                       # heads and pairs as our kernels read them, where they do
-        if self._pairs is not None and self._weights.own is not None:
-            self._together = self._weights.own.with_pairs(self._pairs.native, WEIGHT, vocabulary)
-        self._hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
+        self.pairs = head.pairs.table(vocabulary.vocab_size, vocabulary.device) if head.pairs is not None else None
+        self.together = None                                       # heads and pairs as our kernels read them, where they do
+        if self.pairs is not None and self._weights.own is not None:
+            self.together = self._weights.own.with_pairs(self.pairs.parts, WEIGHT, vocabulary)
+        self.hidden = torch.zeros(0, vocabulary.hidden_size)       # [rows, H] of each row's last committed token
         self._shapes: dict[int, TreeShape] = {}
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         where = self.vocabulary
-        self._hidden = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
+        self.hidden = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "the heads read the target's last hidden states"
-        if commit.at_hand and len(commit.rows) == 1:            # far fewer operators
-            state = commit.hidden[0, int(commit.count) - 1]                                 # [1, H]
-            if len(self._hidden) == 1:
-                self._hidden = state
-            else:
-                self._hidden[commit.rows[0]] = state[0]
-            return
         states = commit.hidden[:, :, 0]                                                     # [b, D, H]
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         first, end = commit.rows[0], commit.rows[-1] + 1
         side_by_side = list(commit.rows) == list(range(first, end))             # a slice needs no copy to the device
         rows = slice(first, end) if side_by_side else list(commit.rows)
-        self._hidden[rows] = states.gather(1, last)[:, 0].to(self._hidden.dtype)
+        self.hidden[rows] = states.gather(1, last)[:, 0].to(self.hidden.dtype)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._hidden[: len(rows)] = self._hidden[list(rows)]
+        self.hidden[: len(rows)] = self.hidden[list(rows)]
 
     def propose(self, frontier: Frontier) -> TokenTree:
         root, trees = frontier.prefix.root[:, None], frontier.trees and self.vocabulary.reads_trees
         if frontier.budget == 0:
             return TokenTree.chain(root)
-        if self._pairs is not None:
+        if self.pairs is not None:
             shaped = not trees or self.tree is not None
-            return self._paired(frontier, root, self._pairs, self._shape(frontier.budget, trees) if shaped else None)
+            return self._paired(frontier, root[:, 0], self._shape(frontier.budget, trees) if shaped else None)
         shape = self._shape(frontier.budget, trees)
         plan = _plan(shape, root.device)
         steps, choices = self._choices(frontier, root, plan)                                # [B, K, R] both
-        if frontier.sampler.at_hand and len(shape) > frontier.budget + 1:
-            listed = zip(root[:, 0].tolist(), steps.tolist(), choices.tolist(), strict=True)
-            return TokenTree.listed([_likeliest(*row, frontier.budget) for row in listed], frontier.budget + 1, plan.depth)
         confidence = F.pad(steps.exp().flatten(1), (0, 1), value=1)[:, plan.path].prod(-1)        # [B, N - 1]
         confidence = F.pad(confidence, (1, 0), value=1)
         tokens = torch.where(confidence[:, 1:] > 0, choices.flatten(1)[:, plan.last], ABSENT)
         tree = TokenTree.shaped(torch.cat([root, tokens], 1), shape, confidence=confidence)
         if len(shape) <= frontier.budget + 1:
             return tree
-        return TokenTree.likeliest(tree.tokens, tree.parents.clamp(min=0), confidence, frontier.budget + 1, plan.depth)
+        pool = (tree.tokens, tree.parents.clamp(min=0), confidence)
+        return self.ops.run(TokenTree.likeliest, *pool, frontier.budget + 1, plan.depth)
 
-    def _paired(self, frontier: Frontier, root: Tensor, pairs: Table, shape: TreeShape | None) -> TokenTree:
+    def _paired(self, frontier: Frontier, root: Tensor, shape: TreeShape | None) -> TokenTree:
         """The tree of this shape, or the likeliest paths, where each choice depends on the one before."""
-        nodes, sampler = frontier.budget if shape is None else len(shape) - 1, frontier.sampler
+        nodes = frontier.budget if shape is None else len(shape) - 1
         deepest = self.config.num_heads if shape is None else len(shape.levels) - 1
-        steps, vocab, hidden = min(deepest, nodes), self.vocabulary.vocab_size, self._hidden[: len(root)]
-        found = kernels() if hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu" else None
-        draft_sampling = sampler.draft_sampling(frontier.prefix, steps, vocab, 0) if found is not None else None
-        if found is not None and draft_sampling is not None and self._together is not None:
-            return tree_of_heads(found, self._together, steps, hidden, root[:, 0], nodes, draft_sampling, shape)
-        logits = self._weights.logits(hidden, steps, self.vocabulary)
-        if found is not None and draft_sampling is not None:
-            return pairs.tree(found, logits, root[:, 0], nodes, draft_sampling, shape)
-        behind = self._behind(frontier, root, logits)
-        confidence, weights = sampler.confidence(sampler.gumbel_logits(logits, behind, Role.TARGET)), WEIGHT * sampler.slope
-        if shape is not None:
-            return pairs.shaped(root[:, 0], confidence, weights, shape)
-        tokens, parents, chances = pairs.pool(root[:, 0], confidence, weights, nodes)
-        return TokenTree.likeliest(tokens, parents, chances.exp(), nodes + 1, logits.shape[1], at_hand=sampler.at_hand)
+        return self.ops.run(heads_tree, self, frontier, root, min(deepest, nodes), nodes, shape)
+
+    def logits(self, heads: int, rows: int) -> Tensor:
+        """[rows, heads, V] what the first heads say behind the first rows."""
+        return self._weights.logits(self.hidden[:rows], heads, self.vocabulary)
 
     def _choices(self, frontier: Frontier, root: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         """[B, K, R] the logarithms of the chances of each head's choices, and these, as the target will choose."""
-        logits = self._weights.logits(self._hidden[: len(root)], plan.depth, self.vocabulary)
-        return frontier.sampler.best(logits, self._behind(frontier, root, logits), plan.width)
-
-    def _behind(self, frontier: Frontier, root: Tensor, logits: Tensor) -> Paths:
-        """Where the heads stand. Penalties and n-gram rules look at their own first choices as the text between."""
-        told = frontier.sampler.reads_text                                                  # otherwise nobody asks for tokens
-        tokens = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if told else root.expand(-1, logits.shape[1])
-        return Paths(frontier.prefix, TokenTree.chain(tokens))
+        logits = self.logits(plan.depth, len(root))
+        return frontier.sampler.best(logits, first_choices(frontier, root[:, 0], logits), plan.width)
 
     def _shape(self, budget: int, trees: bool) -> TreeShape:
         """The tree of this budget or, where it is chosen in the round, what it is chosen from."""
@@ -265,24 +238,6 @@ class Medusa(Drafter):
         if budget not in self._shapes:
             self._shapes[budget] = TreeShape(self.tree[:budget])
         return self._shapes[budget]
-
-
-def _likeliest(root: int, steps: list[list[float]], choices: list[list[int]], nodes: int) -> list[Node]:
-    """The root and the `nodes` likeliest paths through the choices of all heads, in falling order of their chances.
-
-    steps: the logarithms of the chances of each head's choices, falling. On the host, best first: behind a path come its
-    next sibling and its first child.
-    """
-    pool = [Node(root, 0, 1.0)]
-    open_ = [(-steps[0][0], 0, 0, 0, 0.0)]                      # less its logarithm, head, rank, parent, the parent's logarithm
-    while open_ and len(pool) <= nodes and open_[0][0] < inf:
-        less, head, rank, parent, above = heappop(open_)
-        pool.append(Node(choices[head][rank], parent, exp(-less)))
-        if rank + 1 < len(steps[head]):
-            heappush(open_, (-above - steps[head][rank + 1], head, rank + 1, parent, above))
-        if head + 1 < len(steps):
-            heappush(open_, (less - steps[head + 1][0], head + 1, 0, len(pool) - 1, -less))
-    return pool
 
 
 @lru_cache(maxsize=256)
@@ -303,6 +258,12 @@ def candidates(nodes: int, heads: int, vocab: int) -> TreeShape:
         ]
         found += [path for path, _, _ in level]
     return TreeShape(tuple(found))
+
+
+def heads_tree(medusa: Medusa, frontier: Frontier, root: Tensor, heads: int, nodes: int, shape: TreeShape | None) -> TokenTree:
+    """The tree of the likeliest `nodes` nodes behind roots [B], or the one of this shape, by the first heads and their pairs."""
+    assert medusa.pairs is not None
+    return medusa.ops.run(pairs_tree, medusa.pairs, medusa.logits(heads, len(root)), frontier, root, nodes, shape, WEIGHT)
 
 
 class _Plan(NamedTuple):

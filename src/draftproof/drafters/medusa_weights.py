@@ -44,12 +44,13 @@ class _Own(NamedTuple):
     packed: list[PackedLinear]
     projections: list[PackedLinear] | None
 
-    def with_pairs(self, pairs: Pairs, weight: float, vocabulary: Vocabulary) -> Heads | None:
+    def with_pairs(self, pairs: Sequence[Tensor], weight: float, vocabulary: Vocabulary) -> Heads | None:
         """All that drafting reads as one, if the projection is the target's. weight: what gains are multiplied with."""
         shared = vocabulary.native.head if vocabulary.native is not None else None
         if self.projections is not None or shared is None or shared.outputs != vocabulary.vocab_size:
             return None
-        return Heads(ctypes.addressof(self.blocks), shared, pairs, self.layers, weight)
+        table = Pairs(*(part.data_ptr() for part in pairs))
+        return Heads(ctypes.addressof(self.blocks), shared, table, self.layers, weight)
 
     def logits(self, found: Kernels, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[heads, B, rows] as `Weights.logits`."""

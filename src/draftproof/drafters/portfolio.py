@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.native.kernels import kernels
-from draftproof.native.lookup import Counts, Member, Pool
 
 CLASSES, LEVELS = 32, 16
 """Kinds of node each member is judged by: by its odds in `LEVELS` steps if it gives odds, else by its place in the tree."""
@@ -58,9 +57,10 @@ class Portfolio(Drafter):
         self._counts: _Counts | None = None
         self._asked: _Asked | None = None
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         for member in self.members:
-            member.start(rows, capacity)
+            member.start(rows, capacity, ops)
         self._asked = None
         if self._counts is not None:
             self._counts = self._counts.select([])
@@ -78,21 +78,12 @@ class Portfolio(Drafter):
         counts, prefix = self._counts, frontier.prefix
         if frontier.budget == 0 or counts is None:
             return TokenTree.root(prefix.root)
-        native = kernels() if frontier.sampler.at_hand else None
         everyone = counts.all.clone()                               # as it was: a row does not depend on who runs beside it
-        if self._asked is not None and native is not None:
-            native.lookup.judge(counts.at_hand, *self._asked, prefix.tokens, prefix.position, ABSENT)
-        elif self._asked is not None:
-            counts = self._counts = counts.after(self._asked, prefix)
+        if self._asked is not None:
+            self.ops.run(judge, counts, self._asked, prefix)
         asked = replace(frontier, budget=frontier.budget + frontier.budget // 2, drawn=False)      # corrected, others may do
         trees = [member.propose(asked) for member in self.members]
-        if native is not None:
-            members = [Member(tree.tokens, tree.parents, tree.confidence) for tree in trees]
-            depth = max(tree.depth_limit for tree in trees)
-            pool, grown = native.lookup.merge(counts.at_hand, everyone, members, frontier.budget + 1, ABSENT)
-            tree = TokenTree.found(*grown, depth)
-        else:
-            pool, tree = _merged(trees, counts, everyone, frontier.budget + 1)
+        pool, tree = self.ops.run(merge_trees, trees, counts, everyone, frontier.budget + 1)
         self._asked = _Asked(*pool, prefix.position)
         return tree if frontier.trees else tree.trunk()
 
@@ -145,16 +136,15 @@ class _Counts(NamedTuple):
         return self._replace(rows=torch.cat([self.rows, torch.zeros_like(self.all)[None]]))
 
     @property
-    def at_hand(self) -> Counts:
-        """Where they lie, for our kernels."""
-        kinds, (own, everyone) = len(self.all), (self.rows.data_ptr(), self.all.data_ptr())
-        return Counts(own, everyone, kinds, CLASSES, LEVELS, FADE, FADE_ALL, TRUST, TRUST_ALL, UNTOLD)
+    def numbers(self) -> tuple[float, ...]:
+        """Sizes and constants, in the order of lookup.c."""
+        return len(self.all), CLASSES, LEVELS, FADE, FADE_ALL, TRUST, TRUST_ALL, UNTOLD
 
     def select(self, rows: Sequence[int]) -> _Counts:
         order = torch.tensor(list(rows), dtype=torch.int64, device=self.all.device)
         return self._replace(rows=self.rows[order])
 
-    def after(self, asked: _Asked, prefix: Prefix) -> _Counts:
+    def learn(self, asked: _Asked, prefix: Prefix) -> None:
         """When the text has come to `prefix`: of each node whose parent stood, whether it stood too."""
         texts, parents = asked.said, asked.parents                                                  # [B, M, D]
         ahead = torch.arange(texts.shape[2], device=prefix.position.device)
@@ -169,7 +159,8 @@ class _Counts(NamedTuple):
         seen = torch.stack([stands & judged, judged], -1).float()                                   # [B, M, 2]
         kinds = asked.kinds[..., None].expand_as(seen)
         new = torch.zeros_like(self.rows).scatter_add_(1, kinds, seen)
-        return _Counts(FADE * self.rows + new, FADE_ALL * self.all + new.sum(0))
+        self.rows.mul_(FADE).add_(new)
+        self.all.mul_(FADE_ALL).add_(new.sum(0))
 
     def corrected(self, given: Tensor, kinds: Tensor, everyone: Tensor) -> Tensor:
         """[B, M] the odds of each node behind its parent: what its row has shown of its kind, before that `everyone`
@@ -180,8 +171,21 @@ class _Counts(NamedTuple):
         return (own[..., 0] + TRUST * prior) / (own[..., 1] + TRUST)
 
 
-def _merged(trees: Sequence[TokenTree], counts: _Counts, everyone: Tensor, nodes: int) -> tuple[Pool, TokenTree]:
-    """Members' trees side by side, their texts as tokens, and the tree of the likeliest of all nodes."""
+class Pool(NamedTuple):
+    """Members' trees side by side, [B, M]: what they said, as in `_Asked`, parents (-1 at each root), and kinds of nodes."""
+
+    said: Tensor
+    parents: Tensor
+    kinds: Tensor
+
+
+def judge(counts: _Counts, asked: _Asked, prefix: Prefix) -> None:
+    """Count, in place, what was right of what members said, by the text that came."""
+    counts.learn(asked, prefix)
+
+
+def merge_trees(trees: Sequence[TokenTree], counts: _Counts, everyone: Tensor, nodes: int) -> tuple[Pool, TokenTree]:
+    """Members' trees side by side, and the tree of the likeliest of all nodes, each member believed as far as it was right."""
     pool = TokenTree.beside(trees)
     given = _given(trees, pool)                                                                     # [B, M]
     kinds = _kinds(trees, given)

@@ -17,7 +17,6 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
-from draftproof.native.kernels import kernels
 
 NEAR = 32
 """Earlier occurrences of the last token that are looked at: those with the token before it too, then the most recent."""
@@ -42,43 +41,48 @@ class PromptLookup(Drafter):
         self.longest, self.shortest = longest, shortest
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        prefix = frontier.prefix
         if frontier.budget == 0:
-            return TokenTree.root(prefix.root)
-        native = kernels() if frontier.sampler.at_hand and frontier.trees else None
-        if native is not None:
-            sizes = (self.longest, self.shortest, NEAR, PLACES, frontier.budget)
-            return TokenTree.found(*native.lookup.match(prefix.tokens, prefix.position, *sizes, ABSENT), frontier.budget)
-        found = self._matches(prefix)
-        ahead = torch.arange(frontier.budget, device=found.place.device)                # [K]
-        start = torch.minimum(found.place, prefix.position[:, None])                    # [B, W]
-        circle = prefix.position[:, None] + 1 - start                                   # tokens from there to the end
-        place = start[..., None] + ahead % circle[..., None]                            # [B, W, K]
-        drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
-        drafted = torch.where(found.length[..., None] > 0, drafted, ABSENT)
-        root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)
-        paths = torch.cat([root, drafted], -1)
-        if not frontier.trees:
-            return TokenTree.chain(paths[:, 0])
-        return TokenTree.from_paths(paths, frontier.budget + 1, _votes(found.length, frontier.budget))
+            return TokenTree.root(frontier.prefix.root)
+        sizes = (self.longest, self.shortest, NEAR, PLACES)
+        return self.ops.run(match_prompt, frontier.prefix, sizes, frontier.budget, frontier.trees)
 
-    def _matches(self, prefix: Prefix) -> _Matches:
-        """The best matches, best first."""
-        known = prefix.tokens.shape[1] if prefix.longest is None else prefix.longest + 1
-        tokens, last = prefix.tokens[:, :known], prefix.position[:, None]
-        size = tokens.shape[1]
-        places = torch.arange(size, device=tokens.device)                               # each a possible match end
-        tail = tokens.gather(1, (last - torch.arange(self.longest, device=tokens.device)).clamp(min=0))     # [B, L] backwards
-        hit = (tokens == tail[:, :1]) & (places < last)                                 # [B, S]
-        pair = (tokens.roll(1, 1) == tail[:, min(1, self.longest - 1), None]) & (places > 0)
-        near = torch.where(hit, places + size * (hit & pair), -1).topk(min(NEAR, size), 1)
-        end = near.indices                                                              # [B, R]
-        back = end[..., None] - torch.arange(self.longest, device=tokens.device)        # [B, R, L]
-        text = tokens.gather(1, back.clamp(min=0).flatten(1)).view_as(back)
-        length = ((text == tail[:, None]) & (back >= 0)).cumprod(-1, dtype=torch.uint8).sum(-1)
-        length = torch.where((near.values >= 0) & (length >= self.shortest), length, 0)
-        best = (length * size + end).topk(min(PLACES, end.shape[1]), 1).indices         # [B, W]
-        return _Matches(end.gather(1, best) + 1, length.gather(1, best))
+
+def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool) -> TokenTree:
+    """What followed earlier occurrences of each text's end; the best of them alone where only a chain will do.
+
+    sizes: the longest and the shortest match, how many occurrences are looked at, and how many are drafted from.
+    """
+    found = _matches(prefix, *sizes)
+    ahead = torch.arange(budget, device=found.place.device)                         # [K]
+    start = torch.minimum(found.place, prefix.position[:, None])                    # [B, W]
+    circle = prefix.position[:, None] + 1 - start                                   # tokens from there to the end
+    place = start[..., None] + ahead % circle[..., None]                            # [B, W, K]
+    drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
+    drafted = torch.where(found.length[..., None] > 0, drafted, ABSENT)
+    root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)
+    paths = torch.cat([root, drafted], -1)
+    if not trees:
+        return TokenTree.chain(paths[:, 0])
+    return TokenTree.from_paths(paths, budget + 1, _votes(found.length, budget))
+
+
+def _matches(prefix: Prefix, longest: int, shortest: int, near: int, places: int) -> _Matches:
+    """The best matches, best first."""
+    known = prefix.tokens.shape[1] if prefix.longest is None else prefix.longest + 1
+    tokens, last = prefix.tokens[:, :known], prefix.position[:, None]
+    size = tokens.shape[1]
+    ends = torch.arange(size, device=tokens.device)                                 # each a possible match end
+    tail = tokens.gather(1, (last - torch.arange(longest, device=tokens.device)).clamp(min=0))      # [B, L] backwards
+    hit = (tokens == tail[:, :1]) & (ends < last)                                   # [B, S]
+    pair = (tokens.roll(1, 1) == tail[:, min(1, longest - 1), None]) & (ends > 0)
+    recent = torch.where(hit, ends + size * (hit & pair), -1).topk(min(near, size), 1)
+    end = recent.indices                                                            # [B, R]
+    back = end[..., None] - torch.arange(longest, device=tokens.device)             # [B, R, L]
+    text = tokens.gather(1, back.clamp(min=0).flatten(1)).view_as(back)
+    length = ((text == tail[:, None]) & (back >= 0)).cumprod(-1, dtype=torch.uint8).sum(-1)
+    length = torch.where((recent.values >= 0) & (length >= shortest), length, 0)
+    best = (length * size + end).topk(min(places, end.shape[1]), 1).indices         # [B, W]
+    return _Matches(end.gather(1, best) + 1, length.gather(1, best))
 
 
 class _Matches(NamedTuple):

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.noise import Role
+from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, lm_head_of, must_fit, over_vocabulary
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import PackedLinear, pack_linears
-from draftproof.native.kernels import kernels
 from draftproof.native.structures import LANES, Linear, Recurrence
 
 STEPS = 5
@@ -259,55 +259,53 @@ class ReDrafter(Drafter):
         self.default_budget = max(NODES, length) if self.width > 1 else length
         self._head = _decoding(head, vocabulary)
         self._native = _Native.of(self._head, vocabulary)
-        self._context = torch.zeros(0, vocabulary.hidden_size)      # [rows, H] behind each row's last committed token
+        self.context = torch.zeros(0, vocabulary.hidden_size)      # [rows, H] behind each row's last committed token
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         where = self.vocabulary
-        self._context = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
+        self.context = torch.zeros(rows, where.hidden_size, dtype=where.dtype, device=where.device)
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "the head reads the target's last hidden states"
         states = commit.hidden[:, :, 0]                                                     # [b, D, H]
         last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
-        self._context[commit.rows[0] : commit.rows[-1] + 1] = states.gather(1, last)[:, 0]  # rows lie side by side
+        self.context[commit.rows[0] : commit.rows[-1] + 1] = states.gather(1, last)[:, 0]  # rows lie side by side
 
     def select(self, rows: Sequence[int]) -> None:
-        self._context[: len(rows)] = self._context[list(rows)]
+        self.context[: len(rows)] = self.context[list(rows)]
 
     def propose(self, frontier: Frontier) -> TokenTree:
         root = frontier.prefix.root[:, None]
         length, width = min(self.length, frontier.budget), min(self.width if frontier.trees else 1, frontier.budget)
         if length == 0:
             return TokenTree.chain(root)
-        weighed = self._at_once(frontier, root, length, width)
-        if weighed is None:
-            levels: list[_Level] = []
-            for _ in range(length):
-                beams = levels[-1].best(width) if levels else _Beams.begin(root)
-                levels.append(self._grow(beams, root, frontier, width))
-                if frontier.floor and float(levels[-1].scores.amax()) < log(frontier.floor):
-                    break
-            if self.tree == "beams" and width > 1:
-                return TokenTree.from_paths(levels[-1].best(width).paths, min(frontier.budget, width * length) + 1)
-            weighed = _weighed(root, levels)
-        tokens, parents, confidence = weighed
+        if self.tree == "beams" and width > 1:
+            beams = self.search(frontier, root, length, width)[-1].best(width)
+            return TokenTree.from_paths(beams.paths, min(frontier.budget, width * length) + 1)
+        tokens, parents, confidence = self.ops.run(beam_search, self, frontier, root, length, width)
         if width == 1:
             return replace(TokenTree.chain(tokens), confidence=confidence)
-        return TokenTree.likeliest(tokens, parents, confidence, frontier.budget + 1, length, at_hand=frontier.sampler.at_hand)
+        return self.ops.run(TokenTree.likeliest, tokens, parents, confidence, frontier.budget + 1, length)
 
-    def _at_once(self, frontier: Frontier, root: Tensor, length: int, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What a search weighs, as `_weighed`, in one call; None where our kernels cannot."""
-        found = kernels() if self._native is not None and self.tree == "nodes" and self.cut is None else None
-        draft_sampling = frontier.sampler.draft_sampling(frontier.prefix, length, self.vocabulary.vocab_size, frontier.floor)
-        if found is None or draft_sampling is None or self._native is None:
-            return None
-        head, context = self._native.recurrence, self._context[: len(root)]
-        tokens, parents, chances = found.search(head, context, root[:, 0], width, length, draft_sampling)
-        return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()
+    def search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[_Level]:
+        """What a beam search behind roots [B, 1] weighs, step by step."""
+        levels: list[_Level] = []
+        for _ in range(length):
+            beams = levels[-1].best(width) if levels else _Beams.begin(root)
+            levels.append(self._grow(beams, root, frontier, width))
+            if frontier.floor and float(levels[-1].scores.amax()) < log(frontier.floor):
+                break
+        return levels
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """The head as our kernels search with it, if they can."""
+        return self._native.recurrence if self._native is not None and self.tree == "nodes" and self.cut is None else None
 
     def _logits(self, state: Tensor) -> Tensor:
         """[B, W, V] what the head says behind these states, over the target's vocabulary."""
-        logits = self._head.logits(self._context[: len(state), None].expand_as(state), state)
+        logits = self._head.logits(self.context[: len(state), None].expand_as(state), state)
         if self._head.config.share_lm_head:
             logits = self.vocabulary.unembed(logits)
         return over_vocabulary(logits, self.vocabulary.vocab_size)
@@ -315,7 +313,7 @@ class ReDrafter(Drafter):
     def _grow(self, beams: _Beams, root: Tensor, frontier: Frontier, children: int) -> _Level:
         """The most likely children of every beam, by the target's wishes and noise."""
         embedded = self.vocabulary.embed(beams.paths[..., -1])
-        state = self._head.advance(embedded.to(self._context.dtype), beams.state)           # [B, W, H]
+        state = self._head.advance(embedded.to(self.context.dtype), beams.state)           # [B, W, H]
         logits, paths = self._logits(state), Paths(frontier.prefix, *beams.tree(root, frontier.sampler.reads_text))
         if self.cut is not None:
             among = frontier.sampler.gumbel_logits(logits, paths, Role.TARGET).topk(min(self.cut, logits.shape[-1]), -1)
@@ -372,8 +370,12 @@ class _Level(NamedTuple):
         return _Beams(torch.cat([paths, tokens], -1), scores, state, place)
 
 
-def _weighed(root: Tensor, levels: Sequence[_Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """All nodes that a search weighed: their tokens, parents (the root its own), and the odds of the path to each, [B, N]."""
+def beam_search(
+    drafter: ReDrafter, frontier: Frontier, root: Tensor, length: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All nodes that a search behind roots [B, 1] weighs: their tokens, parents (the root its own), and the odds of the path to
+    each, [B, N]."""
+    levels = drafter.search(frontier, root, length, width)
     parents, start = [torch.zeros_like(root)], 0
     for level in levels:
         above = start + level.beams.place                                                   # [B, W] where each beam ends

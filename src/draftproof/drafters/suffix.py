@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.ops import Ops
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
-from draftproof.native.kernels import kernels
-from draftproof.native.lookup import Index
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 """Context sizes, in tokens; the largest is as many as our kernels hold at a time."""
@@ -54,7 +54,8 @@ class SuffixDrafter(Drafter):
         self._lanes = _Lanes(1, 1)
         self._rows: _Rows | None = None
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         width = capacity + 3                                            # a root and two ends behind the text
         self._lanes = _Lanes(width, max(self.memory // width, 2 * rows + 1), self._lanes.cursor)
         self._rows = None
@@ -65,35 +66,13 @@ class SuffixDrafter(Drafter):
             self._rows = _Rows.joined(self._rows, self._lanes.take(), commit.tokens.device)
         assert self._rows is not None, "a row begins with its prompt"
         rows = slice(commit.rows[0], commit.rows[-1] + 1)
-        native = kernels() if commit.at_hand else None
-        if native is not None:
-            native.lookup.index(index.at_hand, self._rows.tail[rows], self._rows.end[rows], commit.tokens, commit.count)
-            return
-        index.learn(self._rows.tail[rows], self._rows.end[rows], commit)
-        self._rows = self._rows.after(rows, commit)
+        self.ops.run(learn_text, index, self._rows.tail[rows], self._rows.end[rows], commit.tokens, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         root, budget = frontier.prefix.root, frontier.budget
         if budget == 0 or self._rows is None:
             return TokenTree.root(root)
-        index, end = self._indexed(root.device), self._rows.end[:, None]
-        native = kernels() if frontier.sampler.at_hand else None
-        if native is not None:
-            text = (frontier.prefix.tokens, frontier.prefix.position)
-            tree = TokenTree.found(*native.lookup.go_on(index.at_hand, *text, self._rows, OWN, PATHS, budget), budget)
-            return tree if frontier.trees else tree.trunk()
-        index.text[self._rows.end] = root                               # where it will stand if it is committed
-        found = index.successors(torch.cat([self._rows.tail, root[:, None]], 1)[:, 1:], self._rows)
-        confidence, best = (part[:, :PATHS] for part in found.confidence.sort(dim=1, descending=True, stable=True))        # [B, W]
-        place, size = found.place.gather(1, best), best // WAYS
-        ahead = torch.arange(budget, device=root.device)                # [K]
-        circle = torch.where(place >= self._rows.begin[:, None], end + 1 - place, 0)[..., None]
-        ahead = torch.where(circle > 0, ahead % circle.clamp(min=1), ahead)             # its own end is its beginning
-        drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
-        drafted = torch.where(confidence[..., None] > 0, drafted, ABSENT)                     # [B, W, K]
-        paths = torch.cat([root[:, None, None].expand(-1, PATHS, 1), drafted], -1)
-        votes = confidence[..., None] * _lasting(budget, root.device)[size]                    # [B, W, 1 + K]
-        tree = TokenTree.from_paths(paths, budget + 1, votes)
+        tree = self.ops.run(continue_text, self._indexed(root.device), frontier.prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:
@@ -113,6 +92,34 @@ class SuffixDrafter(Drafter):
                 self._index = _Index(self.memory, device)
         self._index.hold(self._lanes.size)
         return self._index
+
+
+def learn_text(index: _Index, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """Learn `count` [b] of tokens [b, D] behind `end` [b]; tail [b, L], the text before, and end move on, in place."""
+    index.learn(tail, end, tokens, count)
+    last = count[:, None] + torch.arange(tail.shape[1], device=tokens.device)
+    tail.copy_(torch.cat([tail, tokens], 1).gather(1, last))
+    end += count
+
+
+def continue_text(index: _Index, prefix: Prefix, rows: _Rows, own: float, paths: int, budget: int) -> TokenTree:
+    """The tree of the `paths` likeliest continuations of each row's text, its root included.
+
+    own: occurrences that one in the row's own text counts for, beside the one it is.
+    """
+    root, end = prefix.root, rows.end[:, None]
+    index.text[rows.end] = root                                         # where it will stand if it is committed
+    found = index.successors(torch.cat([rows.tail, root[:, None]], 1)[:, 1:], rows, own)
+    confidence, best = (part[:, :paths] for part in found.confidence.sort(dim=1, descending=True, stable=True))         # [B, W]
+    place, size = found.place.gather(1, best), best // WAYS
+    ahead = torch.arange(budget, device=root.device)                    # [K]
+    circle = torch.where(place >= rows.begin[:, None], end + 1 - place, 0)[..., None]
+    ahead = torch.where(circle > 0, ahead % circle.clamp(min=1), ahead)                 # its own end is its beginning
+    drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
+    drafted = torch.where(confidence[..., None] > 0, drafted, ABSENT)                   # [B, W, K]
+    texts = torch.cat([root[:, None, None].expand(-1, drafted.shape[1], 1), drafted], -1)
+    votes = confidence[..., None] * _lasting(budget, root.device)[size]                 # [B, W, 1 + K]
+    return TokenTree.from_paths(texts, budget + 1, votes)
 
 
 class _Lanes:
@@ -155,15 +162,6 @@ class _Rows(NamedTuple):
         new = _Rows(torch.full((1, SIZES[0]), ABSENT, device=device), start, start.clone())
         return new if rows is None else _Rows(*(torch.cat(pair) for pair in zip(rows, new, strict=True)))
 
-    def after(self, rows: slice, commit: Commit) -> _Rows:
-        """When `rows` have got the tokens of a commit."""
-        text = torch.cat([self.tail[rows], commit.tokens], 1)
-        last = commit.count[:, None] + torch.arange(SIZES[0], device=text.device)
-        tail, end = text.gather(1, last), self.end[rows] + commit.count
-        parts = ((self.tail, tail), (self.end, end))
-        tail, end = (torch.cat([old[: rows.start], new, old[rows.stop :]]) for old, new in parts)
-        return _Rows(tail, self.begin, end)
-
     def select(self, rows: Sequence[int], lanes: Sequence[int], copies: Sequence[bool]) -> _Rows:
         """These rows, in this order; a copy goes on in the lane it was given."""
         order, lane, moved = (torch.tensor(list(of), dtype=torch.int64, device=self.end.device) for of in (rows, lanes, copies))
@@ -205,20 +203,23 @@ class _Index:
                 self.text = torch.cat([self.text[:-1], self.text.new_full((size + 2 - len(self.text),), ABSENT)])
 
     @property
-    def at_hand(self) -> Index:
-        """Where it lies, for our kernels."""
-        parts = (self.text, self.places, self.tags, self.counts, self.context, self.sizes)
-        sizes = (len(self.text), len(SIZES), WAYS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT)
-        return Index(*(part.data_ptr() for part in parts), *sizes)
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors it lies in, in the order of lookup.c."""
+        return self.text, self.places, self.tags, self.counts, self.context, self.sizes
 
-    def learn(self, tail: Tensor, end: Tensor, commit: Commit) -> None:
-        """Write a commit's tokens behind `end` [b], each behind its contexts; `tail` [b, L] is the text before them."""
-        tokens, dump = commit.tokens, len(self.text) - 1
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its sizes and constants, in the order of lookup.c."""
+        return len(self.text), len(SIZES), WAYS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT
+
+    def learn(self, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Write `count` [b] of tokens [b, D] behind `end` [b], each behind its contexts; `tail` [b, L] is the text before."""
+        dump = len(self.text) - 1
         ahead = torch.arange(tokens.shape[1], device=tokens.device)
-        there = ahead < commit.count[:, None]                                               # [b, D]
+        there = ahead < count[:, None]                                                      # [b, D]
         place = torch.where(there, end[:, None] + ahead, dump)
         self.text[place] = tokens
-        behind = (end + commit.count)[:, None] + torch.arange(2, device=tokens.device)
+        behind = (end + count)[:, None] + torch.arange(2, device=tokens.device)
         self.text[behind] = torch.full_like(behind, ABSENT)                                 # the end, so far
         context = torch.cat([tail, tokens], 1).unfold(1, SIZES[0] + 1, 1)[..., :-1]         # [b, D, L]
         slot, tag = self._hash(context, tokens[..., None])
@@ -228,7 +229,7 @@ class _Index:
         self.counts.scatter_add_(0, entry.flatten(), torch.ones_like(entry, dtype=torch.float32).flatten())
         self.tags[entry], self.places[entry] = tag, place[..., None].expand_as(entry)
 
-    def successors(self, context: Tensor, rows: _Rows) -> _Found:
+    def successors(self, context: Tensor, rows: _Rows, weight: float) -> _Found:
         """What followed the last tokens `context` [B, L], the largest contexts first."""
         slot, none = self._hash(context, torch.full_like(context[:, :1], ABSENT))           # [B, O]
         entry = slot[..., None] * WAYS + torch.arange(WAYS, device=slot.device)             # [B, O, WAYS]
@@ -237,7 +238,7 @@ class _Index:
         same = self.tags[entry] == none[..., None] + (token.int() + 1) * _FOLLOW
         alive = same & (context[:, SIZES[0] - self.sizes, None] != ABSENT) & (token != ABSENT)
         own = (place >= rows.begin[:, None, None]) & (place <= rows.end[:, None, None])
-        counts = torch.where(alive, self.counts[entry] + OWN * own, 0)
+        counts = torch.where(alive, self.counts[entry] + weight * own, 0)
         kinds, total = alive.sum(-1), counts.sum(-1)                                        # [B, O]
         room = (kinds + total).clamp(min=1)
         escape = torch.where(kinds > 0, kinds / room, 1)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.ops import Ops
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
-from draftproof.native.kernels import kernels
-from draftproof.native.lookup import Table
 
 BEST = 8
 """Successors kept per context."""
@@ -46,7 +46,8 @@ class TokenRecycling(Drafter):
         self._table: _Table | None = None
         self._tail: Tensor | None = None                        # [rows, 2] each row's last committed tokens
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
         self._tail = None
 
     def observe(self, commit: Commit) -> None:
@@ -59,10 +60,10 @@ class TokenRecycling(Drafter):
         rows = slice(commit.rows[0], commit.rows[-1] + 1)
         text = torch.cat([self._tail[rows], commit.tokens], 1)                          # [b, 2 + D]
         if commit.successors is not None:
-            self._recycle(table, self._tail[rows], commit.successors, at_hand=commit.at_hand)
+            self.ops.run(recycle, table, self._tail[rows], commit.successors)
         else:
             there = torch.arange(commit.tokens.shape[1], device=text.device) < commit.count[:, None]
-            self._listen(table, text[:, :-2], torch.where(there, text[:, 1:-1], ABSENT), commit)
+            self.ops.run(learn_pairs, table, text[:, :-2], torch.where(there, text[:, 1:-1], ABSENT), commit.tokens, TOLD)
         last = commit.count[:, None] + torch.arange(2, device=text.device)
         self._tail = torch.cat([self._tail[: rows.start], text.gather(1, last), self._tail[rows.stop :]])
 
@@ -70,51 +71,13 @@ class TokenRecycling(Drafter):
         root, budget = frontier.prefix.root[:, None], frontier.budget
         if budget == 0 or self._tail is None:
             return TokenTree.chain(root)
-        table, rows, at_hand = self._on(root.device), len(root), frontier.sampler.at_hand
-        depth = min(DEPTH, budget)
-        native = kernels() if at_hand else None
-        if native is not None:
-            text, sizes = (frontier.prefix.tokens, frontier.prefix.position), (WIDTH, FAN, depth, budget + 1)
-            tree = TokenTree.found(*native.lookup.remember(table.at_hand, *text, self._tail, *sizes), depth)
-            return tree if frontier.trees else tree.trunk()
-        before, tokens, confidence = self._tail[:, 1:], root, torch.ones(root.shape, device=root.device)
-        pool = [(tokens, torch.zeros_like(root), confidence)]
-        start = 0
-        for _ in range(depth):
-            best = confidence.topk(min(WIDTH, confidence.shape[1]), 1)                              # [B, w] the nodes to follow
-            above = tokens.gather(1, best.indices)
-            fan = BEST if start == 0 else FAN
-            next_tokens, next_odds = table.likely(before.gather(1, best.indices), above, fan)           # [B, w, fan]
-            parents = (best.indices + start)[..., None].expand_as(next_tokens).reshape(rows, -1)
-            start += tokens.shape[1]
-            before = above[..., None].expand_as(next_tokens).reshape(rows, -1)
-            tokens, confidence = next_tokens.flatten(1), (best.values[..., None] * next_odds).flatten(1)
-            pool.append((tokens, parents, confidence))
-        all_tokens, all_parents, all_odds = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        tree = TokenTree.likeliest(all_tokens, all_parents, all_odds, budget + 1, depth, at_hand=at_hand)
+        sizes = (WIDTH, FAN, min(DEPTH, budget))
+        tree = self.ops.run(likely_successors, self._on(root.device), frontier.prefix, self._tail, sizes, budget + 1)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:
         if self._tail is not None:
             self._tail = self._tail[list(rows)]
-
-    def _listen(self, table: _Table, before: Tensor, token: Tensor, commit: Commit) -> None:
-        """Learn what was read of a prompt behind `token`, that behind `before`, both [b, D]."""
-        native = kernels() if commit.at_hand else None
-        if native is not None:
-            native.lookup.told(table.at_hand, before, token, commit.tokens, TOLD)
-        else:
-            table.told(before, token, commit.tokens)
-
-    def _recycle(self, table: _Table, tail: Tensor, seen: Successors, *, at_hand: bool) -> None:
-        """Learn what came out behind each node; `tail` [b, 2] are the tokens before the root."""
-        tokens, parents = seen.tree.tokens, seen.tree.parents
-        native = kernels() if at_hand else None
-        if native is not None:
-            native.lookup.recycle(table.at_hand, tokens, parents, tail, seen.tokens, seen.logits)
-            return
-        before = torch.where(parents < 0, tail[:, 1:], tokens.gather(1, parents.clamp(min=0)))
-        table.learn(before, tokens, seen.tokens, seen.logits.float().softmax(-1).nan_to_num(0.0))
 
     def _on(self, device: torch.device) -> _Table:
         """The memory, made when it is first needed; it stays over requests."""
@@ -122,6 +85,42 @@ class TokenRecycling(Drafter):
             with torch.inference_mode(False):
                 self._table = _Table(self.slots, device)
         return self._table
+
+
+def recycle(table: _Table, tail: Tensor, seen: Successors) -> None:
+    """Learn what came out behind each node of trees; `tail` [b, 2] are the tokens before the roots."""
+    tokens, parents = seen.tree.tokens, seen.tree.parents
+    before = torch.where(parents < 0, tail[:, 1:], tokens.gather(1, parents.clamp(min=0)))
+    table.learn(before, tokens, seen.tokens, seen.logits.float().softmax(-1).nan_to_num(0.0))
+
+
+def learn_pairs(table: _Table, before: Tensor, tokens: Tensor, successors: Tensor, odds: float) -> None:
+    """Learn that `successors` were read behind `tokens`, and these behind `before`, all [b, D], in a prompt, at these odds."""
+    table.told(before, tokens, successors, odds)
+
+
+def likely_successors(table: _Table, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int) -> TokenTree:
+    """The tree of what is known to follow each root, and what follows that; `tail` [B, 2] are the tokens before the roots.
+
+    sizes: the nodes of a level that are followed, how many successors of each but the root are drafted, and how deep.
+    """
+    width, few, depth = sizes
+    root, rows = prefix.root[:, None], len(tail)
+    before, tokens, confidence = tail[:, 1:], root, torch.ones(root.shape, device=root.device)
+    pool = [(tokens, torch.zeros_like(root), confidence)]
+    start = 0
+    for _ in range(depth):
+        best = confidence.topk(min(width, confidence.shape[1]), 1)                              # [B, w] the nodes to follow
+        above = tokens.gather(1, best.indices)
+        fan = BEST if start == 0 else few
+        next_tokens, next_odds = table.likely(before.gather(1, best.indices), above, fan)       # [B, w, fan]
+        parents = (best.indices + start)[..., None].expand_as(next_tokens).reshape(rows, -1)
+        start += tokens.shape[1]
+        before = above[..., None].expand_as(next_tokens).reshape(rows, -1)
+        tokens, confidence = next_tokens.flatten(1), (best.values[..., None] * next_odds).flatten(1)
+        pool.append((tokens, parents, confidence))
+    tokens, parents, confidence = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+    return TokenTree.likeliest(tokens, parents, confidence, nodes, depth)
 
 
 _TOKEN, _BEFORE = -1640531535, -2048144777              # 0x9E3779B1, 0x85EBCA77
@@ -139,10 +138,14 @@ class _Table:
         self.halves = torch.tensor([0, slots], device=device)
 
     @property
-    def at_hand(self) -> Table:
-        """Where it lies, for our kernels."""
-        parts, sizes = (self.tags, self.tokens, self.confidence), (BEST, self.slots, self.shift, _TOKEN, _BEFORE, ABSENT)
-        return Table(*(part.data_ptr() for part in parts), *sizes)
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors it lies in, in the order of lookup.c."""
+        return self.tags, self.tokens, self.confidence
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its sizes and constants, in the order of lookup.c."""
+        return BEST, self.slots, self.shift, _TOKEN, _BEFORE, ABSENT
 
     def likely(self, before: Tensor, token: Tensor, fan: int) -> tuple[Tensor, Tensor]:
         """[..., fan] the best successors of `token` behind `before`, and their odds; ABSENT and 0 where none is known."""
@@ -163,14 +166,14 @@ class _Table:
         self.tokens[place, :kept] = torch.where(useless[..., None], ABSENT, best).int()
         self.confidence[place, :kept] = torch.where(useless[..., None], 0, confidence)
 
-    def told(self, before: Tensor, token: Tensor, successor: Tensor) -> None:
+    def told(self, before: Tensor, token: Tensor, successor: Tensor, odds: float) -> None:
         """`successor` [b, N] was read behind `token`: it goes to the front, what was known before moves back."""
         best = self._known(*self._place(before, token))
         tokens, confidence = self.tokens[best].long(), self.confidence[best]                            # [2, b, N, k]
         first = successor[..., None].expand_as(tokens[..., :1])
-        rest = ((1 - TOLD) * torch.where(tokens == first, 0, confidence)).sort(-1, descending=True)
+        rest = ((1 - odds) * torch.where(tokens == first, 0, confidence)).sort(-1, descending=True)
         tokens = torch.cat([first, tokens.gather(-1, rest.indices)[..., :-1]], -1)
-        self.learn(before, token, tokens, torch.cat([torch.full_like(confidence[..., :1], TOLD), rest.values[..., :-1]], -1))
+        self.learn(before, token, tokens, torch.cat([torch.full_like(confidence[..., :1], odds), rest.values[..., :-1]], -1))
 
     def _known(self, place: Tensor, tag: Tensor) -> Tensor:
         """[2, ...] the place of what is known of a pair, or else of its token; and of the token; the last if nothing is."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draftproof.core.acceptance import Rule
-from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
+from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import NOTHING, TokenTree
@@ -16,7 +17,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.prefill import Prompts
 from draftproof.engine.ranks import Ranks
-from draftproof.engine.row_output import copied, logprobs, looked_at
+from draftproof.engine.row_output import logprobs, row_outputs
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
 from draftproof.engine.stats import Clock, Round, RoundStats, State
@@ -40,26 +41,25 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int, capacity: int, shapes: ShapePolicy = OPEN
-    ) -> None:
+        self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int, capacity: int, shapes: ShapePolicy = OPEN,
+        ops: Ops | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.drafter, self.rule, self.budget, self.shapes = target, drafter, rule, budget, shapes
-        self.device = Device(target.device)
-        self.at_hand = target.device.type == "cpu" and not shapes.closed             # to look at a number waits for nothing
+        self.ops = ops or Device(target.device).ops(shapes.closed)
         self.cache = target.new_cache(rows, capacity)
-        self.prompts = Prompts(target, drafter, self.cache, shapes, self.at_hand)
+        self.prompts = Prompts(target, drafter, self.cache, shapes, self.ops)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
-        self._page = self.text.numpy() if self.at_hand else None        # the same memory
         self.running: list[SequenceState] = []
         self.twins: Tensor | None = None                # [B] in closed shapes, the row that each row does as
         self.stats, self.clock, self.ranks = RoundStats(), Clock(), Ranks(target.group)
         self.accepted: list[int] = []                   # numbers of the nodes accepted in the last round, of all rows
         self._hidden_layers, self._top, self._has_kv_cache = drafter.hidden_layers, drafter.wants_top, drafter.has_kv_cache
         self._deepest, self._reads_trees = drafter.deepest, target.reads_trees
-        self._roots: Tensor | None = None               # [B] where they are at hand
+        self._roots: Tensor | None = None               # [B] of the last round, if the rows are still the same
         self._view, self._lines = self.cache, self.text  # of the rows that take part
         self._pending: list[Commit] = []                 # of plain rounds, which the drafter learns of when it is asked again
         self._pending_logits: list[Tensor] = []                 # logits of these, if it wants successors
-        drafter.start(rows, capacity)
+        drafter.start(rows, capacity, self.ops)
 
     @torch.inference_mode()
     def step(self, joining: Sequence[Sequence[SequenceState]] = ()) -> None:
@@ -81,14 +81,14 @@ class Decoder:
             accepted = self._alike(self.ranks.accepted(self.rule.accept(tree, reading.logits, frontier)))
             self._view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
             answers = frontier.budget > 0 and self._has_kv_cache                 # what it read of its proposal, if only the root
-            later = self.at_hand and tree.tokens.shape[1] == 1 and not answers
+            later = self.ops.on_host and tree.tokens.shape[1] == 1 and not answers
             top = 0 if later else self._top
-            commit = Commit.of(range(self.rows), tree, reading, accepted, top, at_hand=self.at_hand)
-            self._roots = accepted.root if self.at_hand else None
+            commit = Commit.of(range(self.rows), tree, reading, accepted, top, self.ops)
+            self._roots = accepted.root
             with self.clock.part("draft"):
                 self._observe(commit, reading.logits if later else None)
-            chosen = None if self.at_hand else self._write(frontier.prefix.position, commit, accepted)
-            self._deliver(tree, reading, commit, accepted, chosen)
+            new = self.ops.run(append_tokens, self.text, frontier.prefix.position, commit.tokens, accepted)
+            self._deliver(tree, reading, accepted, new)
         seconds = 0.0 if joining else self.clock.total - began
         chain = tree.is_chain and tree.turns is None
         with self.clock.part("draft"):
@@ -145,7 +145,7 @@ class Decoder:
         tree = TokenTree.root(prefix.root)
         target_tokens = self.ranks.target_tokens(sampler.pick(logits, Paths(prefix, tree)))
         prefix.tokens.scatter_(1, last[:, None] + 1, target_tokens.clamp(min=0))
-        scores = logprobs(logits, torch.zeros_like(target_tokens), target_tokens, self.device.widest) if self._wants_logprobs else None
+        scores = logprobs(logits, torch.zeros_like(target_tokens), target_tokens, self.ops.exact) if self._wants_logprobs else None
         told = scores.tolist() if scores is not None else [None] * len(new)
         for place, (row, (token,), said) in enumerate(zip(new, target_tokens.tolist(), told, strict=True), first):
             if token == NOTHING:
@@ -154,15 +154,13 @@ class Decoder:
                 row.extend([token], said, drafted=0)
 
     def _frontier(self, budget: int) -> Frontier:
-        deepest, looks = self._deepest, self.budget.floor > 0 and self.at_hand and not self.rule.drawn
+        deepest, looks = self._deepest, self.budget.floor > 0 and self.ops.on_host and not self.rule.drawn
         shares = budget > 0 and looks and len(self.running) > 1 and self.target.skips_absent
         most = min(budget + max(BEYOND, budget // 2), self.budget.most) if shares else 0
         ahead = max(budget, most) if deepest is None else min(max(budget, most), deepest)
         longest = None if self.shapes.closed else self._longest()
         self.cache.bound(self.cache.capacity if longest is None else longest)
-        prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest)
-        if self._roots is not None:
-            prefix.__dict__["root"] = self._roots                               # what lies in the text
+        prefix = Prefix(self._lines, self._view.lengths.clone(), ahead, longest, self._roots)
         floor = self.budget.floor if looks else 0.0
         return Frontier(prefix, self.sampler, budget, self.rule.drawn, self._reads_trees, floor, most)
 
@@ -198,33 +196,17 @@ class Decoder:
     def _flush(self) -> None:
         """Nothing is kept from the drafter any more."""
         if self._pending:
-            self.drafter.observe(Commit.joined(self._pending, self._pending_logits, self._top))
+            self.drafter.observe(Commit.joined(self._pending, self._pending_logits, self._top, self.ops))
             self._pending, self._pending_logits = [], []
 
-    def _write(self, position: Tensor, commit: Commit, accepted: Accepted) -> Tensor:
-        """Write accepted tokens and the new root behind `position`; return them [B, D], the root at count - 1."""
-        chosen = torch.cat([commit.tokens[:, 1:], accepted.root[:, None]], 1)
-        chosen = chosen.scatter(1, accepted.count[:, None] - 1, accepted.root[:, None])
-        places = position[:, None] + 1 + torch.arange(chosen.shape[1], device=chosen.device)
-        self.text[: len(chosen)].scatter_(1, places, chosen.clamp(min=0))
-        return chosen
-
-    def _deliver(self, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted, chosen: Tensor | None) -> None:
-        """Text, stop rules, statistics. chosen: [B, D] what `_write` wrote; None if that is still to do."""
-        scored = reading.logits if self._wants_logprobs else None
-        if chosen is None:
-            said = commit.tokens.tolist() if tree.tokens.shape[1] > 1 else [[]] * len(self.running)
-            given = looked_at(tree, said, accepted, scored)
-        else:
-            given = copied(tree, chosen, accepted, scored, self.device)
+    def _deliver(self, tree: TokenTree, reading: Reading, accepted: Accepted, new: Tensor) -> None:
+        """Text, stop rules, statistics. new: [B, D] what was appended."""
+        given = row_outputs(tree, accepted, new, reading.logits if self._wants_logprobs else None, self.ops)
         width = tree.tokens.shape[1] - 1
         turns = tree.turns.tolist() if tree.turns is not None else None
         self.accepted = []
         for place, (row, one) in enumerate(zip(self.running, given, strict=self.twins is None)):
             tokens, count = one.tokens, len(one.tokens)
-            if self._page is not None:
-                start = len(row.prompt) + len(row.tokens)
-                self._page[place, start : start + count] = tokens               # a row without a next root ends here
             some = tokens[:-1] if tokens[-1] == NOTHING else tokens            # only the root can be NOTHING
             self.accepted += one.path[1:] if turns is None else [turns[place][node] for node in one.path[1:]]
             emitted = row.extend(some, one.logprobs, drafted=count - 1)
@@ -285,7 +267,7 @@ class Decoder:
         self._view, self._lines = self.cache.rows(0, self.rows), self.text[: self.rows]
         unheard = [row.params for row in self.running[-1:]] * (self.rows - len(self.running))
         params = [*(row.params for row in self.running), *unheard]
-        self.sampler = Sampler(params, self.target.device, self.at_hand)
+        self.sampler = Sampler(params, self.target.device, self.ops)
         if self.shapes.closed:
             exact = torch.promote_types(self.target.dtype, torch.float32)
             self.sampler.prepare(exact, self.target.vocab_size)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Reading
+from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.sequence import SequenceState
@@ -26,15 +27,15 @@ gain little, and fused layers, to which padding is nothing, read no wider."""
 class Prompts:
     """Reads prompts into rows of a cache that nobody has yet, and lets the drafter observe them."""
 
-    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, at_hand: bool) -> None:
-        self.target, self.drafter, self.cache, self.shapes, self.at_hand = target, drafter, cache, shapes, at_hand
+    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, ops: Ops) -> None:
+        self.target, self.drafter, self.cache, self.shapes, self.ops = target, drafter, cache, shapes, ops
         self.nursery = target.new_cache(1, cache.capacity) if shapes.closed else None       # they are read there: one shape
         self._hidden_layers = drafter.hidden_layers
 
     @property
     def several(self) -> bool:
         """Whether short ones may be read beside something else: where padding costs nothing."""
-        return self.at_hand and self.target.skips_absent
+        return self.ops.on_host and self.target.skips_absent
 
     def room(self, free: int, waiting: Iterable[Sequence[SequenceState]]) -> int:
         """How many of the first requests that wait may have these free rows at once: several only if they are short."""
@@ -87,7 +88,7 @@ class Prompts:
             own, deep = slice(place, place + 1), self.shapes.chunk(len(text))
             chain = TokenTree.chain(self._padded([text], deep))
             everything = Accepted(torch.arange(deep, device=device)[None], count[own], chain.tokens[:, 0])
-            commit = Commit.of([first + place], chain, reading.part(own, deep), everything, at_hand=self.at_hand)
+            commit = Commit.of([first + place], chain, reading.part(own, deep), everything)
             self.drafter.observe(commit)
         return logits if logits.shape[1] == 1 else logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
 

@@ -31,14 +31,14 @@ class Ranks:
             (tokens,) = self.group.same(mine.tokens)
             return mine if self.group.leads else TokenTree.chain(tokens, mine.draft_probs)
         tokens, parents = self.group.same(mine.tokens, mine.parents)
-        return mine if self.group.leads else replace(mine, tokens=tokens, parents=parents)
+        return mine if self.group.leads else replace(mine, tokens=tokens, parents=parents, form=None)
 
     def accepted(self, mine: Accepted) -> Accepted:
         """What stands."""
         if self.group.alone:
             return mine
         nodes, count, root = self.group.same(mine.nodes, mine.count, mine.root)
-        return replace(mine, nodes=nodes, count=count, root=root)
+        return replace(mine, nodes=nodes, count=count, root=root, drafted=None)
 
     def target_tokens(self, mine: Tensor) -> Tensor:
         """What was chosen."""

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from draftproof.core.ops import Ops
 from draftproof.errors import BadInput
+from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import kernels
 
 R = TypeVar("R")
@@ -118,6 +120,10 @@ class Device:
         """The end of a round: in lazy mode a Gaudi runs nothing before it is told to."""
         if self.kind == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1":
             importlib.import_module("habana_frameworks.torch.core").mark_step()
+
+    def ops(self, static_shapes: bool = False) -> Ops:
+        """What decoding computes with here. static_shapes: in shapes that depend on no number, as on a device that compiles."""
+        return CpuOps() if self.kind == "cpu" and not static_shapes else Ops(self.widest, self.flush)
 
     def memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""

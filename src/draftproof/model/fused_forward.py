@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.model.kv_cache import KVCache, KVLayer
-from draftproof.native.kernels import WIDEST, Chains, DraftSampling, Kernels, kernels
+from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Linear, Model, Read
 
 if TYPE_CHECKING:

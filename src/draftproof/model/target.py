@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from draftproof.core.messages import Features, Reading
 from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.model.fast_forward import FastForward
@@ -29,7 +30,7 @@ from draftproof.model.process_group import ALONE, ProcessGroup
 from draftproof.model.quantize import Quantization, is_quantized, quantized_and_compared
 from draftproof.model.quantized_kv_cache import LAYERS
 from draftproof.model.shallow_copy import first_layers
-from draftproof.native.kernels import Chains, DraftSampling, kernels
+from draftproof.native.kernels import Chains, kernels
 
 UNLIMITED = 1 << 30
 """The context of a model whose configuration names no limit."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftproof.core.sampling import DraftSampling
 from draftproof.native.build import Library, load
 from draftproof.native.lookup import Lookup
 from draftproof.native.structures import LANES, Heads, Linear, Pairs, Recurrence
@@ -231,19 +232,6 @@ class Kernels:
             work.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens, parents, chances
-
-
-class DraftSampling(NamedTuple):
-    """By what the next tokens of a chain are chosen, as for `Kernels.best`; `places` [rows] are those behind the root.
-
-    floor: the logarithm of the chance to stand below which a chain does not go on.
-    """
-
-    noise: Tensor | None
-    places: Tensor | None
-    temperatures: Tensor
-    confidence_scales: Tensor
-    floor: float
 
 
 class Chains(NamedTuple):

@@ -27,6 +27,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
+from draftproof.model.device import Device
 from draftproof.model.exactness import probe
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, silent
@@ -253,7 +254,8 @@ def _attribute(
 def _race(engine: Engine, text: list[int], prompt: int, want: Sampling, logits: Tensor) -> Tensor:
     """[V] what the target's choice behind `text` maximises."""
     ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
-    sampler = Sampler([SamplingParams(want, prompt, ends)], engine.target.device)
+    ops = Device(engine.target.device).ops(engine.shapes.closed)
+    sampler = Sampler([SamplingParams(want, prompt, ends)], engine.target.device, ops)
     tokens = torch.tensor([text], device=engine.target.device)
     prefix = Prefix(tokens, torch.tensor([len(text) - 1], device=engine.target.device))
     gumbel_logits = sampler.gumbel_logits(logits.to(engine.target.dtype)[None, None], Paths(prefix, TokenTree.root(prefix.root)), Role.TARGET)

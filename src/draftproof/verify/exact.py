@@ -272,7 +272,7 @@ def _special(rules: Mapping[str, Rule], few: bool) -> Iterator[Case]:
             how = WAYS[way]
             case = Case(f"{rule}: {way}, mixed batch", accept, TARGET, how.draft, partial(Fixed, how.budget), mixed, how.fan)
             yield case
-            yield replace(case, name=f"{case.name} as on a device", at_hand=False)
+            yield replace(case, name=f"{case.name} as on a device", on_host=False)
         how = _by_model(TARGET, 2)
         own = Request(Wanted(temperature=1.0 if accept.drawn else 0.0, stop_tokens=(2,), repetition_penalty=1.3), (1, 0), 4)
         for when, amount in (("", partial(Fixed, 2)), (" at times", partial(Alternating, 2))):

@@ -26,6 +26,7 @@ from draftproof.core import acceptance
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths
 from draftproof.core.sampling import Sampler, argmax_token
@@ -137,15 +138,15 @@ class DecidedSampler(Sampler):
         fan: Sequence[int],
         rows: Sequence[SamplingParams],
         device: torch.device | str = "cpu",
-        at_hand: bool | None = None,
+        ops: Ops = TORCH,
     ) -> None:
-        super().__init__(rows, device, at_hand)
+        super().__init__(rows, device, ops)
         self.outcomes, self.fan = outcomes, fan
         self.worlds = torch.tensor([row.sample for row in rows], dtype=torch.int64)
         self._picking = False
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        return DecidedSampler(self.outcomes, self.fan, [self.rows[row] for row in rows], self.device, self.at_hand)
+        return DecidedSampler(self.outcomes, self.fan, [self.rows[row] for row in rows], self.device, self.ops)
 
     def pick(self, logits: Tensor, paths: Paths) -> Tensor:
         self._picking = True
@@ -258,7 +259,7 @@ class Case:
     """A decoder and what it is asked; requests share the batch.
 
     draft: makes the drafter. fan: how many children its nodes have, by depth. self_draft: the draft is the target, so
-    every token it drafts must stand. at_hand: rounds look at numbers as on a CPU, or never, as on any device.
+    every token it drafts must stand. on_host: rounds look at numbers as on a CPU, or never, as on any device.
     """
 
     name: str
@@ -269,7 +270,7 @@ class Case:
     requests: Sequence[Request]
     fan: Sequence[int] = (1,) * 8
     self_draft: bool = False
-    at_hand: bool = True
+    on_host: bool = True
 
 
 class Found(NamedTuple):
@@ -310,8 +311,8 @@ def _run(case: Case, outcomes: Outcomes, owners: Sequence[int]) -> list[Sequence
         request = case.requests[owner]
         rows.append(SequenceState(request.prompt, request.params(world), request.limit, Letters(), request=owner))
     with decided(outcomes, case.fan):
-        runs = decoding.Decoder(case.target, case.draft(), case.rule, case.budget(), len(rows), CAPACITY)
-        runs.at_hand = case.at_hand
+        ops = None if case.on_host else TORCH
+        runs = decoding.Decoder(case.target, case.draft(), case.rule, case.budget(), len(rows), CAPACITY, ops=ops)
         for owner in range(len(case.requests)):
             if own := [row for row in rows if row.request == owner]:
                 runs.admit(own)

@@ -25,6 +25,7 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.noise import Role
+from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
@@ -35,6 +36,7 @@ from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.model.target import Target
+from draftproof.native.cpu_ops import CpuOps
 from draftproof.verify.gtest import FALSE_ALARM, POWER, GTest, g_test
 from draftproof.verify.reference import Wanted, distribution_of_run
 from draftproof.verify.report import Section, Tick, silent
@@ -292,7 +294,8 @@ def _independent(one: Tensor, other: Tensor, bins: int = 16) -> float:
 def dice_tests(rows: int, seed: int) -> dict[str, float]:
     """p-values that the installed ways to draw one token or toss one coin have the law they are asked for."""
     law = torch.tensor([0.5, 0.22, 0.15, 0.1, 0.03], dtype=torch.float64)
-    sampler = Sampler([SamplingParams(Sampling(temperature=1.0, seed=seed), 1, sample=row) for row in range(rows)])
+    params = [SamplingParams(Sampling(temperature=1.0, seed=seed), 1, sample=row) for row in range(rows)]
+    sampler = Sampler(params, ops=CpuOps())
     prefix = Prefix(torch.zeros(rows, 12, dtype=torch.int64), torch.full((rows,), 3), ahead=2)
     frontier = Frontier(prefix, sampler, 2, drawn=True)
     paths = Paths(prefix, TokenTree.root(prefix.root))
@@ -377,8 +380,8 @@ class Sure(Drafter):
     inner: DraftModel
     name = "sure"
 
-    def start(self, rows: int, capacity: int) -> None:
-        self.inner.start(rows, capacity)
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        self.inner.start(rows, capacity, ops)
 
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
