@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import Counted, Script, decoder, running
 from drafting import DRAFTERS, LEARNERS, Fading
-from tiny import CPU, VOCAB, prompts, target
+from tiny import VOCAB, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
