@@ -81,3 +81,28 @@ def test_heads_are_the_same_whichever_thread_makes_them(found: Kernels, rows: in
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert all(torch.equal(found.heads(blocks, 3, 2, hidden), first) for _ in range(50)), threads
+
+
+def in_8_bits(found: Kernels, codes: Tensor, scale: Tensor, inputs: Tensor) -> Tensor:
+    held = interleaved(codes, 4).view(torch.uint8).bitwise_xor(128)
+    outputs, size = codes.shape
+    padded = rounded(scale)
+    return found.multiply(Linear.of(held, padded, None, size, outputs), inputs)
+
+
+@pytest.mark.parametrize(("outputs", "size"), SHAPES)
+def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, size: int) -> None:
+    """As whole numbers say: weights and inputs up to the largest, where sums of 16 bits would not do."""
+    dice = torch.Generator().manual_seed(4)
+    codes = torch.randint(-128, 128, (outputs, size), generator=dice, dtype=torch.int8)
+    scale, inputs = torch.rand(outputs, generator=dice) / 100, torch.randn(21, size, generator=dice).bfloat16()
+    inputs[3], codes[1], codes[2] = 1, 127, -128
+    first = Kernels(opened(able(LEVELS[-1])[0]))
+    whole = in_8_bits(found, codes, scale, inputs)
+    assert torch.equal(whole, in_8_bits(first, codes, scale, inputs))
+    largest = inputs.float().abs().amax(1, keepdim=True)
+    numbers = (inputs.float() * (127 / largest) + 128.5).floor() - 128
+    wanted = (numbers.double() @ codes.double().t()) * scale.double() * largest.double()
+    torch.testing.assert_close(whole.double(), wanted, rtol=0.01, atol=0.02 * size**0.5)
+    for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
+        assert torch.equal(in_8_bits(found, codes, scale, inputs[start : start + many]), whole[start : start + many]), many

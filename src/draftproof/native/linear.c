@@ -8,20 +8,44 @@
 #endif
 
 /* MOST rows at once, CHUNKS of them with the same weights; BLOCK words of a row: of a tile, or so many that they stay in the
- * first cache; STRIPS of outputs beside each other; weights wanted AHEAD pairs of lanes later are asked for,
- * and, where MANY rows leave time, those wanted FAR later for the second cache. */
+ * first cache; STRIPS of outputs beside each other, of SIDES vectors each. Weights wanted AHEAD words later are asked for, and, where
+ * MANY rows leave time, those wanted FAR later for the second cache; by vectors of 8, which pass over a block several times, those of
+ * the next block, some in each pass. */
 #if TILES
 enum { FOUR = 4, MOST = 16, CHUNKS = 8, BLOCK = 16, STRIPS = 2, AHEAD = 64 };
-#else
+#elif LANES == 16
 enum { FOUR = 4, MOST = 12, CHUNKS = 8, BLOCK = 256, STRIPS = 4, AHEAD = 64, FAR = 192, MANY = 6 };
+#else
+enum { FOUR = 4, MOST = 5, CHUNKS = 16, BLOCK = 64, STRIPS = 4, AHEAD = BLOCK };
 #endif
+#if LANES < 16
+enum { FAR = 0, MANY = MOST + 1 };
+#endif
+enum { STRIP = 32, SIDES = STRIP / LANES, LINE = STRIP * (int)sizeof(int32_t) };         /* bytes of one word of a strip's weights */
 
-/* Activations are read in words of 32 bits, two numbers or four codes. Those of `beside` rows lie block by block, a block of
- * one row after that of another: where word `i` of a row lies, seen from its first. */
+/* Activations are read in words, of two numbers or four codes: of 32 bits each, or, where vectors of 8 multiply them, of 64, as two
+ * of float or four of 16 bits, first and third, second and fourth. */
+enum { WIDE_PAIRS = LANES == 16 ? 1 : 2 };
+#if AVX2 && !defined(__AVXVNNI__)
+#define WIDE_CODES 1
+#else
+#define WIDE_CODES 0
+#endif
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+/* Words of `beside` rows lie block by block, a block of one row after that of another: where word `i` of a row lies, seen from its
+ * first. */
 static inline int64_t place(int64_t i, int64_t beside) { return i / BLOCK * BLOCK * beside + i % BLOCK; }
 
 /* A row of activations laid out so, zeros up to `padded`. */
 static void laid(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside) {
+    if (WIDE_PAIRS == 2) {
+        for (int64_t i = 0; i < padded; i += LANES) {
+            lanes v = i + LANES <= size ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
+            memcpy(words + 2 * place(i / 2, beside), &v, sizeof v);
+        }
+        return;
+    }
     for (int64_t i = 0; i < padded; i += 2 * BLOCK) {
         int64_t room = padded - i < 2 * BLOCK ? padded - i : 2 * BLOCK, some = size - i < room ? size - i : room;
         bf16 *to = (bf16 *)(words + place(i / 2, beside));
@@ -36,9 +60,8 @@ static void laid(const bf16 *x, int64_t size, int64_t padded, int32_t *words, in
 
 /* Linear layers in 8 bits: sums are of integers, hence the same in any order. */
 
-/* A row of activations to 8 bits around 0, the largest to 127, laid out so, zeros up to `padded`. Returns the sum of the
- * codes. */
-static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside, float *most) {
+/* The largest of a row of activations, NaN if one is. */
+static float loudest(const bf16 *x, int64_t size) {
     int64_t whole = size / LANES * LANES;
     lanes top = {};
     bits broken = {};
@@ -47,21 +70,33 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words
         top = larger(absolute(v), top);
         broken |= v != v;
     }
-    float largest = 0;
-    for (int l = 0; l < LANES; l++) largest = broken[l] ? NAN : top[l] > largest ? top[l] : largest;
-    float factor = largest > 0 ? 127.0f / largest : 0;
+    float most = 0;
+    for (int l = 0; l < LANES; l++) most = broken[l] ? NAN : top[l] > most ? top[l] : most;
+    return most;
+}
+
+/* Numbers times 127 over the largest of them, to the nearest whole one, by cutting off. */
+static inline bits whole_of(lanes x, float factor) { return __builtin_convertvector(x * factor + 128.5f, bits) - 128; }
+
+/* A row of activations to 8 bits around 0, the largest to 127, laid out so, zeros up to `padded`. Returns the sum of the codes. */
+static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words, int64_t beside, float *most) {
+    *most = loudest(x, size);
+    float factor = *most > 0 ? 127.0f / *most : 0;
     bits sum = {};
     for (int64_t i = 0; i < padded; i += LANES) {
-        lanes v = i < whole ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
-        bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;              /* to the nearest, by cutting off */
-        typedef int8_t bytes __attribute__((vector_size(LANES)));
+        bits code = whole_of(i + LANES <= size ? wide(x + i) : partly(x + i, i < size ? size - i : 0), factor);
+#if WIDE_CODES
+        __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)code), _mm256_extracti128_si256((__m256i)code, 1));
+        narrow = _mm_shuffle_epi8(narrow, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+        memcpy(words + 2 * place(i / FOUR, beside), &narrow, sizeof narrow);
+#else
         bytes narrow = __builtin_convertvector(code, bytes);
         memcpy(words + place(i / FOUR, beside), &narrow, sizeof narrow);
+#endif
         sum += code;
     }
     int32_t all = 0;
     for (int l = 0; l < LANES; l++) all += sum[l];
-    *most = largest;
     return all;
 }
 
@@ -70,8 +105,12 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words
 void draftproof_codes(const bf16 *inputs, uint8_t *codes, float *most, int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
     for (int64_t r = 0; r < rows; r++) {
-        coded(inputs + r * size, size, size, (int32_t *)(codes + r * size), 1, most + r);
-        for (int64_t i = 0; i < size; i++) codes[r * size + i] ^= 0x80;
+        const bf16 *x = inputs + r * size;
+        most[r] = loudest(x, size);
+        for (int64_t i = 0; i < size; i += LANES) {
+            bytes code = __builtin_convertvector(whole_of(wide(x + i), most[r] > 0 ? 127.0f / most[r] : 0), bytes) ^ -128;
+            memcpy(codes + r * size + i, &code, sizeof code);
+        }
     }
 }
 
@@ -118,7 +157,7 @@ static void released(void) {
     form = 0;
 }
 
-enum { STEP = BLOCK * 2 * (int)sizeof(bits), STEPS = 64, EARLY = AHEAD / BLOCK };      /* bytes of a strip in a step; steps */
+enum { STEP = BLOCK * LINE, STEPS = 64, EARLY = AHEAD / BLOCK };      /* bytes of a strip in a step; steps */
 
 /* Ask memory for the weights EARLY steps behind those of step `i`. */
 static inline void ahead(int64_t i, int64_t steps, const char *here, const char *next) {
@@ -178,62 +217,124 @@ static inline void ahead(int64_t i, int64_t steps, const char *here, const char 
 TILED(fours, _tile_dpbsud)
 TILED(pairs, _tile_dpbf16ps)
 #else
-#if LANES == 16 && defined(__AVX512VNNI__)
-#define HAS_INT8 1
+#if LANES == 16
+typedef bits Weight;
+static inline Weight weight_of(const char *from) {
+    bits w;
+    memcpy(&w, from, sizeof w);
+    return w;
+}
+#define pair_of weight_of
+#define four_of weight_of
+static inline lanes pair_added(lanes sum, bits weight, const int32_t *word) { return paired(sum, weight, *word); }
+
 /* sum[l] += the product of weights 4 l to 4 l + 3, unsigned, with the same four activations, signed. */
-static inline bits dotted(bits sum, bits weights, int32_t activations) {
-    return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
+static inline bits four_added(bits sum, bits weight, const int32_t *word) {
+#ifdef __AVX512VNNI__
+    return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weight, _mm512_set1_epi32(*word));
+#else
+    return sum + weight * *word;                                                            /* never called */
+#endif
 }
 #else
-#define HAS_INT8 0
-static inline bits dotted(bits sum, bits weights, int32_t activations) { return sum + weights * activations; }     /* never called */
-#endif
+/* Two numbers of each output, or, of four codes, the first and third, and the second and fourth. */
+typedef struct { bits even, odd; } Weight;
+static inline Weight pair_of(const char *from) {
+    bits w;
+    memcpy(&w, from, sizeof w);
+    return (Weight){w << 16, w & ~0xffff};
+}
 
-#if LANES == 16 && defined(__AVX512BF16__)
+static inline lanes pair_added(lanes sum, Weight weight, const int32_t *word) {
+    lanes first = (lanes)((bits){} + word[0]), second = (lanes)((bits){} + word[1]);
+#if AVX2
+    sum = (lanes)_mm256_fmadd_ps((__m256)weight.even, (__m256)first, (__m256)sum);
+    return (lanes)_mm256_fmadd_ps((__m256)weight.odd, (__m256)second, (__m256)sum);
+#else
+    return sum + (lanes)weight.even * first + (lanes)weight.odd * second;
+#endif
+}
+
+static inline Weight four_of(const char *from) {
+    bits w;
+    memcpy(&w, from, sizeof w);
+#if WIDE_CODES
+    return (Weight){w & 0x00ff00ff, (bits)((words)w >> 8) & 0x00ff00ff};
+#else
+    return (Weight){w, w};
+#endif
+}
+
+/* Products of 8 by 8 bits as sums of two of 16, which do not saturate. */
+static inline bits four_added(bits sum, Weight weight, const int32_t *word) {
+#if AVX2 && WIDE_CODES
+    sum += (bits)_mm256_madd_epi16((__m256i)weight.even, _mm256_set1_epi32(word[0]));
+    return sum + (bits)_mm256_madd_epi16((__m256i)weight.odd, _mm256_set1_epi32(word[1]));
+#elif AVX2
+    return (bits)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weight.even, _mm256_set1_epi32(*word));
+#else
+    return sum + weight.even * *word;                                                       /* never called */
+#endif
+}
+#endif
+#if AVX2 || (defined(__AVX512VNNI__) && defined(__AVX512BF16__))
+#define HAS_INT8 1
 #define HAS_BF16 1
 #else
+#define HAS_INT8 0
 #define HAS_BF16 0
 #endif
 
-#define BEYOND ((FAR - AHEAD) * 2 * sizeof(bits))
+#define BEYOND ((FAR - AHEAD) * LINE)
 
-/* R rows times 2 LANES outputs; R is a number, so that all sums stay in registers. `words` are those of one block; every sum
- * runs in their order, on from what `to` holds. Memory is asked for weights AHEAD of time, at the end for those at `next`. */
-#define MULTIPLY(R, NAME, SUMS, ADDED)                                                                                 \
-    static void NAME##_##R(const int32_t *words, const char *weights, int64_t count, const char *next, void *to) {      \
-        SUMS held[R][2], *sums = to;                                                                                   \
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) held[r][0] = sums[2 * r], held[r][1] = sums[2 * r + 1];    \
-        int64_t last = count < AHEAD ? count : AHEAD;                                                                  \
-        const char *ahead = weights + AHEAD * 2 * sizeof(bits);                                                        \
-        for (int64_t left = count - last;; left = last, last = 0, ahead = next) {                                      \
-            for (; left > 0; left--) {                                                                                 \
-                bits weight[2];                                                                                        \
-                memcpy(weight, weights, sizeof weight);                                                                \
-                __builtin_prefetch(ahead), __builtin_prefetch(ahead + sizeof(bits));                                   \
-                if (R >= MANY) __builtin_prefetch(ahead + BEYOND, 0, 2), __builtin_prefetch(ahead + BEYOND + sizeof(bits), 0, 2); \
-                _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {                                                 \
-                    held[r][0] = ADDED(held[r][0], weight[0], words[r * BLOCK]);                                       \
-                    held[r][1] = ADDED(held[r][1], weight[1], words[r * BLOCK]);                                       \
+/* R rows times V vectors of outputs at a time; numbers, so that all sums stay in registers. `words` are those of one block; every sum
+ * runs in their order, on from what `to` holds. Memory is asked for weights AHEAD of time, `step` bytes a word, at the end for those at
+ * `after`. */
+#define MULTIPLY(R, V, NAME, SUMS, WIDTH)                                                                              \
+    static void NAME##s_##R(const int32_t *block, const char *strip, int64_t count, const char *after, int64_t step,    \
+                            Sum (*to)[SIDES]) {                                                                        \
+        for (int side = 0; side < SIDES; side += V) {                                                                  \
+            SUMS held[R][V];                                                                                           \
+            const int32_t *words = block;                                                                              \
+            const char *weights = strip + side * sizeof(bits), *next = after + side / V * count * step;                \
+            for (int r = 0; r < R; r++) memcpy(held[r], &to[r][side], sizeof held[r]);                                 \
+            int64_t last = count < AHEAD ? count : AHEAD;                                                              \
+            const char *ahead = weights + AHEAD * LINE;                                                                \
+            for (int64_t left = count - last;; left = last, last = 0, ahead = next) {                                  \
+                for (; left > 0; left--) {                                                                             \
+                    Weight weight[V];                                                                                  \
+                    _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) weight[v] = NAME##_of(weights + v * sizeof(bits)); \
+                    __builtin_prefetch(ahead);                                                                         \
+                    if (LANES == 16 || step > 64) __builtin_prefetch(ahead + 64);                                      \
+                    if (R >= MANY) __builtin_prefetch(ahead + BEYOND, 0, 2), __builtin_prefetch(ahead + BEYOND + 64, 0, 2); \
+                    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)                                               \
+                        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)                                            \
+                            held[r][v] = NAME##_added(held[r][v], weight[v], words + r * BLOCK * WIDTH);               \
+                    words += WIDTH, weights += LINE, ahead += step;                                                    \
                 }                                                                                                      \
-                words++;                                                                                               \
-                weights += sizeof weight;                                                                              \
-                ahead += sizeof weight;                                                                                \
+                if (last == 0) break;                                                                                  \
             }                                                                                                          \
-            if (last == 0) break;                                                                                      \
+            for (int r = 0; r < R; r++) memcpy(&to[r][side], held[r], sizeof held[r]);                                 \
         }                                                                                                              \
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) sums[2 * r] = held[r][0], sums[2 * r + 1] = held[r][1];    \
     }
-typedef void (*Multiply)(const int32_t *, const char *, int64_t, const char *, void *);
-#define UP_TO_MOST(...)                                                                                                \
-    MULTIPLY(1, __VA_ARGS__) MULTIPLY(2, __VA_ARGS__) MULTIPLY(3, __VA_ARGS__) MULTIPLY(4, __VA_ARGS__)                 \
-    MULTIPLY(5, __VA_ARGS__) MULTIPLY(6, __VA_ARGS__) MULTIPLY(7, __VA_ARGS__) MULTIPLY(8, __VA_ARGS__)                 \
-    MULTIPLY(9, __VA_ARGS__) MULTIPLY(10, __VA_ARGS__) MULTIPLY(11, __VA_ARGS__) MULTIPLY(12, __VA_ARGS__)
-UP_TO_MOST(fours, bits, dotted)
-UP_TO_MOST(pairs, lanes, paired)
+typedef void (*Multiply)(const int32_t *, const char *, int64_t, const char *, int64_t, Sum (*)[SIDES]);
+static inline int64_t passes_of(int64_t rows) { return rows < 3 ? 1 : SIDES / 2; }
+#define FEW(...) MULTIPLY(1, SIDES, __VA_ARGS__) MULTIPLY(2, SIDES, __VA_ARGS__)                                       \
+    MULTIPLY(3, 2, __VA_ARGS__) MULTIPLY(4, 2, __VA_ARGS__) MULTIPLY(5, 2, __VA_ARGS__)
+FEW(pair, lanes, WIDE_PAIRS)
+FEW(four, bits, (1 + WIDE_CODES))
+#if LANES == 16
+#define MORE(...) MULTIPLY(6, 2, __VA_ARGS__) MULTIPLY(7, 2, __VA_ARGS__) MULTIPLY(8, 2, __VA_ARGS__)                  \
+    MULTIPLY(9, 2, __VA_ARGS__) MULTIPLY(10, 2, __VA_ARGS__) MULTIPLY(11, 2, __VA_ARGS__) MULTIPLY(12, 2, __VA_ARGS__)
+MORE(pair, lanes, WIDE_PAIRS)
+MORE(four, bits, (1 + WIDE_CODES))
 static const Multiply multiply[2][MOST] = {
     {pairs_1, pairs_2, pairs_3, pairs_4, pairs_5, pairs_6, pairs_7, pairs_8, pairs_9, pairs_10, pairs_11, pairs_12},
     {fours_1, fours_2, fours_3, fours_4, fours_5, fours_6, fours_7, fours_8, fours_9, fours_10, fours_11, fours_12},
 };
+#else
+static const Multiply multiply[2][MOST] = {{pairs_1, pairs_2, pairs_3, pairs_4, pairs_5}, {fours_1, fours_2, fours_3, fours_4, fours_5}};
+#endif
 
 static void released(void) {}                                                               /* vectors leave nothing behind */
 
@@ -246,7 +347,8 @@ int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1 | TILES << 2;
 /* A product in the making. Chunks are rows that lie beside each other. */
 typedef struct {
     const Linear *layer;
-    int64_t rows, chunks, count, stretch;       /* count: words of a row; stretch: with those its last block has room for */
+    int64_t rows, chunks, count, stretch;       /* count: words of a row; stretch: with those its last block has room for, of */
+    int64_t width;                              /* so many times 32 bits */
     const bf16 *inputs;
     int32_t *words;
     float *most;                                /* [rows] the largest input of each, and the sum of its codes, times 128 */
@@ -258,7 +360,7 @@ static inline int64_t begin(const Product *of, int64_t chunk) { return of->rows 
 
 /* Weights of a strip from a word on. */
 static inline const char *weights(const Product *of, int64_t strip, int64_t word) {
-    return (const char *)of->layer->weights + (strip * of->count + word) * 2 * sizeof(bits);
+    return (const char *)of->layer->weights + (strip * of->count + word) * LINE;
 }
 
 /* Of 8 bits, an output is the sum times the row's largest input times the scale. */
@@ -272,13 +374,13 @@ static inline lanes output(const Product *of, Sum sum, int64_t row, int64_t star
 }
 
 /* Sums of strips `first` to `last` and rows `row` to `end` become outputs. */
-static void finish(const Product *of, int64_t first, int64_t last, int64_t row, int64_t end, Sum (*sums)[CHUNKS * MOST][2]) {
+static void finish(const Product *of, int64_t first, int64_t last, int64_t row, int64_t end, Sum (*sums)[CHUNKS * MOST][SIDES]) {
     int64_t outputs = of->layer->outputs;
     for (int64_t s = first; s < last; s++)
         for (int64_t r = row; r < end; r++) {
-            int64_t start = s * 2 * LANES, some = outputs - start;
-            bf16 rest[2 * LANES], *to = of->out + r * outputs + start, *done = some < 2 * LANES ? rest : to;
-            for (int h = 0; h < 2; h++)
+            int64_t start = s * STRIP, some = outputs - start;
+            bf16 rest[STRIP], *to = of->out + r * outputs + start, *done = some < STRIP ? rest : to;
+            for (int h = 0; h < SIDES; h++)
                 narrowed(done + h * LANES, output(of, sums[s - first][r - row][h], r, start + h * LANES));
             if (done == rest) memcpy(to, rest, (size_t)some * sizeof(bf16));
         }
@@ -288,7 +390,7 @@ static void finish(const Product *of, int64_t first, int64_t last, int64_t row, 
 /* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
 static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
     int64_t row = begin(of, top), end = begin(of, bottom), small = of->layer->scale != NULL, steps = of->count / BLOCK;
-    Sum sums[STRIPS][CHUNKS * MOST][2];
+    Sum sums[STRIPS][CHUNKS * MOST][SIDES];
     if (first == last) return;                                                              /* more threads than strips */
     for (int64_t b = 0; b < steps; b += STEPS) {
         int64_t some = steps - b < STEPS ? steps - b : STEPS;
@@ -318,16 +420,20 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
 /* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
 static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
     int64_t row = begin(of, top), end = begin(of, bottom);
-    Sum sums[STRIPS][CHUNKS * MOST][2];
+    Sum sums[STRIPS][CHUNKS * MOST][SIDES];
     for (int64_t s = first; s < last; s++) memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t b = 0; b < of->count; b += BLOCK) {
         int64_t some = of->count - b < BLOCK ? of->count - b : BLOCK;
         for (int64_t s = first; s < last; s++) {
             const char *next = s + 1 < last ? weights(of, s + 1, b) : weights(of, first, b + BLOCK);
+            int64_t passes = 0, pass = 0;                       /* over this block, each of which asks for as much of the next */
+            for (int64_t c = top; c < bottom; c++) passes += LANES == 16 ? c == top : passes_of(begin(of, c + 1) - begin(of, c));
             for (int64_t c = top; c < bottom; c++) {
-                int64_t from = begin(of, c), beside = begin(of, c + 1) - from;
-                const int32_t *words = of->words + from * of->stretch + place(b, beside);
-                multiply[of->layer->scale != NULL][beside - 1](words, weights(of, s, b), some, next, sums[s - first][from - row]);
+                int64_t from = begin(of, c), beside = begin(of, c + 1) - from, step = LINE / passes;
+                const int32_t *words = of->words + (from * of->stretch + place(b, beside)) * of->width;
+                const char *wanted = next + pass * some * step;
+                multiply[of->layer->scale != NULL][beside - 1](words, weights(of, s, b), some, wanted, step, sums[s - first] + (from - row));
+                pass += LANES == 16 ? 0 : passes_of(beside);
             }
         }
     }
@@ -337,7 +443,7 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
 
 /* Room, this thread's own, to lay the inputs out in. */
 static void room(Product *of) {
-    of->most = scratch(of->rows * (2 + of->stretch));
+    of->most = scratch(of->rows * (2 + of->stretch * of->width));
     of->offset = (int32_t *)(of->most + of->rows), of->words = of->offset + of->rows;
 }
 
@@ -345,7 +451,7 @@ static void room(Product *of) {
 static void prepared(const Product *of, int64_t row) {
     const Linear *layer = of->layer;
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, from = begin(of, chunk), beside = begin(of, chunk + 1) - from;
-    int32_t *words = of->words + from * of->stretch + (row - from) * BLOCK;
+    int32_t *words = of->words + (from * of->stretch + (row - from) * BLOCK) * of->width;
     const bf16 *x = of->inputs + row * layer->size;
     if (layer->scale) of->offset[row] = 128 * coded(x, layer->size, layer->padded, words, beside, of->most + row);
     else laid(x, layer->size, layer->padded, words, beside);
@@ -355,10 +461,11 @@ static void prepared(const Product *of, int64_t row) {
  * inputs are laid out by each thread for itself, which is sooner done than to wait for the others. */
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
     int64_t count = layer->padded / (layer->scale ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
-    int64_t strips = (layer->outputs + 2 * LANES - 1) / (2 * LANES), chunks = (rows + MOST - 1) / MOST;
+    int64_t strips = (layer->outputs + STRIP - 1) / STRIP, chunks = (rows + MOST - 1) / MOST;
     int64_t groups = threads * ((strips + threads * STRIPS - 1) / (threads * STRIPS));
-    int64_t as_is = !layer->scale && rows == 1 && layer->size == layer->padded, few = rows * layer->size <= SMALL;
-    Product of = {layer, rows, chunks, count, stretch, inputs, (int32_t *)inputs, NULL, NULL, out};
+    int64_t width = layer->scale ? 1 + WIDE_CODES : WIDE_PAIRS;
+    int64_t as_is = !layer->scale && WIDE_PAIRS == 1 && rows == 1 && layer->size == layer->padded, few = rows * layer->size <= SMALL;
+    Product of = {layer, rows, chunks, count, stretch, width, inputs, (int32_t *)inputs, NULL, NULL, out};
     if (!as_is && few) {
         room(&of);
         for (int64_t r = 0; r < rows; r++) prepared(&of, r);
