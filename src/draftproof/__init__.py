@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from draftproof.errors import DraftproofError
     from draftproof.model.loading import embedded
     from draftproof.model.target import Target
-    from draftproof.training.self_generate import SelfGenerateConfig
+    from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
     from draftproof.training.texts import DataConfig
-    from draftproof.training.train_run import TrainRun, train
-    from draftproof.training.trainer import TrainConfig
+    from draftproof.training.train_run import train
 
 __version__ = "0.1.0"
 
@@ -103,10 +102,9 @@ _HOME = {
     "draftproof.errors": ("DraftproofError",),
     "draftproof.model.loading": ("embedded",),
     "draftproof.model.target": ("Target",),
-    "draftproof.training.train_run": ("TrainRun", "train"),
-    "draftproof.training.self_generate": ("SelfGenerateConfig",),
+    "draftproof.training.train_run": ("train",),
+    "draftproof.training.config": ("SelfGenerateConfig", "TrainConfig", "TrainRun"),
     "draftproof.training.texts": ("DataConfig",),
-    "draftproof.training.trainer": ("TrainConfig",),
 }
 """Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof --help`` must not."""
 

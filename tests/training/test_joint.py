@@ -14,7 +14,8 @@ from training_helpers import Recorder, head_of, ruled, trainer_of, written
 from draftproof.drafters.losses import head_loss
 from draftproof.model.target import Target
 from draftproof.training import joint
-from draftproof.training.joint import HeadsAndBackbone, JointConfig
+from draftproof.training.config import JointConfig
+from draftproof.training.joint import HeadsAndBackbone, head_weight
 from draftproof.training.rows import Batches
 
 pytest.importorskip("peft")
@@ -95,6 +96,6 @@ def test_a_joint_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path)
 
 def test_in_one_stage_the_heads_weigh_more_and_more() -> None:
     once, twice = JointConfig(one_stage=True), JointConfig()
-    weights = [once.head_weight(progress) for progress in (0.0, 0.5, 1.0)]
+    weights = [head_weight(once, progress) for progress in (0.0, 0.5, 1.0)]
     assert weights == pytest.approx([0, 0.01 * 0.5**0.5, 0.01])
-    assert twice.head_weight(0.0) == twice.head_weight(1.0) == 0.2
+    assert head_weight(twice, 0.0) == head_weight(twice, 1.0) == 0.2

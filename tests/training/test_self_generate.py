@@ -13,7 +13,8 @@ from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.training.self_generate import Progress, SelfGenerateConfig, SelfGeneratedText
+from draftproof.training.config import SelfGenerateConfig
+from draftproof.training.self_generate import Progress, SelfGeneratedText
 from draftproof.training.texts import Document, Message
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")

@@ -20,12 +20,10 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import JointLinear
 from draftproof.training import train_run
+from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import locked
-from draftproof.training.joint import JointConfig
-from draftproof.training.self_generate import SelfGenerateConfig
 from draftproof.training.texts import DataConfig
-from draftproof.training.train_run import TrainRun, train
-from draftproof.training.trainer import TrainConfig
+from draftproof.training.train_run import train
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from training_helpers import Recorder, head_of, ruled, trainable, trainer_of, wr
 
 from draftproof.drafters.base import DraftHead
 from draftproof.errors import BadInput
+from draftproof.training.config import TrainConfig
 from draftproof.training.rows import Batches
-from draftproof.training.trainer import TrainConfig
 
 KINDS = ("medusa", "redrafter")
 

@@ -16,11 +16,12 @@ from draftproof.drafters.medusa import MedusaHead
 from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.engine.engine import Engine
 from draftproof.model.loading import load_tokenizer
+from draftproof.training.config import TrainConfig
 from draftproof.training.features import Streamed
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.rows import Batches, Example, Rows
 from draftproof.training.self_generate import Progress
-from draftproof.training.trainer import Evaluation, TrainConfig, Trainer
+from draftproof.training.trainer import Evaluation, Trainer
 
 LENGTH = 32
 

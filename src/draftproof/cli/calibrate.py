@@ -1,4 +1,4 @@
-"""``draftproof calibrate``: the draft tree that pays most, found on the user's prompts and kept with the heads."""
+"""``draftproof calibrate``: the draft tree that pays most on the user's prompts and machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.train import Screen
+from draftproof.cli.train import Screen, Strict
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,22 +24,20 @@ if TYPE_CHECKING:
 SIZES, RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 10
 """Rows and columns of the tables."""
 _option = partial(opt.option, None)
+Heads = Annotated[str, _option("DIR", "The draft heads.", "--drafter")]
+Files = Annotated[list[Path], _option("FILE", ".jsonl as for run, or .txt; repeatable.", "--prompts")]
+Tokens = Annotated[int, _option("N", "New tokens per prompt.", "--tokens")]
+Heat = Annotated[float, _option("T", "What the target writes with; 0 is greedy.", "--temperature")]
+MaxNodes = Annotated[int, _option("N", "The largest tree that is looked at.", "--max-nodes")]
+Most = Annotated[int, _option("N", "Of the files, at most so many prompts.", "--max-prompts")]
+Out = Annotated[Path | None, _option("DIR", "For the heads with their tree; else in place.", "--out")]
 
 
 def calibrate(
-    model: opt.Model,
-    drafter: Annotated[str, _option("DIR", "The draft heads.", "--drafter")],
-    prompts: Annotated[list[Path], _option("FILE", ".jsonl as for run, or .txt; repeatable.", "--prompts")],
-    tokens: Annotated[int, _option("N", "New tokens per prompt.", "--tokens")] = 128,
-    temperature: Annotated[float, _option("T", "What the target writes with; 0 is greedy.", "--temperature")] = 0.0,
-    max_nodes: Annotated[int, _option("N", "The largest tree that is looked at.", "--max-nodes")] = 64,
-    max_prompts: Annotated[int, _option("N", "Of the files, at most so many prompts.", "--max-prompts")] = 64,
-    out: Annotated[Path | None, _option("DIR", "Where the heads go with their tree; in place if not given.", "--out")] = None,
-    chat: opt.Chat = False,
-    strict: Annotated[bool, _option(None, "Refuse rows that cannot be used, not skip them.", "--strict")] = False,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-) -> None:
+    model: opt.Model, drafter: Heads, prompts: Files, tokens: Tokens = 128, temperature: Heat = 0.0,
+    max_nodes: MaxNodes = 64, max_prompts: Most = 64, out: Out = None, chat: opt.Chat = False,
+    strict: Strict = False, dtype: opt.Dtype = None, device: opt.Device = None,
+) -> None:  # fmt: skip
     """Find the draft tree that is fastest for these heads, on your prompts, on this machine."""
     from draftproof.drafters.checkpoints import is_head, read_head, write_head
     from draftproof.drafters.medusa import MedusaHead
@@ -55,36 +53,39 @@ def calibrate(
     config = calibration.CalibrateConfig(tokens, temperature, max_nodes)
     folder = Path(loading.resolve(HEADS.get(drafter, drafter)))
     if not is_head(folder):
-        raise BadInput(f"{drafter} holds no draft heads; give the folder of trained heads (draftproof train makes them)")
+        raise BadInput(f"{drafter} holds no draft heads; give a folder that draftproof train made")
     if out is None and not Path(drafter).is_dir():
         raise BadInput("heads that come with the package are left as they are; give --out DIR")
     out = out or folder
     _must_be_ours(out)
     with show.status("loading ..."):
         plain = load(model, drafter="none", dtype=dtype, device=device)
-        target, codec, ends = plain.target, plain.codec, plain.stop_tokens
+        target, codec = plain.target, plain.codec
         head = read_head(folder, target).to(target.device)
-        engine = Engine(target, head.drafter(target), codec=codec, sampling=plain.sampling, stop_tokens=ends)
+        engine = Engine(target, head.drafter(target), codec=codec, sampling=plain.sampling,
+                        stop_tokens=plain.stop_tokens)  # fmt: skip
     if codec is None:
         raise BadInput(f"{target.name} has no tokenizer; it is needed to read the prompts")
     documents = read(prompts, chat, strict=strict, note=show.note)[: 4 * max_prompts]
     asked = [prompt_of(document, codec) for document in documents]
-    fitting = [prompt for prompt in asked if 0 < len(prompt) <= target.context - tokens][:max_prompts]
+    fitting = [one for one in asked if 0 < len(one) <= target.context - tokens][:max_prompts]
     if not fitting:
-        raise BadInput(f"no prompt leaves room for {tokens} new tokens in {target.context}; give shorter ones")
+        room = f"{tokens} new tokens in {target.context}"
+        raise BadInput(f"no prompt leaves room for {room}; give shorter ones")
     with Screen() as screen:
         found = calibration.calibrate(engine, head, fitting, config, screen.show_bar)
     _show(Console(highlight=False, soft_wrap=True), found)
     if isinstance(head, MedusaHead):
         head.config = replace(head.config, tree=found.chosen)
         write_head(head, out)
-        show.note(f"the tree ({_tokens(found)}) is in {out}: draftproof run MODEL --drafter {out}", style="bold")
+        use = f"draftproof run MODEL --drafter {out}"
+        show.note(f"the tree ({_tokens(found)}) is in {out}: {use}", style="bold")
     else:
         out.mkdir(parents=True, exist_ok=True)
-        show.note(f"{head.kind} heads shape a tree of their own in every round: no tree was stored with them")
+        show.note(f"{head.kind} heads shape a tree of their own in every round: none was stored")
     title = f"{Path(model).name} with {Path(drafter).name}, temperature {temperature:g}"
     plot.plot_calibration(found, title, out / "calibration.png")
-    (out / "calibration.json").write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+    (out / "calibration.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
     show.note(f"picture: {out / 'calibration.png'} · figures: {out / 'calibration.json'}")
 
 
@@ -95,31 +96,35 @@ def _must_be_ours(folder: Path) -> None:
     config = folder / "config.json"
     ours = config.is_file() and "speculator_type" in config.read_text(encoding="utf-8")
     if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise BadInput(f"{folder} holds something else than heads in draftproof's own layout; give --out DIR, a new folder")
+        raise BadInput(f"{folder} holds something else than draftproof's own heads; give --out DIR")
 
 
 def _show(out: Console, found: Calibration) -> None:
-    out.print(f"{found.written:,} tokens written by the target, {found.positions:,} positions; {found.held_out} prompts held out")
-    columns = min(RANKS, len(found.acceptance[0]))
-    title = f"acceptance in % by depth and rank, where all before it is in the tree of {len(found.tree)}"
-    ranks = zip(found.acceptance, found.positions_by_depth, strict=True)
+    out.print(f"{found.written:,} tokens written by the target, {found.positions:,} positions")
+    columns, tree = min(RANKS, len(found.acceptance[0])), f"in the tree of {len(found.tree)}"
     names = ["depth", *(str(rank + 1) for rank in range(columns)), "positions"]
+    by_depth = enumerate(zip(found.acceptance, found.positions_by_depth, strict=True), 1)
     rows = [[str(depth), *(f"{100 * share:.1f}" for share in row[:columns]), f"{total:,}"]
-            for depth, (row, total) in enumerate(ranks, 1)]  # fmt: skip
+            for depth, (row, total) in by_depth]  # fmt: skip
+    title = f"acceptance in % by depth and rank, where all before it is {tree}"
     out.print(_table(title, names, rows))
-    sizes = sorted({0, found.nodes, len(found.tree), *(size for size in SIZES if size < len(found.tree))})
-    rows = [[f"{size}{' *' * (size == found.nodes)}", f"{found.tokens[size]:.2f}", f"{1000 * found.seconds(size):.2f}",
-             f"{found.speed_up[size]:.2f}×"] for size in sizes]  # fmt: skip
-    out.print(_table("by size of the tree", ["draft tokens", "tokens/round", "ms/round", "expected speed-up"], rows))
-    best, tokens = found.speed_up[found.nodes], found.tokens[found.nodes]
+    largest, best = len(found.tree), found.speed_up[found.nodes]
+    sizes = sorted({0, found.nodes, largest, *(size for size in SIZES if size < largest)})
+    figures = [(found.tokens[n], 1000 * found.seconds(n), found.speed_up[n]) for n in sizes]
+    rows = [[f"{'*' * (size == found.nodes)}{size}", *(f"{one:.2f}" for one in row)]
+            for size, row in zip(sizes, figures, strict=True)]  # fmt: skip
+    names = ["draft tokens", "tokens/round", "ms/round", "expected speed-up"]
+    out.print(_table("by size of the tree", names, rows))
     if best < 1:
-        verdict = f"drafting does not pay here: {best:.2f}× at best, with {_tokens(found)}; use --drafter none"
+        verdict = f"drafting does not pay here: {best:.2f}× at best; use --drafter none"
     else:
-        verdict = f"{_tokens(found)} per round: {tokens:.2f} tokens per round, {best:.2f}× expected"
-    out.print(verdict, style="bold green" if best > 1 else "bold yellow", markup=False)
+        verdict = f"{found.tokens[found.nodes]:.2f} tokens per round, {best:.2f}× expected"
+    out.print(f"{_tokens(found)} per round: {verdict}", style="bold", markup=False)
     plain, *others = found.compared
-    measured = " · ".join(f"{o.name} {o.tokens_per_round:.2f} tokens/round, {o.speed_up(plain):.2f}×" for o in others)
-    out.print(f"measured on held-out prompts ({found.held_out}), {_tokens(found)}: {measured}", markup=False)
+    each = [(one.name, one.tokens_per_round, one.speed_up(plain)) for one in others]
+    measured = " · ".join(f"{name} {tokens:.2f} tokens/round, {x:.2f}×" for name, tokens, x in each)
+    where = f"measured on held-out prompts ({found.held_out}), {_tokens(found)}"
+    out.print(f"{where}: {measured}", markup=False)
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

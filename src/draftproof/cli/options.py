@@ -71,9 +71,10 @@ def _parameters(options: list[_Option], names: tuple[str, ...] | None) -> list[i
     ]
 
 
-def _engine_options() -> list[_Option]:
+def options_of(config: type) -> list[_Option]:
+    """The fields of a dataclass that are options."""
     options = []
-    for one in cli_fields(EngineConfig):
+    for one in cli_fields(config):
         told = one.metadata
         flags = told["flags"] or ("--" + one.name.replace("_", "-"),)
         made = typer.Option(*flags, metavar=told["metavar"], rich_help_panel=told["panel"], help=told["help"])
@@ -112,7 +113,7 @@ def _sampling_options() -> list[_Option]:
     ]  # fmt: skip
 
 
-OPTIONS = {"engine": _engine_options(), "sampling": _sampling_options()}
+OPTIONS = {"engine": options_of(EngineConfig), "sampling": _sampling_options()}
 """By group of `with_options`."""
 
 _output, _many = partial(option, "Output"), partial(option, "Many prompts")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
-from draftproof.errors import BadInput
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
+from draftproof.training.config import JointConfig
 from draftproof.training.features import Streamed
 from draftproof.training.heads import autocast, backward, evaluate, trained
 from draftproof.training.rows import Batch
@@ -33,23 +33,6 @@ BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
 TWO_STAGES, ONE_STAGE = 0.2, 0.01
 """Weight of the heads' loss behind a first stage of heads alone; or at the end of a rising sine."""
-
-
-@dataclass(frozen=True)
-class JointConfig:
-    """distil: keep the backbone's distribution; otherwise learn the texts."""
-
-    distil: bool = True
-    one_stage: bool = False
-
-    def __post_init__(self) -> None:
-        try:
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise BadInput("training the backbone needs peft; install draftproof[train]") from error
-
-    def head_weight(self, progress: float) -> float:
-        return ONE_STAGE * math.sin(progress * math.pi / 2) if self.one_stage else TWO_STAGES
 
 
 class HeadsAndBackbone:
@@ -76,7 +59,7 @@ class HeadsAndBackbone:
         _set_dropout(self.adapted, False)
         hidden = features.hidden.detach().requires_grad_()
         logits = _logits(features).detach() if self.objective != "ce" else None
-        weight = share * self.config.head_weight(progress)
+        weight = share * head_weight(self.config, progress)
         read = replace(features, hidden=hidden, logits=logits)
         heads = backward(self.head, read, self.target, self.objective, weight)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
@@ -124,6 +107,11 @@ class HeadsAndBackbone:
         """[B, S, V] of the target before it learnt anything."""
         with self.adapted.disable_adapter(), autocast(self.target):
             return _logits(self._features(batch))
+
+
+def head_weight(config: JointConfig, progress: float) -> float:
+    """What the heads' loss counts at this share of the run."""
+    return ONE_STAGE * math.sin(progress * math.pi / 2) if config.one_stage else TWO_STAGES
 
 
 def _logits(features: Features) -> Tensor:

@@ -11,7 +11,6 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,31 +20,10 @@ from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
+from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.files import locked
 from draftproof.training.rows import Example, prompt_of
 from draftproof.training.texts import Document, shuffled
-
-
-@dataclass(frozen=True)
-class SelfGenerateConfig:
-    """Let the target write the training text: `tokens` new ones, at these temperatures in turn.
-
-    assistant_model: drafts while it writes. rows_at_a_time: side by side; many are faster and need
-    more memory. file: where the text is kept, for several heads; None is the head's own folder.
-    """
-
-    tokens: int = 1_000_000
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    assistant_model: str | None = None
-    rows_at_a_time: int = 32
-    file: Path | None = None
-
-    def __post_init__(self) -> None:
-        tokens, rows, temperatures = self.tokens, self.rows_at_a_time, self.temperatures
-        if tokens < 1 or rows < 1:
-            raise BadInput(f"{tokens} tokens, {rows} rows at a time: ask for at least 1")
-        if not temperatures or min(temperatures) < 0:
-            raise BadInput(f"the temperatures were {temperatures}; give some that are 0 or above")
 
 
 class Progress(NamedTuple):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from draftproof.errors import BadInput
 
 CHATS = ("messages", "conversations", "conversation")
@@ -55,7 +53,7 @@ class Document:
     messages: tuple[Message, ...] = ()
 
     def as_chat(self) -> Document:
-        """A prompt, or a plain text, as the user's message; the text behind a prompt as the answer."""
+        """A prompt, or a plain text, as the user's message; what is behind a prompt, the answer."""
         if self.messages:
             return self
         question, answer = (self.text, "") if self.prompt is None else (self.prompt, self.text)
@@ -114,6 +112,8 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
 
 def shuffled(size: int, *key: int) -> list[int]:
     """The numbers below `size` in an order that depends on the key alone."""
+    import numpy as np  # the command line starts without it
+
     return [int(index) for index in np.random.default_rng(key).permutation(size)]
 
 

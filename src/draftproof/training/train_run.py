@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -25,47 +24,22 @@ from draftproof.model import loading
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
+from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.features import Cached, Reader, Streamed
 from draftproof.training.files import locked, whole
 from draftproof.training.heads import FrozenTarget
-from draftproof.training.joint import HeadsAndBackbone, JointConfig
+from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.model_card import machine, public_name, versions, write_card
 from draftproof.training.plot import plot_training
 from draftproof.training.rows import Batches, Example, Rows, tokenized
-from draftproof.training.self_generate import SelfGenerateConfig, SelfGeneratedText
-from draftproof.training.texts import DataConfig, Document
-from draftproof.training.trainer import (
-    Callback,
-    Silent,
-    Trainable,
-    TrainConfig,
-    Trainer,
-    same_settings,
-)
+from draftproof.training.self_generate import SelfGeneratedText
+from draftproof.training.texts import Document
+from draftproof.training.trainer import Callback, Silent, Trainable, Trainer, same_settings
 
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
 MakeHead = Callable[[Target], DraftHead]
 """A fresh head for a target."""
-
-
-@dataclass(frozen=True)
-class TrainRun:
-    """What to train, on what, and where it goes.
-
-    head_config: numbers that describe the head, for its card. self_generate: the target writes the
-    text. joint: the backbone learns, too (Medusa-2).
-    """
-
-    model: str
-    data: DataConfig
-    out: Path
-    config: TrainConfig = field(default_factory=TrainConfig)
-    head_config: Mapping[str, Any] = field(default_factory=dict)
-    self_generate: SelfGenerateConfig | None = None
-    joint: JointConfig | None = None
-    dtype: str | None = None
-    device: str | None = None
 
 
 class Prepared(NamedTuple):
@@ -117,7 +91,7 @@ def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepare
     if length > target.context:
         most = f"{target.name} reads at most {target.context} tokens"
         raise BadInput(f"length was {length} and {most}; give less")
-    settings = {"method": head.kind, **run.head_config, **_settings(run, config, model)}
+    settings = {"method": head.kind, "weights": fingerprint(model), **run.settings(config)}
     if (run.out / "training.json").exists():
         before = json.loads((run.out / "training.json").read_text())["settings"]
         same_settings(run.out, {**before, "rows": None}, {**settings, "rows": None})
@@ -135,18 +109,6 @@ def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepare
             raise BadInput(f"the data has nothing to {purpose}: no text of 3 tokens or more{hint}")
     settings["rows"], documents = rows[0].digest, sum(len(part) for part in parts)
     return Prepared(target, codec, head, config, settings, rows[0], rows[1], documents)
-
-
-def _settings(run: TrainRun, config: TrainConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """All that decides the result but the rows."""
-    settings = asdict(config)
-    del settings["save_minutes"]
-    own = asdict(run.self_generate) if run.self_generate else None
-    return {
-        **settings, "cache_gb": config.cache_gb > 0, "data": run.data.hashes(),
-        "weights": fingerprint(model), "joint": asdict(run.joint) if run.joint else None,
-        "self_generate": own and {name: own[name] for name in ("tokens", "temperatures")},
-    }  # fmt: skip
 
 
 def _tokenized(

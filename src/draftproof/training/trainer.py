@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from draftproof.drafters.losses import OBJECTIVES
 from draftproof.errors import BadInput
+from draftproof.training.config import TrainConfig
 from draftproof.training.files import whole
 from draftproof.training.rows import Batch, Batches
 from draftproof.training.self_generate import Progress
@@ -32,57 +31,6 @@ EVALUATIONS = 12
 """On held-out rows in a run, the last at its end."""
 TRIAL, TRIAL_SECONDS = 24, 10.0
 """Batches, and seconds, that are tried to learn how fast this machine is."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train; how long, by the first of steps, minutes and epochs that is given.
-
-    learning_rate: the highest, reached after the share `warmup` of the steps, then a cosine to
-    zero; None leaves it to the width of the target. objective: a name of `drafters.losses`. length:
-    tokens per row; None takes 512, or what the target reads at most. batch: full rows per batch;
-    accumulate: batches per step. cache_gb: disk for hidden states. save_minutes: between
-    checkpoints.
-    """
-
-    steps: int | None = None
-    minutes: float | None = None
-    epochs: float = 2.0
-    learning_rate: float | None = None
-    objective: str = "ce"
-    length: int | None = None
-    batch: int = 4
-    accumulate: int = 1
-    warmup: float = 0.1
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    cache_gb: float = 0.0
-    seed: int = 0
-    save_minutes: float = 2.0
-
-    def __post_init__(self) -> None:
-        names = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length")
-        for name in names:
-            value, least = getattr(self, name), 16 if name == "length" else 0
-            if value is not None and not (value > 0 and value >= least):
-                bound = "at least 16" if least else "above 0"
-                raise BadInput(f"{name} was {value}; it must be {bound}")
-        if self.objective not in OBJECTIVES:
-            raise BadInput(f"objective was {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        if not 0 <= self.cache_gb <= 2:
-            raise BadInput(f"cache_gb was {self.cache_gb}; choose 0, no cache, to 2")
-
-    def for_target(self, hidden_size: int, context: int) -> TrainConfig:
-        """With a length, and a rate: the published 0.001 for a width of 4096, more below."""
-        rate = self.learning_rate or min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75)
-        return replace(self, learning_rate=rate, length=self.length or min(512, context))
-
-    def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate at a step, as a share of the highest."""
-        warmup = max(1.0, self.warmup * steps)
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1.0, steps - warmup)))
 
 
 class Evaluation(NamedTuple):
@@ -179,7 +127,7 @@ class Trainer:
         rate = (config.learning_rate or 1e-3) * config.rate_at(self.step, self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
-        torch.manual_seed(config.seed * 1_000_003 + self.step)           # dropout, where there is any
+        torch.manual_seed(config.seed * 1_000_003 + self.step)           # dropout
         loss, tokens = self._backward(self.step, self.step / self.steps)
         norm = nn.utils.clip_grad_norm_(self._parameters, config.clip)
         self._optimizer.step()
@@ -247,7 +195,7 @@ class Trainer:
     def _restore(self) -> None:
         try:
             saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except Exception as error:                                       # pickle and zip raise anything
+        except Exception as error:                                       # zip raises anything
             file = self.checkpoint
             raise BadInput(f"{file} cannot be read ({error}); remove it to begin anew") from error
         same_settings(self.folder, saved["settings"], self.settings)

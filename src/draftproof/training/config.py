@@ -1,0 +1,137 @@
+"""How to train: options of Python and of the command line in one place. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftproof.engine.config import option
+from draftproof.errors import BadInput
+from draftproof.training.texts import DataConfig
+
+_loop, _own = partial(option, panel="Training"), partial(option, panel="Text")
+_number, _real = int | None, float | None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train; how long, by the first of steps, minutes and epochs that is given.
+
+    The learning rate is reached after the share `warmup` of the steps and falls as a cosine.
+    """
+
+    steps: int | None = _loop(None, "Train so many steps.", metavar="N", type=_number)
+    minutes: float | None = _loop(None, "Train about so long.", metavar="M", type=_real)
+    epochs: float = _loop(2.0, "Read the texts so often.", metavar="N", type=float)
+    learning_rate: float | None = _loop(
+        None, "Highest learning rate; by the width of the target if not given.",
+        flags=("--lr",), metavar="X", type=_real)  # fmt: skip
+    objective: str = _loop("ce", "ce; or distilled from the target: kl, tv, nla, lk.",
+                           metavar="NAME", type=str)  # fmt: skip
+    length: int | None = _loop(None, "Tokens per row; 512 if the target reads so many.",
+                               metavar="N", type=_number)  # fmt: skip
+    batch: int = _loop(4, "Rows per batch.", metavar="B", type=int)
+    accumulate: int = _loop(1, "Batches per step.", metavar="N", type=int)
+    cache_gb: float = _loop(0.0, "Gigabytes of disk for hidden states between epochs, at most 2.",
+                            metavar="X", type=float)  # fmt: skip
+    seed: int = _loop(0, "Same seed, same heads.", metavar="S", type=int)
+    save_minutes: float = _loop(2.0, "Between checkpoints.", metavar="M", type=float)
+    warmup: float = 0.1
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length")
+        for name in numbers:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BadInput(f"{name} was {value}; it must be above 0")
+        if self.length is not None and self.length < 16:
+            raise BadInput(f"length was {self.length}; it must be at least 16")
+        if self.objective not in ("ce", "kl", "tv", "nla", "lk"):
+            raise BadInput(f"objective was {self.objective!r}; choose one of ce, kl, tv, nla, lk")
+        if not 0 <= self.cache_gb <= 2:
+            raise BadInput(f"cache_gb was {self.cache_gb}; choose 0, no cache, to 2")
+
+    def for_target(self, hidden_size: int, context: int) -> TrainConfig:
+        """With a length, and a rate: the published 0.001 for a width of 4096, more below."""
+        rate = self.learning_rate or min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75)
+        return replace(self, learning_rate=rate, length=self.length or min(512, context))
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate at a step, as a share of the highest."""
+        warmup = max(1.0, self.warmup * steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1.0, steps - warmup)))
+
+
+@dataclass(frozen=True)
+class SelfGenerateConfig:
+    """Let the target write the training text. file: None is the head's own folder."""
+
+    tokens: int = _own(1_000_000, "How much it writes.", metavar="N", type=int)
+    temperatures: Sequence[float] = _own((0.0, 0.7), "It writes at these in turn.", metavar="T",
+                                         flags=("--temperature",), type=list[float])  # fmt: skip
+    assistant_model: str | None = _own(None, "Drafts while it writes.", metavar="MODEL")
+    rows_at_a_time: int = _own(32, "Rows it writes side by side.", metavar="B",
+                               flags=("--batch-size",), type=int)  # fmt: skip
+    file: Path | None = option(  # noqa: RUF009
+        None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
+        metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        tokens, rows, temperatures = self.tokens, self.rows_at_a_time, list(self.temperatures)
+        if tokens < 1 or rows < 1:
+            raise BadInput(f"{tokens} tokens, {rows} rows at a time: ask for at least 1")
+        if not temperatures or min(temperatures) < 0:
+            raise BadInput(f"the temperatures were {temperatures}; give some that are 0 or above")
+
+
+@dataclass(frozen=True)
+class JointConfig:
+    """Medusa-2. distil: keep the backbone's distribution; otherwise it learns the texts."""
+
+    distil: bool = True
+    one_stage: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise BadInput("training the backbone needs peft: install draftproof[train]") from error
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """What to train, on what, and where it goes.
+
+    head_config: numbers that describe the head, for its card. self_generate: the target writes the
+    text. joint: the backbone learns, too.
+    """
+
+    model: str
+    data: DataConfig
+    out: Path
+    config: TrainConfig = field(default_factory=TrainConfig)
+    head_config: Mapping[str, Any] = field(default_factory=dict)
+    self_generate: SelfGenerateConfig | None = None
+    joint: JointConfig | None = None
+    dtype: str | None = None
+    device: str | None = None
+
+    def settings(self, config: TrainConfig) -> dict[str, Any]:
+        """All that decides the result but weights and rows; `config` as it is for the target."""
+        settings = asdict(config)
+        del settings["save_minutes"]
+        own, joint = self.self_generate, self.joint
+        writes = {"tokens": own.tokens, "temperatures": list(own.temperatures)} if own else None
+        return {
+            **self.head_config, **settings, "cache_gb": config.cache_gb > 0,
+            "data": self.data.hashes(), "joint": asdict(joint) if joint else None,
+            "self_generate": writes,
+        }  # fmt: skip
