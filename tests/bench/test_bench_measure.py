@@ -1,119 +1,187 @@
-"""The race is fair: everyone writes everything, in turn, and time is taken where a user feels it."""
+"""Interleaving, and figures of methods whose texts and seconds are written down beforehand."""
 
 from __future__ import annotations
 
-from collections import Counter
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import pytest
-from recorded import GREEDY, Scripted, Time, bench, three_ways
+from rich.console import Console
 
-from draftproof.bench.machine import Energy
-from draftproof.bench.measure import Setting
-
-pytestmark = pytest.mark.usefixtures("memory_is_not_looked_at")
-
-
-def test_every_way_writes_every_group_once_a_turn_after_a_warm_up() -> None:
-    run = bench(*three_ways(), prompts=4, turns=2)
-    ticks: list[str] = []
-    run.run(ticks.append)
-    assert len(ticks) == run.total and len(run.trials) == run.runs == 3 * 4 * 2
-    assert all("warming up" in doing for doing in ticks[:3]) and "warming up" not in " ".join(ticks[3:])
-    seen = Counter((trial.way, trial.turn, trial.prompts) for trial in run.trials)
-    assert set(seen.values()) == {1} and len(seen) == 24
-    assert run.memory.keys() == {(way.name, GREEDY) for way in run.ways}
-
-
-def test_the_order_turns_so_that_nobody_is_always_first() -> None:
-    run = bench(*three_ways(), prompts=3, turns=2)
-    run.run()
-    rounds = [tuple(trial.way for trial in run.trials[start : start + 3]) for start in range(0, 18, 3)]
-    assert Counter(order[0] for order in rounds) == {"plain": 2, "drafter": 2, "transformers": 2}
-    assert all(len(set(order)) == 3 for order in rounds)
-
-
-@pytest.mark.parametrize(
-    ("count", "batch", "size"), [(5, 2, 4), (3, 8, 8), (4, 4, 4), (1, 1, 1), (7, 1, 1), (19, 2, 8), (24, 8, 24), (40, 8, 32)]
+from draftproof.bench.measure import PROMPTS_PER_ROW, Bench, Clock, Output, Setting
+from draftproof.bench.report import (
+    Interval,
+    as_json,
+    compute,
+    first_difference,
+    notes,
+    picture,
+    table,
 )
-def test_groups_are_full_and_hold_every_prompt(count: int, batch: int, size: int) -> None:
-    """Several times as many as there are rows, as far as there are so many: no prompt twice for the sake of that."""
-    run = bench(*three_ways(), prompts=count, settings=[Setting(batch, 0.0)])
-    groups = run.groups(run.settings[0])
-    assert all(len(group) == size for group in groups)
-    assert {prompt for group in groups for prompt in group} == set(range(count))
-    assert len(groups) == -(-count // size)
+from draftproof.core.params import Sampling
+from draftproof.engine.stats import RoundStats
+
+GREEDY = Setting(1, 0.0)
+ABOUT = {"machine": {"device": "cpu", "threads": 1}, "workload": "3 prompts", "new_tokens": 8,
+         "rounds": 1, "quantised": ["int8 weights"]}
 
 
-def test_a_way_is_told_how_many_rows_it_may_write_side_by_side() -> None:
-    run = bench(*three_ways(), prompts=9, settings=[Setting(1, 0.0), Setting(3, 0.0)])
-    asked: list[tuple[int, int]] = []
-    write = run.ways[0].write
-    run.ways[0].write = lambda task, clock: asked.append((len(task.prompts), task.rows)) or write(task, clock)  # type: ignore
+@dataclass
+class Time:
+    """Seconds pass only when a method says so."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Scripted:
+    """Writes `text` for every prompt in `seconds` times a factor by call; first token at 0.5."""
+
+    name: str
+    time: Time
+    seconds: float = 4.0
+    text: Sequence[int] = tuple(range(8))
+    factors: Sequence[float] = (1.0,)
+    drafted: int = 0
+    log: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
+
+    def write(
+        self, prompts: Any, sampling: Sampling, new_tokens: int, batch: int, clock: Clock
+    ) -> Output:
+        calls = sum(name == self.name for name, *_ in self.log)
+        self.log.append((self.name, tuple(prompt[0] for prompt in prompts), new_tokens))
+        self.time.now += 0.5
+        first = clock()
+        factor = self.factors[min(calls, len(self.factors) - 1)]
+        self.time.now += self.seconds * factor - 0.5
+        stats = RoundStats()
+        for _ in range(4):
+            stats.record(width=self.drafted, drafted=self.drafted, reach=self.drafted,
+                         accepted=self.drafted // 2, emitted=2)
+        return Output([list(self.text) for _ in prompts], first, stats)
+
+
+def bench(
+    *methods: Scripted, prompts: int = 3, settings: Sequence[Setting] = (GREEDY,), rounds: int = 1
+) -> Bench:
+    log: list[tuple[str, tuple[int, ...], int]] = []
+    for method in methods:
+        method.log = log
+    texts = [[i] for i in range(prompts)]
+    return Bench(methods, texts, settings, Sampling(), 8, rounds, methods[0].time)
+
+
+def three() -> list[Scripted]:
+    time = Time()
+    drafter = Scripted("drafter", time, 2.0, drafted=2)
+    return [Scripted("plain", time), drafter, Scripted("slow", time, 8.0)]
+
+
+def test_every_method_writes_every_group_and_the_order_rotates() -> None:
+    run = bench(*three(), rounds=2)
     run.run()
-    assert set(asked) == {(1, 1), (9, 3)}
+    log = run.methods[0].log  # type: ignore[attr-defined]
+    assert [name for name, _, tokens in log[:3]] == ["plain", "drafter", "slow"]      # the warm-up
+    turns = [[name for name, _, _ in log[at : at + 3]] for at in range(3, len(log), 3)]
+    assert len(turns) == 6 and all(sorted(turn) == ["drafter", "plain", "slow"] for turn in turns)
+    assert [turn[0] for turn in turns] == ["plain", "drafter", "slow"] * 2
+    assert len(run.trials) == run.total == 18 and all(trial.count == 8 for trial in run.trials)
 
 
-def test_who_cannot_write_several_rows_sits_out() -> None:
-    plain, drafter, stock = three_ways()
-    stock.most = 1
-    run = bench(plain, drafter, stock, settings=[Setting(1, 0.0), Setting(4, 0.0)])
+def test_settings_are_mixed_and_batches_take_several_prompts_per_row() -> None:
+    settings = [GREEDY, Setting(2, 0.7)]
+    run = bench(*three(), prompts=10, settings=settings)
+    assert run.groups(settings[1]) == [tuple(range(8)), (8, 9, 0, 1, 2, 3, 4, 5)]
+    assert len(run.groups(settings[1])[0]) == 2 * PROMPTS_PER_ROW
     run.run()
-    assert {trial.way for trial in run.trials if trial.setting.batch == 4} == {"plain", "drafter"}
-    assert len(run.trials) == run.runs
+    order = [trial.setting.batch for trial in run.trials]
+    assert order.index(2) < len(order) - 1 - order[::-1].index(1)      # not one behind the other
+    assert {str(one) for one in settings} == {"greedy, batch 1", "T = 0.7, batch 2"}
 
 
-def test_settings_are_spread_over_every_turn() -> None:
-    """What is said of batch 8 against one row must not be the machine's speed a minute later against now."""
-    run = bench(*three_ways(), prompts=4, settings=[Setting(1, 0.0), Setting(4, 0.0), Setting(1, 0.7)], turns=2)
+def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing() -> None:
+    """Every call takes longer than the one before: ratios within a round stay what they are."""
+    time = Time()
+    factors = [1.0, *(2.0 ** (i // 2) for i in range(20))]
+    methods = {"plain": 4.0, "drafter": 2.0}
+    scripted = [Scripted(name, time, seconds, factors=factors) for name, seconds in methods.items()]
+    run = bench(*scripted, prompts=6, rounds=2)
     run.run()
-    order = [(trial.turn, trial.setting, trial.group) for trial in run.trials[::3]]
-    single, several, warm = run.settings
-    turn = [(single, 0), (warm, 0), (single, 1), (warm, 1), (several, 0), (single, 2), (warm, 2), (single, 3), (warm, 3)]
-    assert order == [(number, *one) for number in range(2) for one in turn]
+    plain, drafter = compute(run)
+    assert plain.speed_up == Interval(1.0) and drafter.speed_up == Interval(2.0)
 
 
-def test_forwards_are_measured_alone_right_behind_a_trial_and_seldom_enough() -> None:
-    plain, drafter, stock = three_ways()
-    drafter.bare_seconds = 3.75                                         # longer than one of its trials, of 3.5 seconds
-    run = bench(plain, drafter, stock, prompts=5, turns=4)
+def test_figures() -> None:
+    run = bench(*three(), rounds=3)
     run.run()
-    assert all(trial.bare is not None for trial in run.trials if trial.way == "plain")          # takes no time: always
-    assert all(trial.bare is None for trial in run.trials if trial.way == "transformers")
-    mine = [trial for trial in run.trials if trial.way == "drafter"]
-    measured = [place for place, trial in enumerate(mine) if trial.bare is not None]
-    assert measured == [0, 5, 10, 15]                                   # 15 seconds of trials for 3.75 of forwards
-    at = [place for place, name in enumerate(plain.order) if name == "drafter alone"]
-    assert len(at) == 4 and all(plain.order[place - 1] == "drafter" for place in at)
+    plain, drafter, slow = compute(run, price=3.6)
+    assert [one.tokens_per_second for one in (plain, drafter, slow)] == [2.0, 4.0, 1.0]
+    assert drafter.texts == drafter.same == 9 and drafter.first_difference is None
+    assert drafter.tokens_per_round == 2.0 and drafter.acceptance == pytest.approx(0.5)
+    assert drafter.acceptance_by_position == [1.0, 0.0] and plain.acceptance is None
+    assert drafter.first_token == 0.5 and drafter.cost_per_million == pytest.approx(250.0)
 
 
-def test_chunks_count_from_the_call() -> None:
-    time = Time(now=1e6)
-    run = bench(Scripted("plain", time, [2, 1]))
+def test_texts_are_compared_before_speeds() -> None:
+    methods = three()
+    methods[1].text = (0, 1, 2, 9, 4, 5, 6, 7)
+    run = bench(*methods)
     run.run()
-    for trial in run.trials:
-        assert [(chunk.at, chunk.tokens) for chunk in trial.texts[0].chunks] == [(0.5, 1), (1.5, 2), (2.5, 1)]
-        assert trial.seconds == 2.5 and trial.tokens == 4
+    figures = compute(run)
+    assert (figures[1].same, figures[1].texts, figures[1].first_difference) == (0, 3, (1, 4))
+    assert notes(figures, ABOUT)[0].endswith("differs from plain decoding at token 4 of prompt 1")
+    assert first_difference([1, 2], [1, 2, 3]) == 3 and first_difference([1], [1]) is None
 
 
-def test_an_interrupt_leaves_what_was_measured() -> None:
-    run = bench(*three_ways(), prompts=3, turns=2)
+def test_an_interval_is_that_of_the_median() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 100.0]
+    found = Interval.of(values)
+    generator = np.random.default_rng(1)
+    medians = [np.median(generator.choice(values, 5)) for _ in range(4000)]
+    bounds = np.percentile(medians, (2.5, 97.5))
+    assert found.median == 3.0 and (found.low, found.high) == pytest.approx(bounds, abs=1)
+    assert str(Interval.of([2.0])) == "2.00×" == str(Interval.of([2.0, 2.0]))
 
-    def tick(doing: str) -> None:
-        if len(run.trials) == 7:
+
+def test_an_interrupted_run_has_figures_of_what_was_measured() -> None:
+    run, heard = bench(*three(), rounds=4), list[str]()
+
+    def progress(name: str) -> None:
+        heard.append(name)
+        if len(heard) == 6:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run(tick)
-    assert len(run.trials) == 7 < run.runs
+        run.run(progress)
+    assert len(run.trials) == 5
+    assert [one.method for one in compute(run)] == ["plain", "drafter", "slow"]
 
 
-def test_joules_are_those_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    time = Time()
-    run = bench(Scripted("plain", time, [1, 1]))
-    energy = Energy.__new__(Energy)
-    energy.meters, energy.unreadable = [], ""
-    energy.read = lambda: [20.0 * time.now]  # type: ignore[method-assign]
-    energy.since = lambda before: 20.0 * time.now - before[0]  # type: ignore[method-assign]
-    run.energy = energy
+def test_the_table_fits_80_columns_and_json_has_every_number() -> None:
+    methods = three()
+    methods[1] = replace(methods[1], name="a folder with a rather long name")
+    run = bench(*methods, settings=[GREEDY, Setting(4, 0.7)], prompts=8, rounds=2)
     run.run()
-    assert [trial.joules for trial in run.trials] == [20.0 * 2.5] * 3
+    figures = compute(run, price=1.0)
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(figures, "demo"))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80 and "T = 0.7, batch 4" in "\n".join(lines)
+    body = json.loads(as_json(run, figures, ABOUT))
+    assert len(body["trials"]) == len(run.trials) and len(body["figures"]) == 6
+    assert body["figures"][1]["speed_up"]["median"] == 2.0
+    assert body["trials"][0]["tokens"] == [list(range(8))]
+
+
+def test_the_picture_is_a_png() -> None:
+    pytest.importorskip("matplotlib")
+    run = bench(*three(), rounds=2)
+    run.run()
+    assert picture(compute(run), "demo").startswith(b"\x89PNG")

@@ -1,13 +1,15 @@
-"""A small model made as heavy as a real one, its function unchanged: blocks that read their weights and add nothing.
+"""A small model made as heavy as a large one, its function unchanged.
 
-Speculation pays where reading the weights is what takes the time. A small trained pair has real acceptance but no
-weight; with this it has both. Every figure obtained so must carry the word "inflated".
+Speculation pays where reading the weights takes the time. A small trained target and draft have
+real acceptance but little weight; inflated, the target has both. Figures of it say "inflated".
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,17 +19,15 @@ from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.loading import PreTrainedModel, load_model
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Whose blocks add nothing where their norms are zero, and whose MLPs are three layers of a width of their own."""
-LAYERS, FEWEST = 24, 4
-"""Layers the heavy model should have, as real ones of half a billion to two billion do; blocks added at least."""
-ROUND = 64
-"""Even widths, and all large ones, are multiples of this, as quantised formats and kernels like them."""
-SPREAD = 0.02
-"""Standard deviation of the weights that are read for nothing."""
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Models whose layers add nothing where their norms give zero, and whose MLPs are gated."""
+LAYERS, MIN_ADDED = 24, 4
+"""Layers of an inflated model, as in real ones of half a billion parameters; added at least."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MULTIPLE, STD = 64, 0.02
+"""MLP widths are multiples of this, as kernels want; standard deviation of the added weights."""
 
 
-def parameters(text: str) -> int:
+def parse_size(text: str) -> int:
     """A number of parameters from "0.5B", "350M" or "1_000_000"."""
     found = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*([kmb]?)", text.strip().lower())
     if not found:
@@ -35,120 +35,86 @@ def parameters(text: str) -> int:
     return round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[found[2]])
 
 
-def inflated(
-    name: str, size: str | None, dtype: str | None = "bfloat16", device: str | None = "cpu", *, even: bool = False
+def load_inflated(
+    name: str, size: str | None, dtype: str | None = None, device: str | None = None
 ) -> PreTrainedModel:
-    """The model of this name as transformers loads it, inflated if a size is given."""
-    wanted = parameters(size) if size is not None else None
+    """The model as transformers loads it, inflated if a size such as "0.5B" is given."""
+    parameters = parse_size(size) if size is not None else None
     model = load_model(name, dtype, device)
-    if wanted is not None:
-        inflate(model, wanted, even=even)
+    if parameters is not None:
+        inflate(model, parameters)
     return model
 
 
-def inflate(model: PreTrainedModel, size: int, *, even: bool = False) -> None:
-    """Append blocks to a Llama-like model, in place, until it has about `size` parameters.
+@torch.no_grad()
+def inflate(model: PreTrainedModel, size: int) -> None:
+    """Add layers and widen the MLPs of a Llama-like model, in place, up to about `size` parameters.
 
-    Their attention and their MLP are read and computed as any other, but on zeros, which is what their norms give: what
-    goes in comes out, to the bit. Hidden states keep their numbers, so draft heads find what they tap. The width of the
-    model cannot grow without changing its function, so the MLPs of the new blocks are as wide as it takes.
-
-    even: the model's own MLPs get that width too, from columns that add nothing. The function is then the same up to the
-    order in which sums are rounded, and the usual config describes the model: it can be saved and read by anyone.
+    Added layers have random weights that are read and multiplied, but norms of zero, so they add
+    zero to the residual stream. The model's own MLPs get the same width by random columns whose
+    output weights are zero. The function is the same up to the order in which sums are rounded, and
+    the config describes the result, so any program can read it once saved.
+    Raises UnsupportedModel for other families, BadInput for a size that is too small.
     """
     if type(model).__name__ not in FAMILIES:
-        raise UnsupportedModel(f"{type(model).__name__} cannot be inflated; only {', '.join(FAMILIES)} can")
-    present, layers = _count(model), model.model.layers
-    if size <= present:
-        raise BadInput(f"the model was to be inflated to {size:,} parameters and has {present:,}; ask for more")
-    last, config = layers[-1], model.config
-    count, width = (_even if even else _blocks)(last, size - present, len(layers))
-    kinds = getattr(config, "layer_types", None)
-    if even:
-        config.intermediate_size = width
-        for index, layer in enumerate(layers):
-            _widen(layer.mlp, width, index)
-    for _ in range(count):
-        layers.append(_block(last, config, len(layers), width))
-    config.num_hidden_layers = len(layers)
-    if kinds is not None:
-        config.layer_types = [*kinds, *[kinds[-1]] * count]
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModel(f"{type(model).__name__} cannot be inflated; only {known} can")
+    layers, config, present = model.model.layers, model.config, _count(model)
+    last, added = layers[-1], max(MIN_ADDED, LAYERS - len(layers))
+    hidden, width = last.mlp.down_proj.out_features, last.mlp.down_proj.in_features
+    rest = size - present - added * (_count(last) - _count(last.mlp))
+    columns = (rest / (3 * hidden) + len(layers) * width) / (added + len(layers))
+    if columns < width:
+        raise BadInput(f"the model was to be inflated to {size:,} parameters, too few for {added} "
+                       f"layers more than its {present:,} parameters have; ask for more")
+    wide = max(width, round(columns / MULTIPLE) * MULTIPLE)
+    for index, layer in enumerate(layers):
+        _widen(layer.mlp, wide, index)
+    for _ in range(added):
+        layers.append(_added_layer(last, config, len(layers)))
+    config.intermediate_size, config.num_hidden_layers = wide, len(layers)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [*config.layer_types, *config.layer_types[-1:] * added]
 
 
-def _blocks(last: Any, extra: int, present: int) -> tuple[int, int]:
-    """How many blocks, and the width of their MLPs, for `extra` parameters."""
-    around = _count(last) - _count(last.mlp)
-    hidden, real = last.mlp.down_proj.out_features, last.mlp.down_proj.in_features
-    count = max(FEWEST, LAYERS - present)
-    while count > 1 and extra / count < around + 3 * hidden * real:             # never thinner than the model's own
-        count -= 1
-    width = (extra / count - around) / (3 * hidden)
-    return count, _rounded(width) if width > 16 * ROUND else max(1, round(width))
-
-
-def _rounded(width: float) -> int:
-    return max(1, round(width / ROUND)) * ROUND
-
-
-def _even(last: Any, extra: int, present: int) -> tuple[int, int]:
-    """The same, if the MLPs that are there get that width as well."""
-    around = _count(last) - _count(last.mlp)
-    hidden, real = last.mlp.down_proj.out_features, last.mlp.down_proj.in_features
-    count = max(FEWEST, LAYERS - present)
-    width = ((extra - count * around) / (3 * hidden) + present * real) / (count + present)
-    if width < real:
-        raise BadInput(f"{extra:,} more parameters are too few for {count} even blocks of a width of {real}; ask for more")
-    return count, _rounded(width)
+def _added_layer(last: Any, config: Any, index: int) -> nn.Module:
+    """A layer as wide as `last` that adds zero, and whose MLP weights are its own."""
+    layer: Any = copy.deepcopy(last, {id(config): config}).requires_grad_(False)
+    attention, mlp = layer.self_attn, layer.mlp
+    attention.layer_idx = index
+    norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+    for zero in (*norms, attention.v_proj.bias, attention.o_proj.bias, mlp.down_proj.bias):
+        if zero is not None:
+            zero.zero_()
+    for place, name in enumerate(PROJECTIONS):
+        weight = getattr(mlp, name).weight
+        weight.copy_(_random(weight.shape, 10 * index + place))
+    added: nn.Module = layer.eval()
+    return added
 
 
 def _widen(mlp: Any, width: int, index: int) -> None:
-    """The same function of more columns: the new ones are weighed by zero."""
-    before = {name: getattr(mlp, name) for name in _PROJECTIONS}
-    _resize(mlp, width, index)
-    mlp.down_proj.weight.zero_()
-    for name, old in before.items():
-        new = getattr(mlp, name)
-        new.weight[: old.out_features, : old.in_features] = old.weight.detach()
-        if old.bias is not None:
-            new.bias[: old.out_features] = old.bias.detach()
+    """The same function with `width` columns: the new ones are computed and multiplied by zero."""
+    mlp.intermediate_size = width
+    for place, name in enumerate(PROJECTIONS):
+        linear, down = getattr(mlp, name), name == "down_proj"
+        old, (outputs, inputs) = linear.weight, linear.weight.shape
+        shape = (outputs, width) if down else (width, inputs)
+        new = (torch.zeros(shape) if down else _random(shape, 10 * index + place)).to(old)
+        new[:outputs, :inputs] = old
+        linear.weight = nn.Parameter(new, requires_grad=False)
+        linear.out_features, linear.in_features = new.shape
+        if linear.bias is not None and not down:
+            bias = nn.functional.pad(linear.bias, (0, width - outputs))
+            linear.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def _block(last: Any, config: Any, index: int, width: int) -> nn.Module:
-    """A layer like `last` with an MLP of `width`, which adds nothing: its norms give zeros, and on these it computes."""
-    block: Any = copy.deepcopy(last, {id(config): config})
-    block.self_attn.layer_idx = index
-    _resize(block.mlp, width, index)
-    attention = block.self_attn
-    silent = [block.input_layernorm.weight, block.post_attention_layernorm.weight, attention.v_proj.bias, attention.o_proj.bias]
-    for tensor in silent:
-        if tensor is not None:
-            tensor.requires_grad_(False).zero_()
-    made: nn.Module = block.eval()
-    return made
-
-
-def _resize(mlp: Any, width: int, index: int) -> None:
-    """Projections of this width, unlike those of any other layer, so that nobody can store or read two of them as one."""
-    hidden, mlp.intermediate_size = mlp.down_proj.out_features, width
-    for place, name in enumerate(_PROJECTIONS):
-        inputs, outputs = (width, hidden) if name == "down_proj" else (hidden, width)
-        setattr(mlp, name, _linear(getattr(mlp, name), inputs, outputs, len(_PROJECTIONS) * index + place))
-
-
-def _linear(like: nn.Linear, inputs: int, outputs: int, seed: int) -> nn.Linear:
-    """Small random weights, no bias to speak of."""
-    weight = like.weight
-    with torch.device("meta"):
-        made = nn.Linear(inputs, outputs, bias=like.bias is not None, dtype=weight.dtype)
-    made = made.to_empty(device=weight.device).requires_grad_(False)
-    pool = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)).mul_(SPREAD).to(weight.device, weight.dtype)
-    for piece in torch.split(made.weight.view(-1), len(pool)):
-        piece.copy_(pool[: len(piece)])
-    if made.bias is not None:
-        made.bias.zero_()
-    return made
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    """Weights unlike any other layer's, so that none is stored or cached as another."""
+    pool = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)).mul_(STD)
+    count = math.prod(shape)
+    return pool.repeat(-(-count // len(pool)))[:count].view(*shape)
 
 
 def _count(module: nn.Module) -> int:
-    tensors: list[Tensor] = list(module.parameters())
-    return sum(tensor.numel() for tensor in tensors)
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,85 @@
+"""Our engine and transformers' generate as they are measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+import draftproof as dp
+from draftproof.bench.measure import Bench, Setting
+from draftproof.bench.methods import OurEngine, Transformers, load_methods
+from draftproof.bench.report import compute
+from draftproof.errors import BadInput
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.fresh("llama").save_pretrained(folder / "target")
+    tiny.fresh("llama", num_hidden_layers=1).save_pretrained(folder / "draft")
+    return str(folder / "target"), str(folder / "draft")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_engine_writes_what_it_returns(folders: tuple[str, str], temperature: float) -> None:
+    engine = dp.load(folders[0], drafter="suffix", budget=3)
+    sampling = dp.Sampling(temperature=temperature, seed=3)
+    wanted = [one.tokens for one in engine.generate(PROMPTS, sampling=sampling, max_new_tokens=9)]
+    method = OurEngine("suffix", engine)
+    together = method.write(PROMPTS, sampling, 9, 2, time.perf_counter)
+    assert together.tokens == wanted and together.first_token is None and together.stats is not None
+    for prompt, text in zip(PROMPTS, wanted, strict=True):
+        start = time.perf_counter()
+        alone = method.write([prompt], sampling, 9, 1, time.perf_counter)
+        assert alone.tokens == [text] and alone.first_token is not None and alone.stats is not None
+        assert start < alone.first_token < time.perf_counter()
+        assert alone.stats.emitted == len(text) - 1            # the first came with the prompt
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_transformers_write_the_same_greedy_text(batch: int) -> None:
+    """Rows are padded on the left; texts end with the stop token, without padding."""
+    model = tiny.fresh("llama").double()
+    model.generation_config.eos_token_id = 3
+    plain = OurEngine("plain", dp.load(model, drafter="none"))
+    wanted = plain.write(PROMPTS, dp.Sampling(), 24, 1, time.perf_counter).tokens
+    for assistant in (None, tiny.fresh("llama", num_hidden_layers=1).double()):
+        method = Transformers("transformers", model, assistant)
+        found = method.write(PROMPTS, dp.Sampling(), 24, batch, time.perf_counter)
+        assert found.tokens == wanted and found.first_token
+
+
+def test_transformers_sample_by_the_same_seed() -> None:
+    method = Transformers("transformers", tiny.fresh("llama").double())
+    first, again, other = (
+        method.write(PROMPTS[:1], dp.Sampling(temperature=1.0, seed=seed), 12, 1, time.perf_counter)
+        for seed in (5, 5, 6))
+    assert first.tokens == again.tokens != other.tokens
+
+
+def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -> None:
+    target, draft = folders
+    drafters = ["suffix", "self-layers:1"]
+    plain, methods = load_methods(target, drafters, [draft], None, True, budget=3)
+    theirs = ["transformers", f"transformers, {draft}"]
+    assert [one.name for one in methods] == ["plain", *drafters, draft, *theirs]
+    run = Bench(methods, PROMPTS, [Setting(1, 0.0), Setting(2, 0.0)], plain.sampling, 8, 1)
+    run.run()
+    figures = compute(run)
+    assert len(figures) == 12 and all(one.same == one.texts > 0 for one in figures)
+
+
+@pytest.mark.parametrize(("drafters", "given", "why"), [
+    (["suffix", "suffix"], {}, "suffix was given twice"),
+    (["suffix", "medusa+recycling"], {"quantize_draft": "int8"}, "--quantize-draft is for"),
+])
+def test_what_does_not_fit_is_refused_before_loading(
+    drafters: list[str], given: dict[str, str], why: str
+) -> None:
+    with pytest.raises(BadInput, match=why):
+        load_methods(str(Path("no", "such", "model")), drafters, [], **given)
