@@ -1,0 +1,175 @@
+"""Time per token with drafts that help and drafts that do not, over plain decoding: "never slower", measured.
+
+Plain decoding, a fixed number of draft tokens and the adaptive budget complete the same prompts in one
+process and in lockstep: they take turns, and each writes on until it has SLICE more tokens per row, so
+that a machine whose speed drifts slows all of them alike. Ratios are sums of seconds over all prompts;
+intervals are bootstrapped over prompts. "cold" cases make a new engine for every text; in the others the
+adaptive budget begins each case knowing nothing and keeps what it learns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from run import Row, ratio
+
+import draftproof as dp
+from draftproof.bench.workloads import GENERAL, STORIES, read_questions
+
+SLICE, FIXED, SHORT, LONG = 2, 5, 8, 640
+"""Tokens: a turn, of a fixed draft, of a short text, of a long prompt."""
+CLOCKS = (time.perf_counter, time.process_time)
+
+
+class Wrong(dp.Drafter):
+    """Never right, or hardly. random: other tokens at every position. seconds: what a draft costs."""
+
+    name, default_budget = "wrong", 7
+
+    def __init__(self, vocab_size: int, random: bool = False, seconds: float = 0.0) -> None:
+        self.vocab_size, self.random, self.seconds = vocab_size, random, seconds
+
+    def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
+        end = time.perf_counter() + self.seconds
+        root, position = frontier.prefix.root[:, None], frontier.prefix.position[:, None]
+        ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
+        drafted = root + 7 * ahead + 1
+        if self.random:
+            drafted = (root * 48271 + (position + ahead) * 69621) % 2147483647
+        while time.perf_counter() < end:
+            pass
+        return dp.TokenTree.chain(torch.cat([root, drafted % self.vocab_size], 1))
+
+
+class Case(NamedTuple):
+    """What is written, by which drafter."""
+
+    drafter: str
+    new_tokens: int
+    rows: int = 1
+    temperature: float = 0.0
+    prompt: int = 0
+    cold: bool = False
+
+    def __str__(self) -> str:
+        said = [self.drafter] + [f"{self.new_tokens} tokens"] * (self.new_tokens == SHORT)
+        said += [f"batch {self.rows}"] * (self.rows > 1) + ["T = 1.5"] * (self.temperature > 0)
+        return ", ".join(said + [f"prompt of {self.prompt}"] * (self.prompt > 0) + ["cold"] * self.cold)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--assistant-model", help="a draft model; demo-draft for the demo")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is completed")
+    parser.add_argument("--prompts", type=int, default=8, help="how many of the built-in ones")
+    parser.add_argument("--cases", nargs="+", help="only those whose name has one of these words")
+
+
+def run(given: argparse.Namespace) -> list[Row]:
+    assistant = given.assistant_model or ("demo-draft" if given.model == "demo" else None)
+    engine = dp.load(given.model, assistant_model=assistant, dtype=given.dtype,
+                     drafter=None if assistant else "none")
+    gc.freeze()
+    target, codec = engine.target, engine.codec
+    questions = read_questions(STORIES if given.model == "demo" else GENERAL, lambda row: row["prompt"])
+    prompts = [codec.encode(one.prompt) for one in questions][: given.prompts]
+    step = _plain_step(engine, prompts[0])
+    drafters: dict[str, Callable[[], dp.Drafter]] = {
+        "always wrong": lambda: Wrong(target.vocab_size),
+        "random": lambda: Wrong(target.vocab_size, random=True),
+        "slow and wrong": lambda: Wrong(target.vocab_size, seconds=step),
+        "default": lambda: dp.Portfolio([dp.PromptLookup(), dp.SuffixDrafter(), dp.TokenRecycling()]),
+    }
+    if assistant:
+        drafters["draft model"] = lambda: dp.DraftModel(engine.drafter.model, target.vocab_size)
+    best = "draft model" if assistant else "default"
+    n, found = given.new_tokens, list[Row]()
+    for case in [
+        *(Case(name, n) for name in drafters), *(Case(name, n, cold=True) for name in drafters),
+        *(Case(name, *rest) for name in ("always wrong", best) for rest in (
+            (SHORT,), (n, 4), (n, 16), (n, 1, 1.5), (n, 1, 0.0, LONG))),
+    ]:
+        if given.cases and not any(word in str(case) for word in given.cases):
+            continue
+        before = [token for text in prompts for token in text] * LONG
+        texts = [(before + text)[-(case.prompt or len(text)) :] for text in prompts]
+        groups = [(texts * case.rows)[: case.rows]] if case.rows > 1 else [[text] for text in texts]
+        rounds = given.rounds * len(prompts) // len(groups)
+        found += measure(engine, drafters[case.drafter], groups * rounds, case)
+    return found
+
+
+def measure(engine: Any, drafter: Callable[[], dp.Drafter], groups: list[Any], case: Case) -> list[Row]:
+    """One case: seconds per token over plain decoding's, wall and CPU, and whether texts are the same."""
+    def around(own: dp.Drafter, budget: dp.Budget | int | None) -> dp.Engine:
+        return dp.Engine(engine.target, own, budget=budget, stop_tokens=engine.stop_tokens)
+
+    engines = {"plain": around(dp.Plain(), 0), f"fixed {FIXED}": around(drafter(), FIXED),
+               "adaptive": around(drafter(), None)}
+    for one in engines.values():
+        one.generate(groups[0], max_new_tokens=12, sampling=dp.Sampling())
+    engines["adaptive"] = around(drafter(), None)
+    seconds = {name: [list[float](), list[float]()] for name in engines}
+    texts: dict[str, list[Any]] = {name: [] for name in engines}
+    stats = {name: [0, 0] for name in engines}                         # rounds, tokens
+    for place, group in enumerate(groups):
+        if case.cold:
+            engines["adaptive"] = around(drafter(), None)
+        first, *rest = list(engines)[place % 3 :] + list(engines)[: place % 3]
+        orders = cycle([(first, *rest), (first, *reversed(rest))])
+        writings = {name: Writing(one, group, case) for name, one in engines.items()}
+        level = len(group)
+        while not all(one.ended for one in writings.values()):
+            for name in next(orders):
+                writings[name].until(level)
+            level += SLICE * len(group)
+        for name, one in writings.items():
+            for clock, spent in zip(seconds[name], one.seconds, strict=True):
+                clock.append(spent / one.tokens)
+            texts[name].append([row.tokens for row in one.rows])
+            stats[name][0] += sum(row.stats.rounds for row in one.rows)
+            stats[name][1] += sum(row.stats.emitted for row in one.rows)
+    return [{
+        "case": str(case), "budget": name, "wall": ratio(seconds[name][0], seconds["plain"][0]),
+        "CPU": ratio(seconds[name][1], seconds["plain"][1])[0],
+        "tokens/round": stats[name][1] / max(1, stats[name][0]),
+        "same": f"{sum(a == b for a, b in zip(texts[name], texts['plain'], strict=True))}/{len(groups)}",
+        "_plain seconds per token": sum(seconds["plain"][0]) / len(groups),
+    } for name in engines if name != "plain"]
+
+
+class Writing:
+    """A group of prompts being completed side by side, slice by slice. seconds: of slices, by clock."""
+
+    def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case) -> None:
+        sampling = dp.Sampling(temperature=case.temperature, seed=1)
+        self.steps: Iterator[Any] = engine.rounds(
+            prompts, max_new_tokens=case.new_tokens, sampling=sampling, batch_size=len(prompts))
+        self.rows: list[Any] = []
+        self.ended, self.seconds = False, [0.0 for _ in CLOCKS]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+    def until(self, tokens: int) -> None:
+        """Write on until so many tokens are there, or all texts have ended."""
+        before = [clock() for clock in CLOCKS]
+        while not self.ended and self.tokens < tokens:
+            active = next(self.steps, None)
+            self.rows, self.ended = self.rows or list(active or ()), active is None
+        spent = [clock() - start for clock, start in zip(CLOCKS, before, strict=True)]
+        self.seconds = [a + b for a, b in zip(self.seconds, spent, strict=True)]
+
+
+def _plain_step(engine: Any, prompt: list[int]) -> float:
+    """Seconds per token of plain decoding."""
+    plain = dp.Engine(engine.target, dp.Plain())
+    times = [time.perf_counter() for _ in plain.stream(prompt, max_new_tokens=12, sampling=dp.Sampling())]
+    return (times[-1] - times[3]) / max(1, len(times) - 4)
