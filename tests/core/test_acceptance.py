@@ -7,12 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
-from torch import Tensor
-
-from draftproof.core.acceptance import accept_by_block, accept_by_rejection
-from draftproof.core.tree import TreeShape
-from draftproof.verify.distribution import (
+from helpers.distribution import (
     DrawnRule,
     Law,
     Round,
@@ -29,6 +24,11 @@ from draftproof.verify.distribution import (
     random_law,
     text_law,
 )
+from helpers.mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
+from torch import Tensor
+
+from draftproof.core.acceptance import accept_by_block, accept_by_rejection
+from draftproof.core.tree import TreeShape
 
 EXACT = 1e-12
 CHAINS = [TreeShape.chain(length) for length in (1, 2, 3)]

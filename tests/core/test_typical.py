@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.distribution import Law, Text, constant, distance, likeliest, one_hot, random_law, target_laws, text_law
 from scipy.stats import chi2
 from tiny import paths_of, random_logits, sampler_of
 from torch import Tensor
@@ -18,7 +19,6 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.core.typical import Typical, accept_by_typicality
 from draftproof.errors import BadInput
-from draftproof.verify.distribution import Law, Text, constant, distance, likeliest, one_hot, random_law, target_laws, text_law
 
 EXACT = 1e-12
 SHAPES = {

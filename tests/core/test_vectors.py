@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.distribution import Text, constant, drawn_round
 from torch import Tensor
 
 from draftproof.core import acceptance
 from draftproof.core.acceptance import accept_by_block, accept_by_matching, accept_by_rejection
 from draftproof.core.ops import TORCH
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.verify.distribution import Text, constant, drawn_round
 
 EXACT = 1e-12
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import date
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from draftproof.cli.app import app
 from draftproof.errors import BadInput
 from draftproof.verify import prove as proving
-from draftproof.verify.report import Report, Section, silent
+from draftproof.verify.report import Report, Section, silent, versions
 
 GOOD = Section("law", True, "3 cases, nothing found", {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}, (), 1.5)
 BAD = Section("bits", False, "1 of 3 texts differ", {"texts": 3}, ["behind token 4 | off by 0.3"], 2.0)
@@ -34,7 +33,7 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def test_a_report_in_three_forms() -> None:
-    report = proving.report([GOOD, BAD], {"model": "demo", "seed": 0}, date(2026, 2, 3))
+    report = Report([GOOD, BAD], {"model": "demo", "date": "2026-02-03", **versions()})
     body = json.loads(report.as_json())
     assert body["passed"] is False and body["about"]["date"] == "2026-02-03" and body["about"]["torch"]
     assert [section["name"] for section in body["sections"]] == ["law", "bits"]
@@ -55,8 +54,8 @@ def test_sections_run_in_turn_and_the_engine_loads_only_when_needed(sections: di
     def engine() -> None:
         raise AssertionError("nobody asked for the model")
 
-    found = list(proving.prove(engine, ["mutants", "law", "law"], progress=lambda name: silent))
-    assert [section.name for section in found] == ["mutants", "law"]
+    found = list(proving.prove(engine, ["sampling", "law", "law"], progress=lambda name: silent))
+    assert [section.name for section in found] == ["sampling", "law"]
     with pytest.raises(BadInput, match="no section 'bit'"):
         list(proving.prove(engine, ["bit"], progress=lambda name: silent))
 

@@ -28,7 +28,6 @@ class Part(StrEnum):
     sampling = "sampling"
     bits = "bits"
     architectures = "architectures"
-    mutants = "mutants"
 
 
 Model = Annotated[str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)]
@@ -61,7 +60,7 @@ def prove(
     quantize_draft: opt.QuantizeDraft = None,
     kv_cache: opt.KvCache = None,
 ) -> None:
-    """Prove that decoding is lossless: by law, by sampling, bit for bit, with every architecture, and by planted bugs."""
+    """Prove that decoding is lossless: by law, by sampling, bit for bit, and with every architecture."""
     for file in (json_, html, markdown):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
@@ -82,7 +81,7 @@ def prove(
 def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Report:
     """Run the sections with a progress bar on stderr; print each verdict as it is reached, and one over all."""
     from draftproof.verify.prove import prove as prove_sections
-    from draftproof.verify.prove import report
+    from draftproof.verify.report import Report, versions
 
     out, loaded = Console(highlight=False, soft_wrap=True), list[Any]()
 
@@ -99,10 +98,11 @@ def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Repor
             for task in bars.task_ids:
                 bars.remove_task(task)
             _print(out, section)
-    about: dict[str, Any] = {"extent": "quick" if quick else "full", "seed": seed, "sections": ", ".join(names)}
+    about: dict[str, Any] = {"date": date.today().isoformat(), "extent": "quick" if quick else "full"}
+    about |= {"seed": seed, "sections": ", ".join(names), **versions()}
     if loaded:
         about |= _described(setup, loaded[0])
-    found = report(done, about, date.today())
+    found = Report(done, about)
     out.print(found.verdict, style="bold green" if found.passed else "bold red", markup=False)
     return found
 

@@ -1,21 +1,17 @@
-"""Section "architectures": every causal language model of the transformers at hand, tiny and random, run exactly or refused.
-
-Reading trees asks much of a model: a cache that rolls back, positions and masks that it takes as they are given. Loading a
-model checks a small tree; here whole texts are compared, longer than any window, for each architecture there is.
-"""
+"""Section "architectures": every causal language model of the installed transformers, tiny and random,
+run exactly or refused. Whole texts are compared, longer than any window."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -26,54 +22,51 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
 from draftproof.model.target import Target
-from draftproof.verify.report import Section, Tick, silent
+from draftproof.verify.report import Section, Tick, failed, silent
 
 VOCAB, CONTEXT, WINDOW, HEADS = 128, 256, 16, 4
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "hidden_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len"), CONTEXT),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "bos_token_id", "decoder_start_token_id"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("encoder_layers", "encoder_attention_heads"), 2),
-    **dict.fromkeys(("pad_token_id", "eos_token_id"), None),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 64),
+SMALL: dict[str, Any] = {
+    "vocab_size vocab_size_per_layer_input": VOCAB,
+    "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim": 32,
+    "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim": 64,
+    "moe_intermediate_size shared_expert_intermediate_size": 32,
+    "num_hidden_layers n_layer num_layers decoder_layers": 4,
+    "num_attention_heads n_head num_heads decoder_attention_heads": HEADS,
+    "num_key_value_heads num_kv_heads encoder_layers encoder_attention_heads": 2,
+    "max_position_embeddings n_positions n_ctx max_sequence_length max_seq_len": CONTEXT,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
+    "num_experts_per_tok moe_topk": 2,
+    "n_group topk_group bos_token_id decoder_start_token_id": 1,
+    "q_lora_rank kv_lora_rank": 16,
+    "head_dim swa_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim": 8,
+    "pad_token_id eos_token_id": None,
     "sliding_window": WINDOW, "initializer_range": 0.3, "tie_word_embeddings": False,
-}  # fmt: skip
+}
+SIZES = {name: size for names, size in SMALL.items() for name in names.split()}
 """What configurations call their sizes, whichever family they are of, and how small these are here."""
 OF_ONE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "hrm_text": {"initializer_range": 0.1},     # reads its layers again and again, so that rounding would grow
-    "moshi": {"sliding_window": CONTEXT},       # its cache crops what its forward sees; real ones have no shorter window either
+    "hrm_text": {"initializer_range": 0.1},     # reads its layers repeatedly, so rounding would grow
+    "moshi": {"sliding_window": CONTEXT},       # its cache crops what its forward sees
 }
-"""Where an architecture wants something else."""
 LARGE = 3e7
 """Parameters that a model is not made with."""
 QUICK = ("bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3", "qwen3_moe")
-"""Of a quick proof."""
 PROMPTS, NEW_TOKENS = (24, 3, 9), 24
 
 
 class Kind(StrEnum):
-    """What came of an architecture."""
+    """What came of an architecture: none may be broken; some find no small configuration."""
 
-    exact = "exact"                     # trees and all
+    exact = "exact"
     chains = "exact, chains alone"
     refused = "refused"
-    broken = "broken"                   # none may be
-    unmade = "not made"                 # no small configuration was found, as for models that see or hear as well
+    broken = "broken"
+    unmade = "not made"
 
 
 class Finding(NamedTuple):
-    """An architecture, what came of it, and what is to say about that."""
+    """An architecture, what came of it, and why."""
 
     name: str
     kind: Kind
@@ -85,57 +78,64 @@ def architectures() -> list[str]:
     return sorted({config.model_type for config in AutoModelForCausalLM._model_mapping})
 
 
-def prove_architectures(quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None) -> Section:
+def prove_architectures(
+    quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
+) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
-    start, known = time.perf_counter(), architectures()
-    asked = list(names) if names is not None else [name for name in QUICK if name in known] if quick else known
-    found = []
-    for place, name in enumerate(asked):
-        tick(place / len(asked), name)
+    start, known, found = time.perf_counter(), architectures(), []
+    names = names if names is not None else [name for name in QUICK if name in known] if quick else known
+    for place, name in enumerate(names):
+        tick(place / len(names), name)
         found.append(examine(name))
-    by_kind = {kind: [one for one in found if one.kind is kind] for kind in Kind}
+    by_kind = {kind: {one.name: one.why for one in found if one.kind is kind} for kind in Kind}
     exact, chains, refused, broken, unmade = (len(by_kind[kind]) for kind in Kind)
     verdict = (
-        f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and random, {exact} are run exactly, "
-        f"{chains} more by chains alone, {refused} are refused in a sentence"
-        f"{f', {broken} are broken' if broken else ''}{f'; {unmade} could not be made so small' if unmade else ''}"
+        f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and random, "
+        f"{exact} are run exactly, {chains} more by chains alone, {refused} are refused in a sentence"
+        f"{f', {broken} are broken' if broken else ''}"
+        f"{f'; {unmade} could not be made so small' if unmade else ''}"
     )
-    figures: dict[str, Any] = {kind: ", ".join(one.name for one in by_kind[kind]) for kind in (Kind.exact, Kind.chains)}
-    figures |= {kind: {one.name: one.why for one in by_kind[kind]} for kind in (Kind.refused, Kind.unmade)}
-    failures = [f"{one.name}: {one.why}" for one in by_kind[Kind.broken]]
-    return Section("architectures", not broken, verdict, figures, failures, time.perf_counter() - start)
+    figures: dict[str, Any] = {kind: ", ".join(by_kind[kind]) for kind in (Kind.exact, Kind.chains)}
+    figures |= {kind: by_kind[kind] for kind in (Kind.refused, Kind.unmade)}
+    failures = [f"{name}: {why}" for name, why in by_kind[Kind.broken].items()]
+    seconds = time.perf_counter() - start
+    return Section("architectures", not broken, verdict, figures, failures, seconds)
 
 
 def examine(name: str, around: Callable[[Target], Target] = lambda target: target) -> Finding:
-    """Write with a tiny model of this type, plainly and with drafts, and compare it with the model's own words.
+    """Write with a tiny model of this type, plainly and with drafts, and compare with its own words.
 
-    around: what stands between the model and the engine, for whoever wants to see that a mistake is found.
+    around: what stands between the model and the engine, to show that a mistake there is found.
     """
-    with _quiet():
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    loaded = False
+    try:
         try:
             model = tiny(name)
-        except Exception as error:                              # whatever a configuration raises that wants other sizes
-            return Finding(name, Kind.unmade, _first_line(error))
-        loaded = False
-        try:
-            target, loaded = around(Target(model)), True
-            wrong = _wrong(model, target)
-        except Exception as error:
-            if isinstance(error, DraftproofError) and not loaded:               # what was not refused has to write
-                return Finding(name, Kind.refused, str(error))
-            return Finding(name, Kind.broken, f"{type(error).__name__}: {_first_line(error)}")
-    if wrong:
-        return Finding(name, Kind.broken, wrong)
-    return Finding(name, Kind.exact if target.reads_trees else Kind.chains)
+        except Exception as error:                  # a configuration that wants other sizes
+            return Finding(name, Kind.unmade, failed(error))
+        target = around(Target(model))
+        loaded, trees = True, target.reads_trees
+        if wrong := _wrong(model, target):
+            return Finding(name, Kind.broken, wrong)
+        return Finding(name, Kind.exact if trees else Kind.chains)
+    except DraftproofError as error:                # what was not refused has to write
+        return Finding(name, Kind.broken if loaded else Kind.refused, str(error))
+    except Exception as error:
+        return Finding(name, Kind.broken, failed(error))
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """A random model of this type, in float32, which all can do. Raises whatever its configuration or its making raises."""
-    kind = next(config for config in AutoModelForCausalLM._model_mapping if config.model_type == name)
-    config = _config(kind, OF_ONE.get(name, {}))
+    """A random model of this type, in float32. Raises whatever its configuration or making raises."""
+    mapping = AutoModelForCausalLM._model_mapping
+    config = _config(next(one for one in mapping if one.model_type == name), OF_ONE.get(name, {}))
     with torch.device("meta"):
-        if (size := sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())) > LARGE:
-            raise ValueError(f"it has {size} parameters, however small its configuration is")
+        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGE:
+        raise ValueError(f"it has {size} parameters, however small its configuration is")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -147,21 +147,20 @@ def _config(kind: Any, own: dict[str, Any]) -> Any:
     """A small configuration: by all of `SIZES` that this kind knows, or all but one."""
     usual = kind()
     known = {*usual.to_dict(), *kind.attribute_map, *inspect.signature(kind.__init__).parameters}
-    sizes = {key: value for key, value in SIZES.items() if key in known or hasattr(usual, key)} | own
-    if hasattr(usual, "kv_lora_rank"):                          # keys that are compressed have as many heads as queries
+    sizes = {key: size for key, size in SIZES.items() if key in known or hasattr(usual, key)} | own
+    if hasattr(usual, "kv_lora_rank"):              # compressed keys have as many heads as queries
         sizes["num_key_value_heads"] = HEADS
-    error: Exception | None = None
+    errors: list[Exception] = []
     for unwanted in (None, *sizes):
         try:
             return kind(**{key: value for key, value in sizes.items() if key != unwanted})
-        except Exception as raised:                             # validators of all kinds
-            error = error or raised
-    assert error is not None
-    raise error
+        except Exception as raised:                 # validators of all kinds
+            errors.append(raised)
+    raise errors[0]
 
 
 class _Knows(Drafter):
-    """Knows what will be written, and says it beside what will not: some of a tree stands, and most of it does not."""
+    """Knows what will be written and says it beside what will not: part of a tree is accepted."""
 
     name, default_budget = "knows", 7
 
@@ -172,10 +171,9 @@ class _Knows(Drafter):
         roots, paths = frontier.prefix.position.tolist(), []
         for line, root in zip(frontier.prefix.tokens.tolist(), roots, strict=True):
             so_far = line[: root + 1]
-            ahead = next((text[root + 1 :] for text in self.texts if list(text[: root + 1]) == so_far), [])
-            right = [*ahead, *[0] * 4][:4]
-            stops = root % 5                                    # where the right path goes astray: anywhere, or nowhere
-            mixed = [(token + (place == stops)) % VOCAB for place, token in enumerate(right)]
+            known = (text[root + 1 :] for text in self.texts if list(text[: root + 1]) == so_far)
+            right = [*next(known, []), *[0] * 4][:4]
+            mixed = [(token + (place == root % 5)) % VOCAB for place, token in enumerate(right)]
             astray = [right[0], *((token + 3) % VOCAB for token in right[1:3]), right[3]]
             paths.append([[so_far[-1], *astray], [so_far[-1], *mixed]])
         drafted = torch.tensor(paths)                           # [B, 2, 5]
@@ -183,58 +181,44 @@ class _Knows(Drafter):
 
 
 def _wrong(model: PreTrainedModel, target: Target) -> str:
-    """What differs, in words; nothing if nothing does: the plain text from the model's own, and drafted ones from the plain."""
+    """Where the plain text differs from the model's own, or a drafted one from it; "" if nowhere."""
     dice = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in PROMPTS]
-    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        how = "sampled" if sampling.temperature else "greedy"
+    for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        how = "sampled" if want.temperature else "greedy"
 
-        def written(drafter: Drafter | None, budget: int, rows: int, sampling: Sampling = sampling) -> list[list[int]]:
-            engine = Engine(target, drafter, budget=budget)
-            done = engine.generate(prompts, max_new_tokens=NEW_TOKENS, sampling=sampling, batch_size=rows)
+        def written(engine: Engine, rows: int, want: Sampling = want) -> list[list[int]]:
+            one_each = replace(want, max_new_tokens=NEW_TOKENS)
+            done = engine.generate(prompts, sampling=one_each, batch_size=rows)
             return [one.checked().tokens for one in done]
 
-        plain = written(None, 0, 1)
-        if not sampling.temperature and (at := _parted(plain, [_own(model, prompt) for prompt in prompts])) is not None:
+        plain = written(Engine(target), 1)
+        own = [_own(model, prompt) for prompt in prompts]
+        if not want.temperature and (at := _parted(plain, own)):
             return f"greedy text parts from the model's own {at}"
         texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
         for rows in (1, len(prompts)):
-            at = _parted(written(_Knows(texts, target.reads_trees), _Knows.default_budget, rows), plain)
-            if at is not None:
+            engine = Engine(target, _Knows(texts, target.reads_trees), budget=_Knows.default_budget)
+            if at := _parted(written(engine, rows), plain):
                 return f"drafted text ({how}, {rows} at a time) parts from plain text {at}"
     return ""
 
 
+@torch.inference_mode()
 def _own(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     """What the model's own forward says, greedily, without any cache."""
     text = list(prompt)
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            logits: Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits
-            text.append(int(logits[0, -1].argmax()))
+    for _ in range(NEW_TOKENS):
+        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits
+        text.append(int(logits[0, -1].argmax()))
     return text[len(prompt) :]
 
 
-def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str | None:
+def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
     """Where the first text differs, in words."""
     for number, (one, other) in enumerate(zip(some, others, strict=True), start=1):
         if list(one) != list(other):
-            pairs = zip(one, other, strict=False)
-            at = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(one), len(other)))
+            pairs = enumerate(zip(one, other, strict=False))
+            at = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
             return f"at token {at + 1} of text {number}"
-    return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers says about strange configurations."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""

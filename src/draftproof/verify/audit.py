@@ -18,8 +18,8 @@ from scipy import stats
 
 from draftproof.errors import BadInput
 from draftproof.verify.bug_match import Drafting, Likeness, nearest
-from draftproof.verify.gtest import FALSE_ALARM, POWER, GTest, detectable
 from draftproof.verify.outcomes import CHUNK, Case, Check, Law, Progress, Sampler, Text
+from draftproof.verify.statistics import FALSE_ALARM, POWER, GTest, detectable
 
 FEWEST = 200
 """Samples with which anything can be said at all."""

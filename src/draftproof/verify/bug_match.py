@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from draftproof.verify.bug_catalog import MISTAKES, NO_BONUS, RIGHT, Array, Mistake
-from draftproof.verify.gtest import g_test
 from draftproof.verify.outcomes import Case, Emit, Law, Outcomes, Text
+from draftproof.verify.statistics import g_test
 
 
 class Drafting(NamedTuple):

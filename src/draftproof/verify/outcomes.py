@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from draftproof.errors import BadInput
 from draftproof.verify.bug_catalog import Array, normal
-from draftproof.verify.gtest import FALSE_ALARM, GTest, g_test
+from draftproof.verify.statistics import FALSE_ALARM, GTest, g_test
 
 Text = tuple[int, ...]
 Law = Callable[[Sequence[Text]], Array]

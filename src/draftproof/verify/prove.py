@@ -1,35 +1,28 @@
-"""The proof as a whole: its sections, one after the other, and the report they make. Knows every section."""
+"""The proof as a whole: its sections, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.verify.architectures import prove_architectures
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.exact import prove_law
-from draftproof.verify.mutants import prove_mutants
-from draftproof.verify.report import Report, Section, Tick, versions
+from draftproof.verify.report import Section, Tick
 from draftproof.verify.sampling import prove_sampling
 
-SECTIONS = ("law", "sampling", "bits", "architectures", "mutants")
+SECTIONS = ("law", "sampling", "bits", "architectures")
 
 
 def prove(
-    engine: Callable[[], Engine],
-    sections: Sequence[str] = SECTIONS,
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    progress: Callable[[str], Tick],
+    engine: Callable[[], Engine], sections: Sequence[str] = SECTIONS, *, quick: bool = False,
+    seed: int = 0, progress: Callable[[str], Tick],
 ) -> Iterator[Section]:
     """Run `sections` in turn and yield each as it is done.
 
-    engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each section, by name.
-    Raises BadInput for a section that does not exist, and for an engine that is lossy.
+    engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each
+    section, by name. Raises BadInput for an unknown section, and for an engine that is lossy.
     """
     unknown = [name for name in sections if name not in SECTIONS]
     if unknown:
@@ -39,7 +32,6 @@ def prove(
         "sampling": lambda tick: prove_sampling(quick, tick, seed=seed),
         "bits": lambda tick: prove_bits(_exact(engine()), quick, tick, seed=seed),
         "architectures": lambda tick: prove_architectures(quick, tick),
-        "mutants": lambda tick: prove_mutants(quick, tick),
     }
     for name in dict.fromkeys(sections):
         yield runs[name](progress(name))
@@ -48,10 +40,5 @@ def prove(
 def _exact(engine: Engine) -> Engine:
     """The engine, if it claims to be exact at all."""
     if engine.lossy is not None:
-        raise BadInput("the engine is lossy, its text is not the target's and nothing about it can be proved; leave lossy out")
+        raise BadInput("the engine is lossy: its text is not the target's; leave lossy out")
     return engine
-
-
-def report(sections: Sequence[Section], about: Mapping[str, Any], today: date) -> Report:
-    """The certificate: what was examined, with which versions, on which day."""
-    return Report(sections, {"date": today.isoformat(), **about, **versions()})

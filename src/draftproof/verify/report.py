@@ -1,29 +1,37 @@
-"""What a proof leaves behind: sections with verdicts, as JSON, Markdown and one page of HTML. Knows no models."""
+"""The result of a proof: sections with verdicts, as JSON, Markdown and one page of HTML."""
 
 from __future__ import annotations
 
 import html
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
+SCOPE = (
+    "What this says: the emitted text follows the target model. What it does not: the same text "
+    "across machines, dtypes or forward shapes that round differently, and nothing about lossy modes. "
+    "See docs/lossless.md."
+)
+STYLE = "body{font:15px/1.5 sans-serif;max-width:52rem;margin:2rem auto}td{padding:.2rem .6rem}"
 
 
 def silent(share: float, doing: str) -> None:
     """A `Tick` that shows nothing."""
 
 
+def failed(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 @dataclass(frozen=True)
 class Section:
-    """One examination and what came of it.
-
-    verdict: one sentence with the figures. failures: one sentence each, smallest case first; empty if it passed.
-    figures: plain values for machines, among them every tolerance and every negative control.
-    """
+    """One examination. verdict: one sentence with the figures. failures: one sentence each, empty if
+    it passed. figures: plain values, among them every tolerance and every negative control."""
 
     name: str
     passed: bool
@@ -35,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """All sections of one proof, and where it was made. `about`: model, drafter, device, dtype, seeds, date."""
+    """All sections of one proof. about: model, drafter, device, dtype, versions, seed, date."""
 
     sections: Sequence[Section]
     about: Mapping[str, Any]
@@ -55,45 +63,43 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, for machines."""
+        sections = [asdict(section) for section in self.sections]
         body = {"passed": self.passed, "verdict": self.verdict, "about": dict(self.about)}
-        return json.dumps({**body, "sections": [asdict(section) for section in self.sections]}, indent=2, default=str)
+        return json.dumps({**body, "sections": sections}, indent=2, default=str)
 
     def as_markdown(self) -> str:
         """One page to attach to a release."""
-        lines = ["# Certificate of lossless decoding", "", f"**{self.verdict}**", ""]
-        lines += ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in self.about.items())]
-        for section in self.sections:
-            lines += ["", f"## {section.name.capitalize()}: {_word(section)} ({section.seconds:.0f} s)", "", section.verdict]
-            lines += ["", *(f"- {failure}" for failure in section.failures)] if section.failures else []
-            lines += ["", "| figure | value |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in _flat(section))]
-        return "\n".join([*lines, "", f"*{_SCOPE}*", ""])
+        forms = {"h1": "# {}\n", "h2": "\n## {}\n", "p": "{}\n", "li": "- {}", "table": "| | |\n|---|---|"}
+        lines = [
+            f"| {text[0]} | {text[1]} |" if kind == "tr" else forms[kind].format(*text)
+            for kind, *text in self._page(lambda text: text.replace("|", "\\|"))
+        ]
+        return "\n".join(lines) + "\n"
 
     def as_html(self) -> str:
         """The same page, self-contained."""
-        parts = [f"<h1>Certificate of lossless decoding</h1><p class={_word(self).lower()}>{html.escape(self.verdict)}</p>"]
-        parts.append(_table(self.about.items()))
+        lines = [
+            f"<tr><td>{text[0]}<td>{text[1]}" if kind == "tr" else f"<{kind}>{''.join(text)}"
+            for kind, *text in self._page(html.escape)
+        ]
+        head = f"<!doctype html><meta charset=utf-8><title>Lossless decoding</title><style>{STYLE}</style>"
+        return "\n".join([head, *lines]) + "\n"
+
+    def _page(self, escape: Callable[[str], str]) -> Iterator[tuple[str, ...]]:
+        """(kind, text) of every line of the certificate."""
+        yield from [("h1", "Certificate of lossless decoding"), ("p", escape(self.verdict)), ("table",)]
+        yield from (("tr", escape(key), escape(_cell(value))) for key, value in self.about.items())
         for section in self.sections:
-            word = _word(section)
-            parts.append(f"<h2>{html.escape(section.name.capitalize())} <span class={word.lower()}>{word}</span>")
-            parts.append(f"<small>{section.seconds:.0f} s</small></h2><p>{html.escape(section.verdict)}</p>")
-            parts += ["<ul>", *(f"<li>{html.escape(failure)}</li>" for failure in section.failures), "</ul>"]
-            parts.append(f"<details><summary>Figures</summary>{_table(_flat(section))}</details>")
-        body = "\n".join([*parts, f"<footer>{html.escape(_SCOPE)}</footer>"])
-        head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Lossless decoding</title><style>{_STYLE}</style>"
-        return f"{head}\n{body}\n</html>\n"
-
-
-_SCOPE = (
-    "What this says: the emitted text follows the target model. What it does not: the same text across machines, dtypes or "
-    "forward shapes that round differently, and nothing about lossy modes. See docs/lossless.md."
-)
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;width:100%;font-size:13px}"
-    "td{border-top:1px solid #ddd;padding:.2rem .6rem;vertical-align:top}"
-    "td:first-child{color:#666;width:16rem}.pass{color:#137333;font-weight:600}.fail{color:#b3261e;font-weight:600}"
-    "h2{margin-top:1.6rem;font-size:1.15rem}small,footer{color:#666;font-weight:400}footer{margin-top:2rem;font-size:12px}"
-)
+            word = "PASS" if section.passed else "FAIL"
+            yield "h2", f"{section.name.capitalize()}: {word} ({section.seconds:.0f} s)"
+            yield "p", escape(section.verdict)
+            yield from (("li", escape(failure)) for failure in section.failures)
+            yield ("table",)
+            for key, value in section.figures.items():
+                rows = value.items() if isinstance(value, Mapping) else [("", value)]
+                for name, inner in rows:
+                    yield "tr", escape(f"{key}: {name}".rstrip(": ")), escape(_cell(inner))
+        yield "p", escape(SCOPE)
 
 
 def versions() -> dict[str, str]:
@@ -103,32 +109,10 @@ def versions() -> dict[str, str]:
 
     from draftproof import __version__
 
-    return {
-        "draftproof": __version__,
-        "torch": str(torch.__version__),
-        "transformers": str(transformers.__version__),
-        "python": platform.python_version(),
-    }
-
-
-def _word(judged: Section | Report) -> str:
-    return "PASS" if judged.passed else "FAIL"
-
-
-def _flat(section: Section) -> list[tuple[str, Any]]:
-    """Figures as rows: a mapping within becomes rows of its own."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in section.figures.items():
-        rows += [(f"{key}: {name}", inner) for name, inner in value.items()] if isinstance(value, Mapping) else [(key, value)]
-    return rows
+    python = platform.python_version()
+    own = {"draftproof": __version__, "torch": str(torch.__version__)}
+    return {**own, "transformers": str(transformers.__version__), "python": python}
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = ", ".join(f"{key} {_cell(inner)}" for key, inner in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-
-def _table(rows: Iterable[tuple[str, Any]]) -> str:
-    cells = (f"<tr><td>{html.escape(str(key))}<td>{html.escape(_cell(value))}" for key, value in rows)
-    return f"<table>{''.join(cells)}</table>"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
