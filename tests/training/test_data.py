@@ -1,0 +1,209 @@
+"""From files as people have them to documents, and from documents to masked rows and batches."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompts
+
+from draftproof import embedded
+from draftproof.errors import BadInput
+from draftproof.model.loading import load_tokenizer
+from draftproof.model.tokenizer import Codec
+from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
+from draftproof.training.texts import Document, Message, read, split
+
+QUESTION, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
+CHAT, ASKED = Document(messages=(QUESTION, ANSWER)), Document(messages=(QUESTION,))
+SAID = {"role": "assistant", "content": "Hello"}
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLED = json.dumps([{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}])
+FORMATS: list[tuple[Any, Document]] = [
+    ({"text": "a b"}, Document("a b")),
+    ({"text": "cut \ud83d"}, Document("cut \ufffd")),
+    ({"text": "a\u2028b"}, Document("a\u2028b")),
+    ({"prompt": "q"}, Document(prompt="q")),
+    ({"prompt": "q", "completion": "a"}, Document("a", "q")),
+    ({"question": "q", "answer": "a"}, Document("a", "q")),
+    ({"instruction": "q", "input": "of", "output": "a"}, Document("a", "q\n\nof")),
+    ({"instruction": "q", "input": "", "output": "a"}, Document("a", "q")),
+    ({"turns": ["first", "second"]}, Document(prompt="first")),
+    ({"messages": [{"role": "user", "content": "Hi"}, SAID]}, CHAT),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, SAID]}, CHAT),
+    ({"messages": [{"role": "user", "content": "Hi"}, {**SAID, "role": "model"}]}, CHAT),
+    ({"prompt": [{"role": "user", "content": "Hi"}], "completion": [SAID]}, CHAT),
+    ({"custom_id": "1", "body": {"messages": [{"role": "user", "content": "Hi"}]}}, ASKED),
+    ({"messages": [{"role": "developer", "content": "Be."}, {"role": "user", "content": "Hi"}]},
+     Document(messages=(Message("system", "Be."), QUESTION))),
+    ({"conversations": [{"from": a, "value": b} for a, b in (("gpt", "cut"), ("human", "Hi"), ("gpt", "Hello"))]}, CHAT),
+    ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                   {"role": "tool", "content": "3"}, SAID]},
+     Document(messages=(QUESTION, Message("assistant", "", CALLED), Message("tool", "3"), ANSWER))),
+]  # fmt: skip
+UNUSABLE: list[tuple[bytes, str]] = [
+    (b'{"text": "two"', "not JSON"), (b"[" * 5000, "not JSON"), (b"7", "not an object"),
+    (b'{"text": ""}', "empty"), (b'{"text": null}', "empty"), (b'{"text": 1}', "must be text"),
+    (b'{"story": "a"}', "none of the fields text, messages"),
+    (b'{"messages": [{"role": "robot", "content": "a"}]}', "role 'robot'"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "must be text"),
+    (b'{"messages": "Hi"}', "list of messages"), (b'{"messages": [1]}', "list of messages"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "without a user"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "document"), FORMATS)
+def test_every_common_format_is_understood(tmp_path: Path, row: Any, document: Document) -> None:
+    (tmp_path / "rows.JSONL").write_text(json.dumps(row) + "\n\n")
+    (tmp_path / "array.json").write_text(json.dumps([row, row], indent=2), encoding="utf-8-sig")
+    for name in ("rows.JSONL", "array.json"):
+        assert read([tmp_path / name], strict=True) == [document]
+
+
+@pytest.mark.parametrize(("row", "words"), UNUSABLE)
+def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: bytes, words: str) -> None:
+    file, notes = tmp_path / "rows.jsonl", list[str]()
+    file.write_bytes(b'{"text": "one"}\r\n' + 5 * (row + b"\n") + b'{"text": "three"}\n')
+    assert read([file], note=notes.append) == [Document("one"), Document("three")]
+    (note,) = notes
+    assert note.startswith("skipped 5 rows") and note.count(words) == 3 and "line 2 of rows.jsonl" in note
+    with pytest.raises(BadInput, match=f"line 2 .*{words}"):
+        read([file], strict=True)
+    file.write_bytes(row)
+    with pytest.raises(BadInput, match=words if row[:1] != b"[" else "broken"):
+        read([file])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [("a.csv", b"text\nhello\n", "csv"), ("a.PARQUET", b"PAR1", "PARQUET"), ("a.txt", b"caf\xe9", "UTF-8"),
+     ("a.txt", b"a\0b", "not a text file"), ("a.jsonl", b"", "no text"), ("a.json", b'[{"text": "a"},', "JSON array")],
+)  # fmt: skip
+def test_files_that_cannot_be_read_rightly_are_refused(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(BadInput, match=words):
+        read([tmp_path / name])
+
+
+@pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16", "\n")])
+def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(tmp_path: Path, encoding: str, end: str) -> None:
+    paragraphs = [f"{index} " + "word " * 300 for index in range(20)]
+    (tmp_path / "book.txt").write_bytes((end * 2).join(paragraphs).encode(encoding))
+    pieces = read([tmp_path / "book.txt", tmp_path / "book.txt"])              # each once
+    assert len(pieces) > 3 and "\n\n".join(piece.text for piece in pieces) == "\n\n".join(paragraphs)
+
+
+def test_chat_makes_texts_and_prompts_the_users() -> None:
+    assert Document("Hello", "Hi").as_chat() == CHAT and Document("Hi").as_chat() == ASKED
+
+
+def test_what_is_held_out_is_never_trained_on() -> None:
+    documents = [Document(str(number)) for number in range(1000)]
+    train, held_out = split(documents, seed=3)
+    assert not set(train) & set(held_out) and set(train) | set(held_out) == set(documents)
+    assert len(held_out) == 20 and split(documents, seed=3) == (train, held_out) != split(documents, seed=4)
+    assert [len(part) for part in split(documents[:3], 0)] == [2, 1]
+    with pytest.raises(BadInput, match="at least two"):
+        split([Document("a")], 0)
+
+
+PLAIN = """{% for m in messages %}<{{ m.role }}>
+{{ m.content }}<end>
+{% endfor %}{% if add_generation_prompt %}<assistant>
+{% endif %}"""
+MARKED = """{% for m in messages %}<{{ m.role }}>
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>
+{% endgeneration %}{% else %}{{ m.content }}<end>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>
+{% endif %}"""
+FORGETFUL = """{% for m in messages %}<{{ m.role }}>
+{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('|')[-1] }}{% else %}{{ m.content }}{% endif %}<end>
+{% endfor %}{% if add_generation_prompt %}<assistant>
+{% endif %}"""
+TURNS = tuple(Message(*one) for one in (("system", "Be kind."), ("user", "Who are you?"), ("assistant", "hm|A dog."),
+                                        ("user", "Really?"), ("assistant", "so|Yes!")))  # fmt: skip
+
+
+def codec_of(template: str | None) -> Codec:
+    tokenizer = copy.deepcopy(load_tokenizer(embedded("demo")))
+    assert tokenizer is not None
+    tokenizer.chat_template = template
+    return Codec(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(PLAIN, ["hm|A dog.<end>\nso|Yes!<end>\n"]), (MARKED, ["hm|A dog.<end>\nso|Yes!<end>\n"]),
+     (FORGETFUL, ["hm|A dog.<end>\n", "so|Yes!<end>\n"])],
+    ids=["plain", "generation marks", "forgets thoughts"],
+)  # fmt: skip
+def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(template: str, said: list[str]) -> None:
+    """Training sees the very tokens decoding sees; one example per answer where the template forgets."""
+    codec = codec_of(template)
+    examples = tokenized(Document(messages=TURNS), codec, None)
+    learnt = [[token for token, kept in zip(*one, strict=True) if kept] for one in examples]
+    assert [codec.tokenizer.decode(tokens) for tokens in learnt] == said
+    if len(said) == 2:
+        assert "hm" not in codec.tokenizer.decode(examples[1].tokens)
+    asked = prompt_of(Document(messages=TURNS[:2]), codec)
+    tokens, mask = tokenized(Document(messages=TURNS[:3]), codec, None)[0]
+    assert tokens[: len(asked)] == asked and not any(mask[: len(asked)]) and all(mask[len(asked) :])
+    assert prompt_of(Document(messages=TURNS), codec, 2) == asked        # turns of the user, in a circle
+
+
+def test_only_answers_are_in_the_loss_and_an_end_is_added() -> None:
+    codec = codec_of(None)
+    ((tokens, mask),) = tokenized(Document("a dog", "Who is it?"), codec, 0)
+    asked = prompt_of(Document("a dog", "Who is it?"), codec)
+    assert tokens == asked + codec.encode("a dog", special=False) + [0]
+    assert mask == [False] * len(asked) + [True] * (len(tokens) - len(asked))
+    assert tokenized(Document(prompt="Who is it?"), codec, 0) == []
+    with pytest.raises(BadInput, match="chat template"):
+        tokenized(CHAT, codec, 0)
+
+
+def ragged() -> Rows:
+    texts = prompts(40, seed=1, longest=50)
+    return Rows((Example(text, [place > 1 for place in range(len(text))]) for text in texts), 32)
+
+
+def test_every_row_comes_once_per_epoch_and_a_batch_follows_from_seed_and_step() -> None:
+    one, two, other = Batches(ragged(), 4, 7), Batches(ragged(), 4, 7), Batches(ragged(), 4, 8)
+    size = len(one)
+    epochs = [[number for step in range(size) for number in one[epoch * size + step].rows] for epoch in (0, 1)]
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(range(len(one.rows)))
+    assert epochs[0] != epochs[1] and size > 3
+    for step in (13, 2, 40):
+        assert torch.equal(one[step].tokens, two[step].tokens) and one[step].rows == two[step].rows
+    assert any(one[step].rows != other[step].rows for step in range(5))
+
+
+def test_padding_is_not_in_the_loss_and_the_rest_is_the_text() -> None:
+    rows = ragged()
+    for step in range(len(batches := Batches(rows, 4, 0))):
+        batch = batches[step]
+        for place, number in enumerate(batch.rows):
+            begin, end = rows.starts[number : number + 2]
+            assert batch.tokens[place, : end - begin].tolist() == rows.tokens[begin:end].tolist()
+            assert batch.weights[place, : end - begin].tolist() == rows.mask[begin:end].tolist()
+            assert not batch.weights[place, end - begin :].any() and batch.sizes[place] == end - begin
+        assert batch.tokens.numel() <= 4 * rows.length
+
+
+def test_rows_are_cut_grouped_by_width_and_dropped_where_nothing_can_be_learnt() -> None:
+    """A head reads a token to predict the one after the next: what is learnt has two before it."""
+    rows = Rows([Example(list(range(100)), [True] * 100)], 32)
+    assert rows.sizes.tolist() == [32, 32, 32, 4] and rows.tokens.tolist() == list(range(100))
+    texts = [Example([1, 2], [True] * 2), Example([1, 2, 3], [True, True, False]), Example([1, 2, 3], [False, False, True])]
+    assert Rows(texts, 16).tokens.tolist() == [1, 2, 3] and len(Rows(texts, 16)) == 1
+    rows = Rows((Example([1] * size, [True] * size) for size in [16] * 64 + [128] * 8), 128)
+    shapes = Counter(tuple(Batches(rows, 2, 0)[step].tokens.shape) for step in range(len(Batches(rows, 2, 0))))
+    assert shapes == {(16, 16): 4, (2, 128): 4}
+    pairs = [Example([1, 2, 3, 4], [False, False, True, True]), Example([5, 6, 7, 8], [True, False, False, True])]
+    first, second = Rows(pairs, 32).bigrams()                            # never over the end of a row
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(2, 3), (3, 4), (7, 8)]
