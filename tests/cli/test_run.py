@@ -20,7 +20,7 @@ from random_models import save_model
 
 import draftproof
 from draftproof.cli.options import Color
-from draftproof.cli.show import Ink, first_difference
+from draftproof.cli.show import StreamWriter, first_difference
 from draftproof.engine.config import branching
 from draftproof.engine.engine import Chunk
 
@@ -126,19 +126,8 @@ def test_a_model_cannot_steer_the_terminal() -> None:
             return True
 
     screen = Terminal()
-    Ink(screen, Color.never).write(Chunk([("a\x1b[2J\rb\n\tc", True)]))
+    StreamWriter(screen, Color.never).write(Chunk([("a\x1b[2J\rb\n\tc", True)]))
     assert screen.getvalue() == "a\ufffd[2J\ufffdb\n\tc"
-
-
-def test_wrapping_changes_only_spaces_between_words(capsys: pytest.CaptureFixture[str]) -> None:
-    pieces = [("Once", False), (" up", True), ("on a", False), ("  time", True), (".\n", False), ("The", True), (" end", False)]
-    ink = Ink(sys.stdout, Color.never, width=10)
-    for piece in pieces:
-        ink.write(Chunk([piece]))
-    ink.end()
-    out = capsys.readouterr().out
-    assert max(len(line) for line in out.splitlines()) <= 10
-    assert out.split() == "".join(piece for piece, _ in pieces).split()
 
 
 def test_the_first_difference_is_counted_from_one() -> None:

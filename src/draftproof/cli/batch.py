@@ -167,7 +167,7 @@ class Batch:
             ) from None
         self._beside.unlink()
         show.note(_last_line(done, time.perf_counter() - start))
-        show.stray(show.added(done))
+        show.lossy_distance(show.added(done))
 
     def _drain(self, out: BinaryIO, ready: dict[int, dict[str, Any]], tally: Tally) -> None:
         """Write the rows whose turn it is."""

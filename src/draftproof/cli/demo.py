@@ -41,7 +41,7 @@ OPENINGS = (
     "The sun was hot, and Mia wanted to",
     "There was an old man who lived near the sea. Every morning",
 )
-LAWS = {"greedy": {"temperature": 0.0}, "temperature 0.7": {"temperature": 0.7, "seed": 7}}
+SAMPLINGS = {"greedy": {"temperature": 0.0}, "temperature 0.7": {"temperature": 0.7, "seed": 7}}
 ROUNDING = (
     "* In half precision a tree is read up to rounding: where two tokens are nearly tied for the model itself, the last bit\n"
     "  may decide. In float32 the texts are the same; draftproof doctor says what this machine promises."
@@ -54,7 +54,7 @@ ENOUGH, PATIENCE = 3, 15.0
 
 
 @dataclass
-class Lane:
+class Runner:
     """One drafter's race: its completions, prompt by prompt."""
 
     name: str
@@ -75,28 +75,28 @@ def demo() -> None:
     """Watch it at work on the embedded model, and measure it."""
     console = Console(highlight=False)
     with show.status("loading ..."):
-        lanes = _lanes(engine_of(EngineConfig("demo")))
-        _choose_threads(lanes[0].engine)
-    _flush(console, next(lane.engine for lane in lanes if lane.name == TOLD_BY))
-    for title, params in LAWS.items():
-        for lane in lanes:
-            lane.done.clear()
-        _race(console, lanes, title, params)
+        runners = _runners(engine_of(EngineConfig("demo")))
+        _choose_threads(runners[0].engine)
+    _stream(console, next(runner.engine for runner in runners if runner.name == TOLD_BY))
+    for title, params in SAMPLINGS.items():
+        for runner in runners:
+            runner.done.clear()
+        _race(console, runners, title, params)
         console.print()
-        console.print(_table(title, lanes))
-        if any([mine.tokens for mine in lane.done] != [theirs.tokens for theirs in lanes[0].done] for lane in lanes):
+        console.print(_table(title, runners))
+        if any([mine.tokens for mine in runner.done] != [theirs.tokens for theirs in runners[0].done] for runner in runners):
             console.print(ROUNDING, style="dim")
     console.print()
     console.print(Text.assemble("Now your own model: ", ("draftproof run MODEL -p 'Your prompt' --compare", "bold")))
 
 
-def _lanes(engine: Engine) -> list[Lane]:
+def _runners(engine: Engine) -> list[Runner]:
     """An engine per drafter around one target."""
     from draftproof.engine.load import load
 
     model, codec = engine.target.model, engine.codec
     tokenizer = codec.tokenizer if codec else None
-    return [Lane(name, load(model, tokenizer=tokenizer, **how)) for name, how in DRAFTERS.items()]
+    return [Runner(name, load(model, tokenizer=tokenizer, **how)) for name, how in DRAFTERS.items()]
 
 
 def _choose_threads(engine: Engine) -> None:
@@ -111,60 +111,60 @@ def _choose_threads(engine: Engine) -> None:
     torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
 
 
-def _flush(console: Console, engine: Engine) -> None:
+def _stream(console: Console, engine: Engine) -> None:
     """Stream one story, with a legend."""
     prompt = OPENINGS[0]
     console.print(Text.assemble(("the opening", "bold"), " · ", ("drafted by the small model", show.ACCEPTED), " · the rest"))
     console.print()
     console.print(prompt, style="bold", end="")
-    ink = show.Ink(console.file, width=console.width, column=len(prompt))
+    writer = show.StreamWriter(console.file, started=True)
     done: list[Completion] = []
     for chunk in engine.stream(prompt, max_new_tokens=STORY):
-        ink.write(chunk)
+        writer.write(chunk)
         done += [chunk.completion] if chunk.completion else []
-    ink.end()
+    writer.end()
     console.print()
     console.print(show.summary(done), style="dim")
 
 
-def _race(console: Console, lanes: list[Lane], title: str, params: dict[str, Any]) -> None:
+def _race(console: Console, runners: list[Runner], title: str, params: dict[str, Any]) -> None:
     """Every opening with every drafter in turn, so that a change of the machine's speed hits all alike."""
     from draftproof.core.params import Sampling
 
     wanted = Sampling(**params)
-    for lane in lanes:
-        lane.engine.generate(OPENINGS[0], max_new_tokens=WARM_UP, sampling=wanted)
+    for runner in runners:
+        runner.engine.generate(OPENINGS[0], max_new_tokens=WARM_UP, sampling=wanted)
     columns = TextColumn(f"{title}: {{task.description}}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     start = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(OPENINGS) * len(lanes))
+        task = progress.add_task("", total=len(OPENINGS) * len(runners))
         for opening in OPENINGS:
-            if len(lanes[0].done) >= ENOUGH and time.perf_counter() - start > PATIENCE:
+            if len(runners[0].done) >= ENOUGH and time.perf_counter() - start > PATIENCE:
                 break
-            for lane in lanes:
-                progress.update(task, description=lane.name)
-                lane.done += lane.engine.generate(opening, max_new_tokens=RACE, sampling=wanted)
+            for runner in runners:
+                progress.update(task, description=runner.name)
+                runner.done += runner.engine.generate(opening, max_new_tokens=RACE, sampling=wanted)
                 progress.advance(task)
 
 
-def _table(title: str, lanes: list[Lane]) -> Table:
+def _table(title: str, runners: list[Runner]) -> Table:
     """One row per drafter; the speed-up is the median over prompts of the ratio to plain."""
-    count = len(lanes[0].done)
+    count = len(runners[0].done)
     table = Table(title=f"{title}, {count} stories of {RACE} tokens", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for name in ("drafter", "tokens/s", "speed-up", "tokens/round", "accepted", "same text"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
-    plain = lanes[0]
-    for lane in lanes:
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(lane.speeds, plain.speeds, strict=True))
-        same = sum(mine.tokens == theirs.tokens for mine, theirs in zip(lane.done, plain.done, strict=True))
-        stats = lane.stats
+    plain = runners[0]
+    for runner in runners:
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(runner.speeds, plain.speeds, strict=True))
+        same = sum(mine.tokens == theirs.tokens for mine, theirs in zip(runner.done, plain.done, strict=True))
+        stats = runner.stats
         table.add_row(
-            lane.name,
-            f"{statistics.median(lane.speeds):.0f}",
+            runner.name,
+            f"{statistics.median(runner.speeds):.0f}",
             f"{ratio:.2f}×",
             f"{stats.tokens_per_round:.2f}",
             f"{stats.acceptance:.0%}" if stats.drafted else "",
-            "" if lane is plain else "yes" if same == count else f"{same} of {count} *",
+            "" if runner is plain else "yes" if same == count else f"{same} of {count} *",
             style="bold green" if ratio > 1.05 else "",
         )
     return table

@@ -56,23 +56,23 @@ def run(
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
             return
         what = group.told(lambda: _prompt(text, prompt, prompt_file))               # stdin is rank 0's
-        _run(config, sampling, as_chat(what) if chat else what, n, compare, None if json_ else show.Ink(sys.stdout, color))
+        _run(config, sampling, as_chat(what) if chat else what, n, compare, None if json_ else show.StreamWriter(sys.stdout, color))
 
 
-def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, ink: show.Ink | None) -> None:
-    """Complete one prompt, on `ink` or as JSON."""
+def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, writer: show.StreamWriter | None) -> None:
+    """Complete one prompt, on `writer` or as JSON."""
     engine = engine_of(config)
     wanted = with_sampling(engine.sampling, given)
     _check_effect(wanted, given)
     plain = _plainly(engine, prompt, wanted, n) if compare else None
-    ours = _written(engine, prompt, wanted, n, ink)
-    if ink is None:
+    ours = _written(engine, prompt, wanted, n, writer)
+    if writer is None:
         print(json.dumps(_as_json(ours, plain, described(config, engine, wanted)), ensure_ascii=False))
         _check(ours)
         return
     _check(ours)
     show.note(show.summary(ours))
-    show.stray(show.added(ours))
+    show.lossy_distance(show.added(ours))
     for line in lost(engine):
         show.note(line)
     if plain is not None:
@@ -101,20 +101,20 @@ def _check_effect(wanted: Sampling, given: dict[str, Any]) -> None:
         show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
 
 
-def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, ink: show.Ink | None) -> list[Completion]:
-    """The completions; shown on `ink` as they come."""
-    if n != 1 or ink is None:
+def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: show.StreamWriter | None) -> list[Completion]:
+    """The completions; shown on `writer` as they come."""
+    if n != 1 or writer is None:
         done = engine.generate([prompt], sampling=wanted, n=n)
-        for index, completion in enumerate(done if ink else [], 1):
+        for index, completion in enumerate(done if writer else [], 1):
             print(f"[{index}/{n}] {completion.text}", flush=True)
         return done
     try:
         for chunk in engine.stream(prompt, sampling=wanted):
-            ink.write(chunk)
+            writer.write(chunk)
             if chunk.completion is not None:
                 return [chunk.completion]
     finally:
-        ink.end()
+        writer.end()
     raise AssertionError("a stream ends with its completion")
 
 

@@ -19,56 +19,36 @@ if TYPE_CHECKING:
     from draftproof.engine.stats import RoundStats
 
 ACCEPTED = "green"
-"""The colour of draft tokens that stood."""
-
-
+"""The colour of accepted draft tokens."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Ink:
+class StreamWriter:
     """Writes a stream of text; accepted draft tokens in colour where colours can be seen.
 
     On a terminal, control characters show as the replacement character: a model must not steer a terminal.
-    width: break lines between words so that none is longer; None leaves the text as it is.
     """
 
-    def __init__(self, out: IO[str], when: Color = Color.auto, width: int | None = None, column: int = 0) -> None:
-        seen = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    def __init__(self, out: IO[str], when: Color = Color.auto, started: bool = False) -> None:
+        terminal = out.isatty()
+        seen = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.out, self.coloured = out, when is Color.always or (when is Color.auto and seen)
-        self.width, self.column = width, column
-        self._steers = out.isatty()
+        self._terminal, self._open = terminal, started              # whether a line is open
         self._style = Style.parse(ACCEPTED)
-        self._word: list[tuple[str, bool]] = []             # with a width: a word that may still grow
 
     def write(self, chunk: Chunk) -> None:
         for piece, drafted in chunk.pieces:
-            piece = _CONTROL.sub("\ufffd", piece) if self._steers else piece
-            for part in re.findall(r"\S+|\s", piece) if self.width else [piece]:
-                if part.isspace() or not self.width:
-                    self._flush_word()
-                self._word.append((part, drafted))
-        if not self.width:
-            self._flush_word()
+            piece = _CONTROL.sub("\ufffd", piece) if self._terminal else piece
+            coloured = self.coloured and drafted
+            self.out.write(self._style.render(piece, color_system=ColorSystem.STANDARD) if coloured else piece)
+            self._open = not piece.endswith("\n") if piece else self._open
         self.out.flush()
 
     def end(self) -> None:
         """Finish the last line."""
-        self._flush_word()
-        self.out.write("\n" if self.column else "")
+        self.out.write("\n" if self._open else "")
         self.out.flush()
-        self.column = 0
-
-    def _flush_word(self) -> None:
-        """Write a word with the space before it, or a line break instead of the space."""
-        word, self._word = self._word, []
-        size = sum(len(part) for part, _ in word)
-        if self.width and word and word[0][0] == " " and self.column + size > self.width:
-            self.out.write("\n")
-            word, self.column = word[1:], 0
-        for part, drafted in word:
-            shown = self.coloured and drafted
-            self.out.write(self._style.render(part, color_system=ColorSystem.STANDARD) if shown else part)
-            self.column = len(part) - part.rfind("\n") - 1 if "\n" in part else self.column + len(part)
+        self._open = False
 
 
 def note(text: str, style: str = "dim") -> None:
@@ -114,7 +94,7 @@ def summary(completions: Sequence[Completion]) -> str:
     return " · ".join([*figures, parts])
 
 
-def stray(stats: RoundStats) -> None:
+def lossy_distance(stats: RoundStats) -> None:
     """After lossy decoding, how far it went, on a line of its own; after exact decoding nothing."""
     if stats.distance_per_token is not None:
         distance = f"{stats.distance_per_token:.2f} per token (mean total variation)"
@@ -123,30 +103,24 @@ def stray(stats: RoundStats) -> None:
 
 def per_token(completions: Sequence[Completion]) -> float:
     """Seconds per new token."""
-    return sum(together(completions).seconds.values()) / max(1, sum(len(completion.tokens) for completion in completions))
+    tokens = sum(len(completion.tokens) for completion in completions)
+    return sum(together(completions).seconds.values()) / max(1, tokens)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first token, counted from 1, at which two texts differ; None if they are identical."""
     if list(ours) == list(theirs):
         return None
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False), 1) if a != b), min(len(ours), len(theirs)) + 1)
-
-
+    pairs = enumerate(zip(ours, theirs, strict=False), 1)
+    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)) + 1)
 
 
 def figures(stats: RoundStats) -> dict[str, object]:
     """Statistics for JSON."""
+    names = ("rounds", "emitted", "drafted", "accepted", "tokens_per_round", "acceptance", "acceptance_by_position", "seconds",
+             "plain_share")  # fmt: skip
     return {
-        "rounds": stats.rounds,
-        "emitted": stats.emitted,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "tokens_per_round": stats.tokens_per_round,
-        "acceptance": stats.acceptance,
-        "acceptance_by_position": stats.acceptance_by_position,
+        **{name: getattr(stats, name) for name in names},
         **({"distance_per_token": stats.distance_per_token} if stats.distance_per_token is not None else {}),
-        "seconds": stats.seconds,
-        "plain_share": stats.plain_share,
         "rounds_by_width": {str(width): count for width, count in sorted(stats.by_width.items())},
     }
