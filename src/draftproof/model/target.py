@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -67,9 +67,8 @@ class Target:
         with torch.inference_mode():
             self._layout = _layout_of(model)
             self.vocab_size = self._layout.vocab
-            self.reads_trees = bool(group.number(self._self_test()))
-            if group.alone and FastForward.fits(model):
-                self._choose_fast(FastForward(model, self._layout.windows, self.context))
+            fits = group.alone and FastForward.fits(model)
+            self._examine(FastForward(model, self._layout.windows, self.context) if fits else None)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions."""
@@ -112,7 +111,8 @@ class Target:
         other._fast = self._fast.of(self.model)
         other._fast.compile(backend)
         with torch.inference_mode():
-            error = other._error(_TESTED, self._test_text())
+            text = torch.arange(10, device=self.device) % self.vocab_size
+            error = other._error(_Case.of(self.model, text, _TESTED))
         if not error <= 6 * self._noise:
             how = f"gives other logits when compiled ({error:.1g} off)" if isfinite(error) else "cannot be compiled"
             raise UnsupportedModel(f"{self.name} {how}; leave --compile out")
@@ -216,49 +216,57 @@ class Target:
     def _new_cache(self, rows: int, capacity: int, layer: type[KVLayer]) -> KVCache:
         return KVCache.empty(self._layout.shapes, rows, capacity, self._layout.dtype, self.device, layer)
 
-    def _self_test(self) -> bool:
-        """Whether trees are read exactly; raises if not even chains are."""
-        text = self._test_text()
-        noise = self._error(TreeShape.chain(4), text)
-        if not noise <= 6 * self._noise:
+    def _examine(self, fast: FastForward | None) -> None:
+        """Find out whether trees are read exactly, and by which forward; raise if not even chains are.
+
+        A chain and a tree behind three committed tokens are compared with the model's own forward on
+        every path. `fast` is used if it agrees as closely as the stock forward does.
+        """
+        text = torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
+        chain, tree = _Case.of(self.model, text, TreeShape.chain(4)), _Case.of(self.model, text, _TESTED)
+        on_chain, on_tree = self._error(chain), self._error(tree)
+        if not on_chain <= 6 * self._noise:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} gives other logits when read through a cache with explicit positions and a "
                 "four-dimensional mask than on its own (ALiBi models do, for one); it cannot be run exactly, choose another"
             )
         # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half precision blurs
-        return self._error(_TESTED, text) <= max(self._noise, 3 * noise)
-
-    def _choose_fast(self, fast: FastForward) -> None:
-        """Read by the shortest forward that agrees with the model's own as closely as its stock read does."""
-        text = self._test_text()
-        enough = max(self._noise, 3 * self._error(_TESTED, text))
+        self.reads_trees = bool(self.group.number(on_tree <= max(self._noise, 3 * on_chain)))
+        enough = max(self._noise, 3 * on_tree)
         self._fast = fast
-        if fast.fused is not None and not self._error(_TESTED, text) <= enough:
+        if fast is not None and fast.fused is not None and not self._error(tree) <= enough:
             fast.fused = None
-        if fast.fused is None and not self._error(_TESTED, text) <= enough:
+        if fast is not None and fast.fused is None and not self._error(tree) <= enough:
             self._fast = None
 
-    def _test_text(self) -> Tensor:
-        return torch.randint(self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)).to(self.device)
-
-    def _error(self, shape: TreeShape, text: Tensor) -> float:
-        """How far a read of `shape` behind three committed tokens is from the model's own forward, relative to its logits."""
-        nodes, lead = len(shape), 3
-        tree = TokenTree.shaped(text[None, lead : lead + nodes], shape)
-        cache = self._new_cache(1, 32, KVLayer)
+    def _error(self, case: _Case) -> float:
+        """How far a read of the case is from the model's own forward, relative to its logits."""
+        cache, lead = self._new_cache(1, 32, KVLayer), case.lead
         try:
-            self.read(TokenTree.chain(text[None, :lead]), cache)
-            cache.keep(None, torch.full_like(cache.lengths, lead))
+            self.read(TokenTree.chain(lead), cache)
+            cache.keep(None, torch.full_like(cache.lengths, lead.shape[1]))
             with self.group.intact():
-                logits = self.read(tree, cache).logits[0].double()
+                logits = self.read(case.tree, cache).logits[0].double()
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
             return float("inf")
-        paths = [tree.tokens[0][tree.ancestors[0, node]] for node in range(nodes)]
-        truth = torch.stack([self._own_logits(torch.cat([text[:lead], path])) for path in paths])
-        return float(((logits - truth).abs().max() / truth.abs().max()).detach())
+        return float(((logits - case.logits).abs().max() / case.logits.abs().max()).detach())
 
-    def _own_logits(self, text: Tensor) -> Tensor:
-        return self.model(input_ids=text[None], use_cache=False).logits[0, -1].double()
+
+class _Case(NamedTuple):
+    """A tree behind committed tokens `lead` [1, L], and the model's own logits [N, V] behind each of its nodes."""
+
+    lead: Tensor
+    tree: TokenTree
+    logits: Tensor
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, text: Tensor, shape: TreeShape) -> _Case:
+        nodes, lead = len(shape), text[:3]
+        tree = TokenTree.shaped(text[None, 3 : 3 + nodes], shape)
+        paths = [torch.cat([lead, tree.tokens[0][tree.ancestors[0, node]]]) for node in range(nodes)]
+        padded = nn.utils.rnn.pad_sequence(paths, batch_first=True)                 # what follows is not seen
+        logits = model(input_ids=padded, use_cache=False).logits
+        return cls(lead[None], tree, logits[torch.arange(nodes), [len(path) - 1 for path in paths]].double())
 
 
 _TESTED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])

@@ -116,9 +116,11 @@ class Heads(ctypes.Structure):
 def interleaved(weight: Tensor, fold: int) -> Tensor:
     """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
     outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP))
-    lying = padded.view(len(padded) // STRIP, STRIP, -1, fold).transpose(1, 2)
-    return enlarge(torch.empty(lying.shape, dtype=weight.dtype)).copy_(lying)
+    beyond = (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)
+    padded = F.pad(weight, beyond) if any(beyond) else weight.contiguous()
+    words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)    # `fold` numbers are one word
+    lying = enlarge(torch.empty(words.shape, dtype=torch.int32)).copy_(words)
+    return lying.view(weight.dtype).view(len(lying), -1, STRIP, fold)
 
 
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
