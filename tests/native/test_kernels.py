@@ -16,10 +16,10 @@ from draftproof.native.structures import interleaved, plain
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 
-@pytest.mark.parametrize("fold", [2, 4])
+@pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 16), (33, 50), (288, 768)])
-def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, fold: int) -> None:
-    weight = torch.randn(outputs, inputs)
+def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, dtype: torch.dtype, fold: int) -> None:
+    weight = (100 * torch.rand(outputs, inputs)).to(dtype)
     packed = interleaved(weight, fold)
     assert packed.shape[2:] == (32, fold) and packed.is_contiguous()
     assert torch.equal(plain(packed, inputs, outputs), weight)
