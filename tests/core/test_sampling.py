@@ -61,42 +61,6 @@ def test_half_precision_logits_are_weighed_in_float32() -> None:
     assert law.dtype == torch.float32
 
 
-@pytest.mark.parametrize("vocab", [12, 100, 4096])
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
-def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
-    """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where there is none."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
-    tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
-    paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
-    logits = 4 * torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(1))
-    logits[0, 1], logits[1, 2, 3], logits[2, 4, 2:] = -torch.inf, torch.nan, -torch.inf
-    logits = logits.bfloat16()
-    for first in (0, 3):
-        some = Paths(paths.prefix, tree, first)
-        asked = logits[:, first:]
-        found, wanted = (sampler_of(*wants, ops=ops).best(asked, some, 5) for ops in (CPU, TORCH))
-        torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
-        gumbel_logits = sampler_of(*wants).gumbel_logits(asked, some, Role.TARGET)
-        there = wanted[0] > -torch.inf
-        won, meant = gumbel_logits.gather(-1, found[1]), gumbel_logits.gather(-1, wanted[1])
-        torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)      # equals may come in any order
-        assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())
-
-
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
-def test_a_kernel_picks_what_operators_pick(temperatures: tuple[float, ...]) -> None:
-    """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is allowed or one logit is NaN."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
-    for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
-        tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
-        paths = Paths(paths_of(TEXTS[:3]).prefix, tree)
-        logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(trial))
-        logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
-        found, wanted = (sampler_of(*wants, ops=ops).pick(logits.bfloat16(), paths) for ops in (CPU, TORCH))
-        assert torch.equal(found, wanted)
-        assert found[0, 1] == found[1, 2] == NOTHING and (temperatures[2] or found[2, 5] == 0)
-
-
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
     """Rows move by different steps, back to earlier positions, and reach further ahead than was asked before."""
     wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]

@@ -6,12 +6,10 @@ import itertools
 
 import pytest
 import torch
-from tiny import CPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.acceptance import accept_by_matching
-from draftproof.core.ops import TORCH
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 
 SHAPES = [
     TreeShape.chain(0),
@@ -186,39 +184,3 @@ def test_trees_are_made_without_reading_the_device() -> None:
 
 
 # On the host ----------------------------------------------------------------------------------------------------------------
-
-
-def _pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random pools [rows, size]: tokens, parents that come before their children, odds that fall along each path."""
-    dice = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 4, (rows, size), generator=dice)
-    parents = torch.cat([torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)], 1).long()
-    shares, confidence = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
-    for node in range(1, size):
-        above = confidence.gather(1, parents[:, node, None])[:, 0]
-        confidence[:, node] = above * shares[:, node].clamp(min=0)            # now and then nothing
-    return tokens, parents, confidence
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 7, 20, 99])
-def test_the_cpu_grows_the_tree_of_the_device(nodes: int) -> None:
-    for seed in range(5):
-        pool = _pool(3, 20, seed)
-        wanted, found = (ops.run(TokenTree.likeliest, *pool, nodes, 19) for ops in (TORCH, CPU))
-        width = found.tokens.shape[1]
-        assert found.confidence is not None and wanted.confidence is not None
-        for ours, theirs in ((found.tokens, wanted.tokens), (found.parents, wanted.parents), (found.confidence, wanted.confidence)):
-            assert torch.equal(ours, theirs[:, :width])
-        assert (wanted.tokens[:, width:] == ABSENT).all()               # on the host a tree is no wider than it must be
-
-
-def test_the_cpu_accepts_what_matching_accepts() -> None:
-    """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be picked."""
-    for seed in range(60):
-        tree = TokenTree.likeliest(*_pool(4, 14, seed), 10, 9)
-        target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-        target_tokens = torch.where(target_tokens == -1, NOTHING, target_tokens)
-        found, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
-        assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
-        assert torch.equal(found.nodes, wanted.nodes)
-        assert found.drafted is None or torch.equal(found.drafted, tree.drafted)

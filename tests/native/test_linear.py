@@ -76,11 +76,11 @@ def test_heads_are_the_same_whichever_thread_makes_them(found: Kernels, rows: in
         for weight in weights[2 * head : 2 * head + 2]:
             state = state + torch.nn.functional.silu(state @ weight.t())
         wanted.append(state)
-    first = found.heads(blocks, 3, 2, hidden)
+    first = found.residual_blocks(blocks, 3, 2, hidden)
     torch.testing.assert_close(first, torch.stack(wanted), rtol=0.02, atol=0.05)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert all(torch.equal(found.heads(blocks, 3, 2, hidden), first) for _ in range(50)), threads
+        assert all(torch.equal(found.residual_blocks(blocks, 3, 2, hidden), first) for _ in range(50)), threads
 
 
 def in_8_bits(found: Kernels, codes: Tensor, scale: Tensor, inputs: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class _Own(NamedTuple):
 
     def logits(self, found: Kernels, hidden: Tensor, heads: int, vocabulary: Vocabulary) -> Tensor:
         """[heads, B, rows] as `Weights.logits`."""
-        states = found.heads(self.blocks, heads, self.layers, hidden)
+        states = found.residual_blocks(self.blocks, heads, self.layers, hidden)
         if self.projections is not None:
             return torch.stack([own(state) for state, own in zip(states, self.projections, strict=False)])
         shared = vocabulary.native.head if vocabulary.native is not None else None

@@ -1,23 +1,28 @@
-"""Operations on a CPU, by the C library where it has them for what is given; otherwise as torch does them."""
+"""Operations on a CPU: by the C library where it has them for what is given, otherwise as torch does them.
+
+Each public function of `CpuOps` stands for the torch function of its name and has its arguments; what is said there of
+results holds here. Tensors lie in the memory of a CPU; those that are written to are contiguous.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftproof.core.messages import Accepted
+from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.ops import Ops, P, R
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.native.kernels import Kernels, kernels
-from draftproof.native.lookup import Counts, Index, Member, Pool, Table, Twins
-from draftproof.native.structures import Pairs
+from draftproof.native.structures import LANES, Counts, Grown, Index, Member, Pairs, Table, Texts
 
 
 class Declined:
@@ -27,20 +32,35 @@ class Declined:
 DECLINED = Declined()
 
 
-class CpuOps(Ops):
-    """Each method below stands for the torch function of its name, with its arguments; it declines what it has no code for.
+class Same(IntEnum):
+    """Nodes of a pool that have the same text: there are none, the likeliest counts, or their chances add up."""
 
-    library: None where there is no C library.
-    """
+    NONE = 0
+    LIKELIEST = 1
+    SUMMED = 2
+
+
+class Pool(NamedTuple):
+    """Members' trees side by side, [rows, M]: tokens, parents (-1 at each root), and the kinds of nodes."""
+
+    said: Tensor
+    parents: Tensor
+    kinds: Tensor
+
+
+class CpuOps(Ops):
+    """Runs C in the place of torch functions that it has by name. library: None where there is none."""
 
     on_host = True
 
-    def __init__(self) -> None:
+    def __init__(self, library: Kernels | None = None) -> None:
         super().__init__()
-        self.library = kernels()
-        self._own: dict[str, Callable[..., Any]] = {"append_tokens": append_tokens}
+        self.library = kernels() if library is None else library
+        own = {"append_tokens": append_tokens}
         if self.library is not None:
-            self._own |= {name: getattr(found, name) for found in (_Drafting(self.library), _Lookup(self.library)) for name in found.names}
+            functions = _Functions(self.library)
+            own |= {name: getattr(functions, name) for name in vars(_Functions) if not name.startswith("_")}
+        self._own: dict[str, Callable[..., Any]] = own
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         own = self._own.get(function.__name__)
@@ -55,6 +75,7 @@ class CpuOps(Ops):
 
 
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
+    """As in core/messages.py, by numbers on the host."""
     new = torch.empty_like(tokens)
     lines, said, page = new.numpy(), tokens.numpy(), text.numpy()
     columns = (position.tolist(), accepted.count.tolist(), accepted.root.tolist())
@@ -66,132 +87,225 @@ def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Acce
     return new
 
 
-class _Drafting:
-    """What drafting.c has: sampling, verifying, and trees of draft heads."""
-
-    names = (
-        "stream", "gumbel", "sample", "best_tokens", "top_tokens", "accept_by_matching", "likeliest",
-        "heads_tree", "pairs_tree", "beam_search",
-    )  # fmt: skip
+class _Functions:
+    """The functions that the library has, each with the arguments of its namesake in torch."""
 
     def __init__(self, library: Kernels) -> None:
-        self.library = library
+        self._library = library
+
+    # Sampling and verifying: drafting.c, noise.c ---------------------------------------------------
 
     def stream(self, keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
-        return self.library.streams(keys, int(role), position, origin)
+        keys, position = keys.contiguous(), position.contiguous()
+        origin = None if origin is None else origin.contiguous()
+        out = torch.empty(*position.shape, 2, dtype=torch.int32)
+        where = _places(position, origin, out)
+        self._library.streams(keys.data_ptr(), int(role), *where, *position.shape)
+        return out
 
     def gumbel(self, streams: Tensor, vocab: int) -> Tensor:
-        return self.library.gumbel(streams, vocab)
+        streams = streams.contiguous()
+        noise, rows = torch.empty(*streams.shape[:-1], vocab), streams.numel() // 2
+        self._library.gumbel(*_places(streams, noise), rows, vocab, torch.get_num_threads())
+        return noise
 
     def sample(self, sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor | Declined:
         if logits.dtype != torch.bfloat16 or not sampler.only_temperature:
             return DECLINED
-        noise = sampler.noise_at(paths, *logits.shape[1:])
-        return self.library.pick(logits, *noise, sampler.temperatures, NOTHING)
+        (rows, nodes, vocab), logits = logits.shape, logits.contiguous()
+        noise, places = sampler.noise_at(paths, nodes, vocab)
+        tokens = torch.empty(rows, nodes, dtype=torch.int64)
+        given = _places(logits, noise, places, sampler.temperatures)
+        sizes = (nodes, rows * nodes, vocab, NOTHING)
+        self._library.pick(*given, *sizes, tokens.data_ptr(), torch.get_num_threads())
+        return tokens
 
-    def best_tokens(self, sampler: Sampler, logits: Tensor, paths: Paths, count: int, sure: float) -> tuple[Tensor, Tensor] | Declined:
+    def best_tokens(
+        self, sampler: Sampler, logits: Tensor, paths: Paths, count: int, sure: float
+    ) -> tuple[Tensor, Tensor] | Declined:
         if logits.dtype != torch.bfloat16 or not sampler.only_temperature:
             return DECLINED
-        rows, nodes, vocab = logits.shape
-        temperatures, scales = (_each(column, nodes) for column in (sampler.temperatures, sampler.scales(sure)))
+        (rows, nodes, vocab), logits = logits.shape, logits.contiguous()
         noise, places = sampler.noise_at(paths, nodes, vocab)
-        confidence, tokens = self.library.best(logits.reshape(-1, vocab), noise, places, temperatures, scales, count)
-        return confidence.view(rows, nodes, count), tokens.view(rows, nodes, count)
+        columns = [column.expand(-1, nodes).contiguous() for column in (sampler.temperatures, sampler.scales(sure))]
+        scores, tokens = torch.empty(rows, nodes, count), torch.empty(rows, nodes, count, dtype=torch.int64)
+        given, out = _places(logits, noise, places, *columns), _places(scores, tokens)
+        self._library.best(*given, rows * nodes, vocab, count, *out, torch.get_num_threads())
+        return scores, tokens
 
     def top_tokens(self, logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor] | Declined:
-        return self.library.top(logits, count) if logits[0].dtype == torch.bfloat16 else DECLINED
+        """Of equals the earlier, and never NaN; where less than `count` are left, token 0 at -inf stands for them."""
+        if logits[0].dtype != torch.bfloat16:
+            return DECLINED
+        lying = [part.contiguous() for part in logits]
+        (rows, nodes, vocab), parts = lying[0].shape, len(lying)
+        tokens = torch.empty(rows, parts * nodes, count, dtype=torch.int64)
+        best, places = torch.empty(tokens.shape), (ctypes.c_void_p * parts)(*_places(*lying))
+        self._library.top(places, parts, rows, nodes, vocab, count, *_places(tokens, best), torch.get_num_threads())
+        return tokens, best
 
     def accept_by_matching(self, tree: TokenTree, target_tokens: Tensor) -> Accepted:
         rows, nodes = target_tokens.shape
         if nodes == 1:
             return Accepted(*_root_alone(rows), root=target_tokens[:, 0], drafted=_none_drafted(rows))
-        path, found = self.library.settle(tree.tokens, tree.parents, target_tokens, tree.depth_limit + 1, ABSENT)
+        tokens, parents, deep = tree.tokens.contiguous(), tree.parents.contiguous(), tree.depth_limit + 1
+        path, found = torch.empty(rows, deep, dtype=torch.int64), torch.empty(4, rows, dtype=torch.int64)
+        given = _places(tokens, parents, target_tokens)
+        self._library.settle(*given, rows, nodes, deep, ABSENT, *_places(path, found))
         return Accepted(path, found[0], found[1], drafted=found[2:].T)
 
-    def likeliest(self, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int) -> TokenTree:
-        return TokenTree.found(*self.library.lookup.grow(tokens, parents, confidence, nodes, Twins.APART, ABSENT), depth_limit)
+    # Trees of draft heads: drafting.c --------------------------------------------------------------
 
     def heads_tree(
-        self, medusa: Any, frontier: Any, root: Tensor, heads: int, nodes: int, shape: TreeShape | None
+        self, medusa: Any, frontier: Frontier, root: Tensor, heads: int, nodes: int, shape: TreeShape | None
     ) -> TokenTree | Declined:
-        sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, medusa.vocabulary.vocab_size, 0)
+        vocab = medusa.vocabulary.vocab_size
+        sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
         if medusa.together is None or sampling is None:
             return DECLINED
-        hidden, (children, births) = medusa.hidden[: len(root)], _births(shape, nodes)
-        drafted = self.library.medusa(medusa.together, heads, hidden, root, nodes, children, sampling, ABSENT, births)
-        return _drafted(drafted, shape, heads)
+        rows, size = len(root), medusa.hidden.shape[1]
+        out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
+        states = medusa.hidden.new_empty(rows * heads * (2 * size + vocab))
+        work = torch.empty(rows * heads * (vocab + LANES))
+        given = (ctypes.addressof(medusa.together), *_places(medusa.hidden, births, root))
+        spare = (*out.places, *_places(states, work), torch.get_num_threads())
+        self._library.medusa(*given, rows, heads, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
+        return out.tree(shape, heads)
 
     def pairs_tree(
-        self, pairs: Any, logits: Tensor, frontier: Any, root: Tensor, nodes: int, shape: TreeShape | None, weight: float
-    ) -> TokenTree | Declined:
-        sampling = frontier.sampler.draft_sampling(frontier.prefix, logits.shape[1], logits.shape[2], 0)
+        self, pairs: Any, logits: Tensor, frontier: Frontier, root: Tensor, nodes: int, shape: TreeShape | None,
+        weight: float,
+    ) -> TokenTree | Declined:  # fmt: skip
+        (rows, heads, vocab), logits = logits.shape, logits.contiguous()
+        sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
         if logits.dtype != torch.bfloat16 or sampling is None:
             return DECLINED
-        children, births = _births(shape, nodes)
-        drafted = self.library.paired(Pairs(*_places(pairs.parts)), weight, logits, root, nodes, children, sampling, ABSENT, births)
-        return _drafted(drafted, shape, logits.shape[1])
+        out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
+        table, work = Pairs(*_places(*pairs.parts)), torch.empty(rows * heads * (vocab + LANES))
+        given = (ctypes.addressof(table), weight, *_places(births, logits, root))
+        spare = (*out.places, work.data_ptr(), torch.get_num_threads())
+        self._library.paired(*given, rows, heads, vocab, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
+        return out.tree(shape, heads)
 
     def beam_search(
-        self, drafter: Any, frontier: Any, root: Tensor, length: int, width: int
+        self, drafter: Any, frontier: Frontier, root: Tensor, length: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor] | Declined:
-        sampling = frontier.sampler.draft_sampling(frontier.prefix, length, drafter.vocabulary.vocab_size, frontier.floor)
-        if drafter.recurrence is None or sampling is None:
+        head, vocab = drafter.recurrence, drafter.vocabulary.vocab_size
+        sampling = frontier.sampler.draft_sampling(frontier.prefix, length, vocab, frontier.floor)
+        if head is None or sampling is None:
             return DECLINED
-        found = self.library.search(drafter.recurrence, drafter.context[: len(root)], root[:, 0], width, length, sampling)
-        tokens, parents, chances = found
+        rows, nodes = len(root), 1 + width + max(length - 1, 0) * width * width
+        out, context = _Tree(rows, nodes), drafter.context[:rows].contiguous()
+        each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
+        work = context.new_empty(rows * width * each)
+        given = (ctypes.addressof(head), *_places(context, root), rows, width, length)
+        spare = (*out.places, nodes, work.data_ptr(), torch.get_num_threads())
+        size = self._library.search(*given, *_places(*sampling[:4]), sampling.floor, *spare)
+        tokens, parents, chances = (part[:, :size] for part in out.parts)
         return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()
 
+    # Drafting from what was read before: lookup.c --------------------------------------------------
 
-class _Lookup:
-    """What lookup.c has: drafting from what was read before."""
+    def likeliest(
+        self, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int, same: Same = Same.NONE
+    ) -> TokenTree:
+        rows, size = tokens.shape
+        parts = [part.contiguous() for part in (tokens, parents, confidence.float())]
+        out = _Tree(rows, min(nodes, size))
+        self._library.grow(*_places(*parts), rows, size, same, out.grown)
+        return out.likeliest(depth_limit)
 
-    names = ("match_prompt", "learn_text", "continue_text", "recycle", "learn_pairs", "likely_successors", "judge", "merge_trees")
-
-    def __init__(self, library: Kernels) -> None:
-        self.library = library.lookup
-
-    def match_prompt(self, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool) -> TokenTree | Declined:
+    def match_prompt(
+        self, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool
+    ) -> TokenTree | Declined:
         if not trees:
             return DECLINED
-        return TokenTree.found(*self.library.match(prefix.tokens, prefix.position, *sizes, budget, ABSENT), budget)
+        out = _Tree(len(prefix.position), 1 + budget)
+        self._library.match(_texts(prefix), *sizes, budget, out.grown)
+        return out.likeliest(budget)
 
     def learn_text(self, index: Any, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor) -> None:
-        self.library.index(Index(*_places(index.parts), *index.numbers), tail, end, tokens, count)
+        tokens, count = tokens.contiguous(), count.contiguous()
+        lying = Index(*_places(*index.parts), *index.numbers)
+        self._library.index(ctypes.addressof(lying), *_places(tail, end, tokens, count), *tokens.shape)
 
     def continue_text(self, index: Any, prefix: Prefix, rows: Any, own: float, paths: int, budget: int) -> TokenTree:
-        lying = Index(*_places(index.parts), *index.numbers)
-        return TokenTree.found(*self.library.go_on(lying, prefix.tokens, prefix.position, rows, own, paths, budget), budget)
+        lying, out = Index(*_places(*index.parts), *index.numbers), _Tree(len(prefix.position), 1 + budget)
+        given = (ctypes.addressof(lying), _texts(prefix), *_places(*rows), own, paths, budget)
+        getattr(self._library, "continue")(*given, out.grown)
+        return out.likeliest(budget)
 
     def recycle(self, table: Any, tail: Tensor, seen: Any) -> None:
-        lying, tree = Table(*_places(table.parts), *table.numbers), seen.tree
-        self.library.recycle(lying, tree.tokens, tree.parents, tail, seen.tokens, seen.logits)
+        lying = Table(*_places(*table.parts), *table.numbers)
+        tensors = (seen.tree.tokens, seen.tree.parents, tail, seen.tokens, seen.logits.float())
+        parts = [part.contiguous() for part in tensors]
+        self._library.recycle(ctypes.addressof(lying), *_places(*parts), *seen.tokens.shape)
 
     def learn_pairs(self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, odds: float) -> None:
-        self.library.told(Table(*_places(table.parts), *table.numbers), before, tokens, successors, odds)
+        lying = Table(*_places(*table.parts), *table.numbers)
+        parts = [part.contiguous() for part in (before, tokens, successors)]
+        self._library.told(ctypes.addressof(lying), *_places(*parts), tokens.numel(), odds)
 
-    def likely_successors(self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int) -> TokenTree:
-        lying = Table(*_places(table.parts), *table.numbers)
-        return TokenTree.found(*self.library.remember(lying, prefix.tokens, prefix.position, tail, *sizes, nodes), sizes[2])
+    def likely_successors(
+        self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int
+    ) -> TokenTree:
+        lying, out = Table(*_places(*table.parts), *table.numbers), _Tree(len(tail), nodes)
+        self._library.remember(ctypes.addressof(lying), _texts(prefix), tail.data_ptr(), *sizes, out.grown)
+        return out.likeliest(sizes[2])
 
     def judge(self, counts: Any, asked: Any, prefix: Prefix) -> None:
-        told = Counts(*_places((counts.rows, counts.all)), *counts.numbers)
-        self.library.judge(told, asked.said, asked.parents, asked.kinds, asked.position, prefix.tokens, prefix.position, ABSENT)
+        lying = Counts(*_places(counts.rows, counts.all), *counts.numbers)
+        where = _places(asked.said, asked.parents, asked.kinds, asked.position)
+        self._library.judge(ctypes.addressof(lying), *where, asked.said.shape[1], _texts(prefix), ABSENT)
 
-    def merge_trees(self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int) -> tuple[Pool, TokenTree]:
-        members = [Member(tree.tokens, tree.parents, tree.confidence) for tree in trees]
-        told = Counts(*_places((counts.rows, counts.all)), *counts.numbers)
-        pool, grown = self.library.merge(told, everyone, members, nodes, ABSENT)
-        return pool, TokenTree.found(*grown, max(tree.depth_limit for tree in trees))
+    def merge_trees(
+        self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int
+    ) -> tuple[Pool, TokenTree]:
+        lying, rows = Counts(*_places(counts.rows, counts.all), *counts.numbers), len(trees[0].tokens)
+        held = [
+            [part if part is None else part.contiguous() for part in (tree.tokens, tree.parents, tree.confidence)]
+            for tree in trees
+        ]
+        sizes = [tree.tokens.shape[1] for tree in trees]
+        members = (Member * len(trees))(*(Member(*_places(*h), size) for h, size in zip(held, sizes, strict=True)))
+        pool, out = Pool(*torch.empty(3, rows, sum(sizes), dtype=torch.int64)), _Tree(rows, min(nodes, sum(sizes)))
+        given = (ctypes.addressof(lying), everyone.data_ptr(), members, len(trees), rows)
+        self._library.merge(*given, *_places(*pool), out.grown)
+        return pool, out.likeliest(max(tree.depth_limit for tree in trees))
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Where tensors lie, whose owner keeps them alive."""
-    return [tensor.data_ptr() for tensor in tensors]
+class _Tree:
+    """Where the library writes trees, [rows, nodes] each: tokens, parents and confidence."""
+
+    def __init__(self, rows: int, nodes: int) -> None:
+        tokens, parents = torch.empty(2, rows, nodes, dtype=torch.int64)
+        self.parts = (tokens, parents, torch.empty(rows, nodes))
+        self.places, self.nodes = _places(*self.parts), nodes
+        self.grown = (Grown * 1)(Grown(*self.places, nodes, ABSENT, 1))     # for lookup.c, which tells the widest
+
+    def likeliest(self, depth_limit: int) -> TokenTree:
+        """The trees grown there, as wide as the widest."""
+        width = self.grown[0].widest
+        tokens, parents, confidence = self.parts if width == self.nodes else (part[:, :width] for part in self.parts)
+        return TokenTree.found(tokens, parents, confidence, depth_limit)
+
+    def tree(self, shape: TreeShape | None, depth_limit: int) -> TokenTree:
+        """The trees written there, of this shape if there is one."""
+        tokens, parents, confidence = self.parts
+        if shape is None:
+            return TokenTree.found(tokens, parents, confidence, depth_limit)
+        return TokenTree.shaped(tokens, shape, confidence=confidence)
 
 
-def _each(column: Tensor, nodes: int) -> Tensor:
-    """[B, nodes] a number per row, as many times."""
-    return column if nodes == 1 else column.expand(-1, nodes).contiguous()
+def _places(*tensors: Tensor | None) -> list[int | None]:
+    """Where tensors lie; the caller keeps them alive."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _texts(prefix: Prefix) -> ctypes.Array[Texts]:
+    text, position = prefix.tokens, prefix.position
+    assert text.stride(1) == 1 and position.is_contiguous()
+    return (Texts * 1)(Texts(text.data_ptr(), position.data_ptr(), len(text), text.stride(0)))
 
 
 def _births(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
@@ -199,14 +313,9 @@ def _births(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
     return (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_of_all)
 
 
-def _drafted(drafted: tuple[Tensor, Tensor, Tensor], shape: TreeShape | None, deepest: int) -> TokenTree:
-    tokens, _, confidence = drafted
-    return TokenTree.found(*drafted, deepest) if shape is None else TokenTree.shaped(tokens, shape, confidence=confidence)
-
-
 @lru_cache(maxsize=64)
 def _root_alone(rows: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1] the nodes that are accepted where only the root was read, and [rows] how many they are. Nobody writes in these."""
+    """[rows, 1] the accepted nodes where only the root was read, and [rows] how many. Nobody writes in these."""
     return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
 
 

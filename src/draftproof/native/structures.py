@@ -17,28 +17,28 @@ LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there is a multiple of it."""
 
 
+def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
+    return tuple((name, kind) for names, kind in kinds for name in names.split())
+
+
 class Read(ctypes.Structure):
     """What all layers of one read share; as in lanes.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "heads", "key_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("capacity", "window", "context", "threads", "turned")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "parents", "cosines", "sines", "starts", "which")),
-        ("scale", ctypes.c_float),
+        *_fields("", "rows nodes first heads key_heads head_dim capacity window context threads turned"),
+        *_fields("lengths parents cosines sines starts which", "", "scale"),
     )
 
 
 class Linear(ctypes.Structure):
     """A linear layer; as in lanes.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
-        *((name, ctypes.c_int64) for name in ("size", "padded", "outputs")),
-    )
+    _fields_ = _fields("weights scale bias", "size padded outputs")
 
     @classmethod
     def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
-        """weights as `interleaved` made them; scale and bias of as many outputs as these have. The caller keeps them alive."""
+        """weights as `interleaved` made them; scale and bias of as many outputs. The caller keeps them alive."""
         places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
         return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
 
@@ -46,7 +46,7 @@ class Linear(ctypes.Structure):
 class Norm(ctypes.Structure):
     """How norms are made, and sums; as in lanes.h."""
 
-    _fields_ = (("epsilon", ctypes.c_float), ("share", ctypes.c_float))
+    _fields_ = _fields("", "", "epsilon share")
 
 
 class Layer(ctypes.Structure):
@@ -54,8 +54,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "after", "query", "key", "mixed", "fed")),
-        ("way", ctypes.c_int64),
+        *_fields("before after query key mixed fed", "way"),
     )
 
 
@@ -63,25 +62,21 @@ class Model(ctypes.Structure):
     """A model: its layers, and what lies between these and tokens; as in lanes.h."""
 
     _fields_ = (
-        ("layers", ctypes.POINTER(Layer)),
-        *((name, ctypes.c_int64) for name in ("count", "vocab", "ways", "gelu")),
-        *((name, ctypes.c_void_p) for name in ("last", "embeddings")),
-        ("head", ctypes.POINTER(Linear)),
-        ("norm", Norm),
-        ("loud", ctypes.c_float),
-    )
+        ("layers", ctypes.POINTER(Layer)), *_fields("", "count vocab ways gelu"), *_fields("last embeddings"),
+        ("head", ctypes.POINTER(Linear)), ("norm", Norm), ("loud", ctypes.c_float),
+    )  # fmt: skip
 
     @classmethod
     def of(
-        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor, head: Linear | None, norm: Norm,
-        loud: float,
+        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor, head: Linear | None,
+        norm: Norm, loud: float,
     ) -> Model:  # fmt: skip
         """last: [H] float32, the weight of the final norm. embeddings: [V, H], and what they are multiplied by.
 
         The caller keeps alive what is named by its place.
         """
-        behind, places = ctypes.pointer(head) if head is not None else None, (last.data_ptr(), embeddings.data_ptr())
-        some = (Layer * len(layers))(*layers)
+        behind = ctypes.pointer(head) if head is not None else None
+        some, places = (Layer * len(layers))(*layers), (last.data_ptr(), embeddings.data_ptr())
         return cls(some, len(layers), len(embeddings), ways, gelu, *places, behind, norm, loud)
 
 
@@ -90,27 +85,56 @@ class Recurrence(ctypes.Structure):
 
     _fields_ = (
         *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
-        *((name, ctypes.c_void_p) for name in ("blocks", "table")),
-        *((name, ctypes.c_int64) for name in ("hidden", "layers", "recurs", "smooth", "first")),
+        *_fields("blocks table", "hidden layers recurs smooth first"),
     )
 
 
 class Pairs(ctypes.Structure):
     """Pairs of tokens; as in drafting.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("starts", "tokens", "gains", "rest"))
+    _fields_ = _fields("starts tokens gains rest")
 
 
 class Heads(ctypes.Structure):
     """Medusa heads that share the target's projection, with pairs; as in drafting.c."""
 
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        ("projection", Linear),
-        ("pairs", Pairs),
-        ("layers", ctypes.c_int64),
-        ("weight", ctypes.c_float),
-    )
+    _fields_ = (("blocks", ctypes.c_void_p), ("projection", Linear), ("pairs", Pairs), *_fields("", "layers", "weight"))
+
+
+class Grown(ctypes.Structure):
+    """Where trees are written; as in lookup.c."""
+
+    _fields_ = _fields("tokens parents confidence", "nodes absent widest")
+
+
+class Texts(ctypes.Structure):
+    """Where texts lie; as in lookup.c."""
+
+    _fields_ = _fields("tokens positions", "rows room")
+
+
+class Index(ctypes.Structure):
+    """Where a suffix index lies; as in lookup.c."""
+
+    _fields_ = _fields("text places tags counts weights sizes", "room count ways slots shift follow scatter absent")
+
+
+class Table(ctypes.Structure):
+    """Where known successors lie; as in lookup.c."""
+
+    _fields_ = _fields("tags tokens odds", "best slots shift token before absent")
+
+
+class Counts(ctypes.Structure):
+    """How often members of an ensemble were right; as in lookup.c."""
+
+    _fields_ = _fields("own all", "kinds classes levels", "fade fade_all trust trust_all untold")
+
+
+class Member(ctypes.Structure):
+    """A member's trees; as in lookup.c."""
+
+    _fields_ = _fields("tokens parents confidence", "nodes")
 
 
 def interleaved(weight: Tensor, fold: int) -> Tensor:
