@@ -13,7 +13,7 @@ from draftproof.native.build import ISA, LEVELS, able
 
 TESTS = Path(__file__).parents[1]
 WHAT = [
-    "native/test_kernels.py", "native/test_lookup.py", "native/test_build.py::test_the_environment_chooses_the_library",
+    "native/test_kernels.py", "core/test_ops.py", "native/test_build.py::test_the_environment_chooses_the_library",
     "core/test_noise.py", "model/test_quantized_linear.py",
 ]  # fmt: skip
 TORCH = {
