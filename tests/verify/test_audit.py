@@ -1,4 +1,4 @@
-"""`draftproof audit`: right engines pass, every planted bug is found and named, and what cannot be judged is one sentence."""
+"""`draftproof audit`: right engines pass, every planted bug is found, what cannot be judged is one sentence."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from helpers import bug_catalog
 
 from draftproof import embedded
 from draftproof.core.params import Sampling
-from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.verify import adapters, bug_catalog
-from draftproof.verify.audit import Audit, audit
-from draftproof.verify.bug_match import Drafting
-from draftproof.verify.outcomes import Law, Text
+from draftproof.errors import BadInput
+from draftproof.verify.audit import Audit, Law, ModelLaw, Text, assisted, audit
+from draftproof.verify.sampling import toy
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
 
@@ -43,7 +41,6 @@ def table(salt: int, sharp: float = 1.5, temperature: float = 1.0) -> Law:
 
 
 TARGET, DRAFT = table(1), table(2)
-OF_WARPING = [bug for bug in bug_catalog.MISTAKES if " raw " in bug or "before warping" in bug]
 RIGHT: bug_catalog.Mistake = lambda p, q, raw, place: bug_catalog._weighed(q, p / q, bug_catalog._rest(p, q))  # noqa: E731
 Sampler = Callable[[list[int], int, int], list[list[int]]]
 
@@ -100,12 +97,6 @@ def judged(sampler: Any, **options: Any) -> Audit:
     return audit(sampler, TARGET, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
 
 
-def named(found: Audit, *words: str) -> None:
-    """Biased, every control caught, and the first resemblance says all `words`."""
-    assert found.biased and all(check.control for check in found.checks)
-    assert found.resembles and all(word in found.resembles[0].bug for word in words), found.resembles
-
-
 class Whole:
     """The protocol as an object."""
 
@@ -114,59 +105,44 @@ class Whole:
 
 @pytest.mark.parametrize("sampler", [plain(TARGET), speculative(RIGHT), speculative(RIGHT, tokens=1), Whole()])
 def test_right_engines_pass(sampler: Any) -> None:
-    found = judged(sampler, drafting=Drafting(DRAFT))
+    found = judged(sampler)
     assert not found.biased and all(check.control for check in found.checks)
-    assert found.joint.low == 0 and found.smallest is None and found.resembles == ()
-    assert found.joint.detects < 0.15 and found.false_alarm <= 1e-5
+    assert found.joint.low == 0 and found.joint.detects < 0.15 and found.false_alarm <= 1e-5
     json.dumps(found.as_dict())
 
 
-@pytest.mark.parametrize("bug", [bug for bug in bug_catalog.MISTAKES if bug not in OF_WARPING])
-def test_every_bug_is_found_and_named(bug: str) -> None:
-    found = judged(speculative(bug_catalog.MISTAKES[bug]), drafting=Drafting(DRAFT, tokens=2), samples=3000)
-    named(found, bug)
-    assert found.resembles[0].p_value > 1e-6, "the law of the bug fits what was seen"
-    assert found.smallest is not None and found.smallest.tokens <= 2 and found.smallest.prompt == PROMPT[-1:]
+@pytest.mark.parametrize("bug", bug_catalog.MISTAKES)
+def test_every_bug_is_found(bug: str) -> None:
+    draft = table(2, temperature=0.5) if " raw " in bug or "before warping" in bug else DRAFT
+    found = judged(speculative(bug_catalog.MISTAKES[bug], draft), samples=3000)
+    assert found.biased and all(check.control for check in found.checks)
 
 
-def test_a_missing_bonus_position_is_found_and_named() -> None:
-    found = judged(speculative(RIGHT, bonus=False, tokens=1), drafting=Drafting(DRAFT, tokens=1), samples=3000)
-    named(found, "bonus")
-    assert found.smallest is not None and found.smallest.tokens == 2
-
-
-@pytest.mark.parametrize("bug", OF_WARPING)
-def test_confusing_raw_and_warped_drafts_is_found_and_named(bug: str) -> None:
-    warped, raw = table(2, temperature=0.5), DRAFT
-    found = judged(speculative(bug_catalog.MISTAKES[bug], warped, raw), drafting=Drafting(warped, raw, 2), samples=3000)
-    named(found, bug)
-
-
-def test_a_wrong_law_is_named() -> None:
-    hot = table(1, temperature=2.0)
-    named(judged(plain(hot), others={"temperature ignored": hot, "another": DRAFT}), "temperature ignored")
+def test_a_missing_bonus_position_and_a_wrong_temperature_are_found() -> None:
+    assert judged(speculative(RIGHT, bonus=False, tokens=1), samples=3000).biased
+    assert judged(plain(table(1, temperature=2.0))).biased
 
 
 def test_repeating_samples_are_found_though_their_law_is_right() -> None:
-    named(judged(lambda prompt, n, seed: plain(TARGET)(prompt, n, 0)), "seeds ignored")
-    named(judged(lambda prompt, n, seed: plain(TARGET)(prompt, 1, 0) * n), "same text")
+    assert judged(lambda prompt, n, seed: plain(TARGET)(prompt, n, 0)).biased
+    assert judged(lambda prompt, n, seed: plain(TARGET)(prompt, 1, 0) * n).biased
     twice = lambda prompt, n, seed: [text for text in plain(TARGET)(prompt, n // 2, seed) for _ in range(2)]  # noqa: E731
-    named(judged(twice), "one call repeat")
+    assert judged(twice).biased
 
 
 def test_the_end_of_a_text() -> None:
-    whole = judged(plain(TARGET, ends=(2, 4)), ends=(2, 4))
-    assert not whole.biased
+    assert not judged(plain(TARGET, ends=(2, 4)), ends=(2, 4)).biased
     hidden: Sampler = lambda *asked: [text[:-1] if text[-1] == 2 else text for text in plain(TARGET, (2,))(*asked)]  # noqa: E731
     assert not judged(hidden, ends=(2,)).biased
-    named(judged(plain(TARGET, ends=(2,), beyond=True), ends=(2,)), "after the end")
+    assert judged(plain(TARGET, ends=(2,), beyond=True), ends=(2,)).biased
     assert judged(lambda prompt, n, seed: [[]] * n).biased, "a text may not end without an end token"
 
 
 def test_impossible_tokens_fail_at_once() -> None:
-    narrow: Law = lambda texts: np.where(TARGET(texts) < 0.02, 0, TARGET(texts)) / np.where(  # noqa: E731
-        TARGET(texts) < 0.02, 0, TARGET(texts)
-    ).sum(-1, keepdims=True)
+    def narrow(texts: Sequence[Text]) -> Any:
+        law = np.where(TARGET(texts) < 0.02, 0, TARGET(texts))
+        return law / law.sum(-1, keepdims=True)
+
     assert audit(plain(TARGET), narrow, PROMPT, samples=2000).joint.p_value == 0
     assert not audit(plain(narrow), narrow, PROMPT, samples=2000).biased
 
@@ -176,8 +152,7 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
     law: Law = lambda texts: np.stack([np.roll(odds / odds.sum(), text[-1]) for text in texts])  # noqa: E731
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        dice = np.random.default_rng(seed)
-        shift = dice.choice(2000, size=(n, 2), p=odds / odds.sum())
+        shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=odds / odds.sum())
         return ((prompt[-1] + shift.cumsum(1)) % 2000).tolist()                     # type: ignore[no-any-return]
 
     found = audit(sample, law, [5], length=2, samples=4000)
@@ -189,7 +164,6 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
     ("sampler", "options", "words"),
     [
         (plain(TARGET), {"samples": 10}, "at least 200"),
-        (plain(TARGET), {"samples": 0}, "samples"),
         (plain(TARGET), {"length": 0}, "length"),
         (lambda prompt, n, seed: [[1]], {}, "100 texts and returned 1"),
         (lambda prompt, n, seed: None, {}, "NoneType"),
@@ -207,35 +181,15 @@ def test_no_prompt_and_no_law_are_one_sentence() -> None:
         audit(plain(TARGET), lambda texts: TARGET(texts) * 2, PROMPT)
 
 
-# transformers ---------------------------------------------------------------------------------------------------
-
-
-def assisted(style: str, wanted: Sampling, samples: int) -> Audit:
-    model, assistant = adapters.tiny_pair(style)
-    law, drafting = adapters.ModelLaw(model, wanted), adapters.assistant_drafting(model, assistant, wanted, 2)
-    engine = adapters.Assisted(model, assistant, wanted, LENGTH, 2)
-    return audit(engine, law, [3], length=LENGTH, samples=samples, drafting=drafting, others=adapters.mistaken_laws(law))
-
-
 def test_transformers_with_a_draft_model_is_unbiased() -> None:
-    found = assisted("draft-model", Sampling(temperature=0.8, top_k=4), 300)
+    model, assistant = (toy(seed, 6, dtype=torch.float32).model for seed in (21, 22))
+    want = Sampling(temperature=0.8, top_k=4)
+    engine = assisted(model, assistant, want, LENGTH, 2)
+    found = audit(engine, ModelLaw(model, want), [3], length=LENGTH, samples=300)
     assert not found.biased and found.joint.detects < 0.4
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="transformers without Gemma-4 assistants")
-def test_transformers_with_a_gemma4_assistant_is_biased() -> None:
-    found = assisted("gemma4", Sampling(temperature=1.0), 250)
-    named(found, "argmax", "Gemma-4")
-    assert found.smallest is not None and found.smallest.tokens == 2, "the first token is drawn before anything is drafted"
-
-
-def test_a_transformers_without_the_class_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "transformers", SimpleNamespace(__version__="5.15.0"))
-    with pytest.raises(UnsupportedModel, match=r"transformers 5\.15\.0 has no Gemma4TextConfig"):
-        adapters._gemma_pair({})
-
-
-# A server and the command line ----------------------------------------------------------------------------------
+# A server and the command line ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +221,7 @@ def server(served: Path) -> Iterator[Server]:
 
     @cache
     def row(text: Text, temperature: float) -> Any:
-        return adapters.ModelLaw(model, Sampling(temperature=temperature))([text])[0]
+        return ModelLaw(model, Sampling(temperature=temperature))([text])[0]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -324,16 +278,9 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("sin", "code", "words"),
-    [
-        ("", 0, "UNBIASED"),
-        ("constant seed", 1, "seeds ignored"),
-        ("temperature ignored", 1, "Resembles: temperature ignored"),
-    ],
-)
+@pytest.mark.parametrize(("sin", "code"), [("", 0), ("constant seed", 1), ("temperature ignored", 1)])
 def test_a_server(
-    server: Server, served: Path, call: Callable[..., Said], tmp_path: Path, sin: str, code: int, words: str
+    server: Server, served: Path, call: Callable[..., Said], tmp_path: Path, sin: str, code: int
 ) -> None:
     server.sins.clear()
     server.sins.add(sin)
@@ -342,7 +289,7 @@ def test_a_server(
         "--endpoint", server.url, "--model", "tiny", "--reference", str(served), "--temperature", "0.6",
         "--prompt", "Once", "--samples", "2000", "--json", str(report),
     )  # fmt: skip
-    assert said.code == code and words in " ".join(said.out.split()), said
+    assert said.code == code and said.out.startswith("BIASED" if code else "UNBIASED"), said
     figures = json.loads(report.read_text())
     assert figures["verdict"] == ("biased" if code else "unbiased") and figures["length"] == 2
     assert all(check["control"] for check in figures["checks"])
@@ -363,7 +310,10 @@ def test_the_command_line_with_a_function(
     (tmp_path / "my_engine.py").write_text("def sample(prompt, n, seed):\n    return [[7, 7]] * n\n")
     monkeypatch.chdir(tmp_path)
     said = call("--python", "my_engine:sample", "--model", str(served), "--samples", "1000")
-    assert said.code == 1 and said.out.startswith("BIASED") and "Smallest failing case" in said.out
+    assert said.code == 1 and said.out.startswith("BIASED")
+
+
+FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +322,6 @@ def test_the_command_line_with_a_function(
         ([], "one engine"),
         (["--hf", "x", "--python", "y:z"], "one engine"),
         (["--hf", "demo"], "--assistant-model"),
-        (["--hf-style", "medusa"], "draft-model, gemma4"),
         (["--endpoint", "http://127.0.0.1:9"], "--reference"),
         (["--endpoint", "http://127.0.0.1:9", "--model", "x", "--reference", "SERVED"], "cannot be reached"),
         (["--endpoint", "127.0.0.1", "--model", "x", "--reference", "SERVED"], "http://"),
@@ -380,9 +329,9 @@ def test_the_command_line_with_a_function(
         (["--python", "no_such_module:f", "--model", "SERVED"], "no_such_module"),
         (["--python", "json:nothing", "--model", "SERVED"], "nothing"),
         (["--python", "json", "--model", "SERVED"], "module:attribute"),
-        (["--hf-style", "draft-model", "--prompt-tokens", "1,99"], "from 0 to 5"),
-        (["--hf-style", "draft-model", "--samples", "3"], "at least 200"),
-        (["--hf-style", "draft-model", "--temperature", "-1"], "temperature"),
+        ([*FUNCTION, "--prompt-tokens", "1,9999"], "from 0 to 4095"),
+        ([*FUNCTION, "--samples", "3"], "at least 200"),
+        ([*FUNCTION, "--temperature", "-1"], "temperature"),
         (["--hf", "/no/where", "--assistant-model", "x"], "/no/where"),
     ],
 )
