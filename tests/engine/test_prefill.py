@@ -61,10 +61,10 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
         for request in [] if together else requests:
             one.admit(request)
         assert len(own.reads) == (1 if together else 4)
-        unread = one.unread
+        unread = one.drafter.unread()
         while one.running:
             one.step()
-        assert not one.cache.lengths.any(), "an empty batch has an empty cache"
+        assert not one.batch.cache.lengths.any(), "an empty batch has an empty cache"
         found.append((unread, [(row.tokens, row.stats.rounds, row.stats.drafted) for request in requests for row in request]))
     assert found[0] == found[1]
 
@@ -130,11 +130,11 @@ def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, .
                 one.step()
                 if coming:
                     one.admit(*coming)
-            unread.append(one.unread)
+            unread.append(one.drafter.unread())
             for place, row in enumerate(one.running):
                 text = [*row.prompt, *row.tokens]
-                assert int(one.cache.lengths[place]) == len(text) - 1 and one.text[place, : len(text)].tolist() == text
-        assert not waiting and not one.cache.lengths.any()
+                assert int(one.batch.cache.lengths[place]) == len(text) - 1 and one.batch.text[place, : len(text)].tolist() == text
+        assert not waiting and not one.batch.cache.lengths.any()
         rows = [row for request in requests for row in request]
         rounds = [(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS else []
         found.append((unread, [row.tokens for row in rows], rounds))

@@ -288,14 +288,15 @@ def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
         def __init__(self, *args: Any, **how: Any) -> None:
             super().__init__(*args, **how)
             self.rule = self.rule._replace(accept=emulation.wrapped("accept", self.rule.accept))
-            self.addresses = self._addresses()
+            self.addresses, self._arrange = self._addresses(), self.batch.arrange
+            self.batch.arrange = self.between_rounds  # type: ignore[method-assign]
 
         def _addresses(self) -> list[int]:
-            return [store.data_ptr() for layer in self.cache.layers for store in layer.stores]
+            return [store.data_ptr() for layer in self.batch.cache.layers for store in layer.stores]
 
         def step(self, *args: Any, **how: Any) -> Any:
-            if self.twins is None:
-                self._fill()
+            if self.batch.padding is None:
+                self.batch._pad()
             with emulation.part("round", strict=True), emulation.reading(1):
                 done = super().step(*args, **how)
             if self._addresses() != self.addresses:
@@ -307,8 +308,8 @@ def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
             super().admit(*requests)
             emulation.prefix = ""
 
-        def _arrange(self, *args: Any) -> None:
+        def between_rounds(self, *args: Any) -> None:
             with emulation.free(), emulation.part("between rounds"):
-                super()._arrange(*args)
+                self._arrange(*args)
 
     return Watched

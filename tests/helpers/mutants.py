@@ -404,8 +404,8 @@ def _sees_siblings(own: Any, tree: TokenTree, lengths: Tensor, span: int, dtype:
     return own(TokenTree.chain(tree.tokens), lengths, span, dtype, *rest)
 
 
-def counted(own: Any, self: Any, **how: Any) -> None:
-    own(self, **{**how, "emitted": how["accepted"] + 1})
+def counted(own: Any, self: Any, width: int, drafted: int, reach: int, accepted: int, *rest: Any) -> None:
+    own(self, width, drafted, reach, accepted, accepted + 1, *rest[1:])
 
 
 def only_first(own: Any, self: Any, keys: Tensor, role: int, place: Tensor, origin: Any) -> Tensor:
@@ -510,7 +510,7 @@ MUTANTS = (
     Mutant("cache rows rearranged wrongly when a row retires", "16: KV of another row",
            around(CACHE + "select", reordered), "bits"),
     Mutant("text rows not moved when a row retires", "16: another row's history",
-           around("engine.decoder:Decoder._arrange", text_left), "bits",
+           around("engine.batch:Batch.arrange", text_left), "bits",
            (Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0))),
     Mutant("draft cache keeps rejected tokens", "17, 18: vLLM #39273, #14649",
            around(DRAFT + "observe", _everything), "accepted"),

@@ -224,8 +224,10 @@ class _Stock(NamedTuple):
     def reaches(self, positions: list[int], ahead: int, vocab: int) -> bool:
         """Whether it holds what stands behind roots at these positions, and so far ahead of them."""
         room = self.noises.shape[1] - ahead
-        moved = (now - then for now, then in zip(positions, self.positions, strict=True))
-        return self.noises.shape[2] == vocab and all(0 <= far < room for far in moved)
+        for now, then in zip(positions, self.positions, strict=True):
+            if not 0 <= now - then < room:
+                return False
+        return self.noises.shape[2] == vocab
 
 
 def argmax_token(gumbel_logits: Tensor) -> Tensor:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
-
-import torch
+from dataclasses import dataclass
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.params import LogitsProcessor, Sampling, SamplingParams
+from draftproof.core.params import Sampling
 from draftproof.core.tree import CHUNKS
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
+from draftproof.engine.batch import Request
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.decoder import Decoder
-from draftproof.engine.ranks import Ranks
+from draftproof.engine.ranks import LedBudget, LedDrafter, led_rule
+from draftproof.engine.request import Prompt as Prompt
+from draftproof.engine.request import RequestReader
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.stats import Clock, RoundStats, State
-from draftproof.errors import BadInput, ContextOverflow, DraftproofError
+from draftproof.errors import BadInput, DraftproofError
 from draftproof.model.device import Device
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec, Messages
-
-Prompt = str | Sequence[int] | Messages
-"""Text, token ids, or a chat as ``[{"role": ..., "content": ...}, ...]``."""
+from draftproof.model.tokenizer import Codec
 
 ROWS = 8
 """Rows at a time when nobody says."""
-NEW_TOKENS = 128
-"""New tokens per prompt when neither the call, the sampling nor the model says."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +109,11 @@ class Engine:
         if self.budget.most >= target.context:
             raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
 
+    @property
+    def requests(self) -> RequestReader:
+        """What checks prompts and sampling parameters."""
+        return RequestReader(self.target, self.codec, self.stop_tokens)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -163,55 +162,51 @@ class Engine:
             raise BadInput(f"n was {n}; ask for at least 1 sample")
         if batch_size is not None and batch_size < 1:
             raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
-        requests = self._requests(prompts, max_new_tokens, sampling, n)
+        requests = self.requests.read(prompts, max_new_tokens, self.sampling if sampling is None else sampling, n)
         rows = max(n, min(batch_size or ROWS, n * len(requests)))
         if self.shapes.closed and batch_size is not None:               # as many as were declared, needed or not
             rows = max(n, batch_size)
-        return self._going(requests, rows)
+        return self._run(requests, rows)
 
     def check(self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None) -> None:
         """Raise BadInput if `generate` could not honour this request."""
-        self._requests([prompt], max_new_tokens, sampling, 1)
-
-    def _going(self, requests: list[list[SequenceState]], rows: int) -> Iterator[list[SequenceState]]:
-        going = [row for request in requests for row in request]
-        for _ in self._rounds(deque(requests), rows):
-            yield going
-            going = [row for row in going if row.finish_reason is None]
+        self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop string may take back."""
-        return self._chunks(self._requests([prompt], max_new_tokens, sampling, 1))
+        return self._chunks(self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1))
 
-    def _chunks(self, requests: list[list[SequenceState]]) -> Iterator[Chunk]:
-        for (row,) in self._going(requests, 1):
-            done = self._completion(row) if row.finish_reason is not None else None
-            yield Chunk(row.pieces(), done)
+    def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
+        for (row,) in self._run(requests, 1):
+            yield Chunk(row.pieces(), self._completion(row) if row.finish_reason is not None else None)
 
-    def _rounds(self, waiting: deque[list[SequenceState]], rows: int) -> Iterator[None]:
-        """Run everything that waits, at most `rows` rows at a time; yields after every prefill and every round."""
+    def _run(self, requests: list[Request], rows: int) -> Iterator[list[SequenceState]]:
+        """Run all of them, at most `rows` rows at a time; see `rounds`."""
+        waiting, left = deque(requests), [row for request in requests for row in request]
         if not waiting:
             return
-        longest = max(len(row.prompt) + row.limit for request in waiting for row in request)
-        rows, capacity = self.shapes.rows(rows), self.shapes.capacity(longest + self.budget.most + 2)
-        decoder = self._decoder(Ranks(self.target.group).budget(self.budget), rows, capacity)
-        clock = self.clock = decoder.clock
+        longest = max(len(row.prompt) + row.limit for row in left)
+        capacity = self.shapes.capacity(longest + self.budget.most + 2)
+        decoder = self._decoder(self.budget, self.shapes.rows(rows), capacity)
+        batch, clock = decoder.batch, decoder.clock
+        self.clock = clock
         begun: list[tuple[SequenceState, dict[str, float]]] = []
         try:
-            while waiting or decoder.running:
-                admitted = [waiting.popleft() for _ in range(decoder.room_for(waiting))] if waiting else []
-                begun += [(row, dict(clock.seconds)) for request in admitted for row in request]
-                with self.target.group.intact():
-                    if not admitted or decoder.takes(admitted):
-                        decoder.step(admitted)
+            with self.target.group.intact():
+                while waiting or batch.running:
+                    joining = [waiting.popleft() for _ in range(decoder.room_for(waiting))] if waiting else []
+                    if joining:
+                        begun += [(row, clock.seconds) for request in joining for row in request]
+                    if joining and not decoder.takes(joining):
+                        decoder.admit(*joining)
                     else:
-                        with clock.part("prefill"):
-                            decoder.admit(*admitted)
-                if len(decoder.running) < len(begun):
-                    begun = _clocked(begun, clock)
-                yield
+                        decoder.step(joining)
+                    yield left
+                    if len(batch.running) < len(begun):
+                        left = [row for row in left if row.finish_reason is None]
+                        begun = _clocked(begun, clock)
         finally:
             _clocked(begun, clock)                        # whoever stops listening is told as well
 
@@ -229,115 +224,17 @@ class Engine:
         widths = [min(width, longest) for width in (*self.shapes.reads(capacity), CHUNKS[-1] + 1)]
         for length, script in [(1, script) for script in scripts] + [(width, (self.budget.most,)) for width in widths]:
             decoder = self._decoder(_Script(script), rows, capacity)
-            decoder.admit([SequenceState([0] * length, self._params(sampling or self.sampling, length), capacity)])
+            decoder.admit([SequenceState([0] * length, self.requests.params(sampling or self.sampling, length), capacity)])
             for _ in script:
                 decoder.step()
 
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
-        return Decoder(self.target, self.drafter, rule, budget, rows, capacity, self.shapes)
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int | None,
-        sampling: Sampling | Sequence[Sampling] | None,
-        n: int,
-    ) -> list[list[SequenceState]]:
-        """Per prompt its `n` rows to run, checked."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, dict))):
-            prompts = [cast(Prompt, prompts)]
-        several = cast(Sequence[Prompt], prompts)
-        one = self.sampling if sampling is None else sampling
-        wanted = [one] * len(several) if isinstance(one, Sampling) else list(one)
-        if len(wanted) != len(several):
-            raise BadInput(f"{len(wanted)} samplings were given for {len(several)} prompts; give one, or one per prompt")
-        requests = []
-        for index, (prompt, want) in enumerate(zip(several, wanted, strict=True)):
-            tokens = self._tokens(prompt)
-            limit = self._limit(tokens, max_new_tokens if max_new_tokens is not None else want.max_new_tokens)
-            params = self._params(want, len(tokens))
-            requests.append([self._running(tokens, replace(params, sample=sample), limit, index) for sample in range(n)])
-        return requests
-
-    def _running(self, tokens: list[int], params: SamplingParams, limit: int, prompt: int) -> SequenceState:
-        return SequenceState(tokens, params, limit, self.codec.stream(tokens) if self.codec else None, request=prompt)
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if len(prompt) == 0:
-            raise BadInput("the prompt is empty; give at least one word or token")
-        if not isinstance(prompt, str) and isinstance(prompt[0], int):
-            tokens = [int(token) for token in cast(Sequence[int], prompt)]
-        elif self.codec is None:
-            raise BadInput("a text prompt was given but the model has no tokenizer; pass tokenizer=... to load, or token ids")
-        elif isinstance(prompt, str):
-            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-                raise BadInput("the prompt has half of a surrogate pair, a cut emoji perhaps; give whole characters")
-            tokens = self.codec.encode(prompt)
-        else:
-            tokens = self.codec.encode_chat(cast(Messages, prompt))
-        if not tokens:
-            raise BadInput("the prompt has no tokens; give at least one word")
-        self._known(tokens, "the prompt")
-        return tokens
-
-    def _limit(self, tokens: list[int], asked: int | None) -> int:
-        """New tokens this row may have; the context bounds them."""
-        if asked is not None and asked < 1:
-            raise BadInput(f"max_new_tokens was {asked}; ask for at least 1")
-        room = self.target.context - len(tokens)
-        if room < 1:
-            raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most {self.target.context}, "
-                "one of them new; shorten the prompt"
-            )
-        return min(asked if asked is not None else NEW_TOKENS, room)
-
-    def _params(self, sampling: Sampling, prompt_length: int) -> SamplingParams:
-        """Resolve strings to tokens, and refuse what cannot be honoured exactly."""
-        if sampling.stop and self.codec is None:
-            raise BadInput("stop strings were given but the model has no tokenizer; use stop_tokens")
-        ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
-        banned: list[tuple[int, ...]] = []
-        for word in sampling.banned_words:
-            if not isinstance(word, str):
-                banned.append(tuple(word))
-            elif self.codec is None:
-                raise BadInput("banned words were given as text but the model has no tokenizer; give token ids")
-            else:
-                banned += {tuple(self.codec.encode(space + word, special=False)) for space in ("", " ")}
-        for word in banned:
-            self._known(word, "banned_words")
-        self._known(list(sampling.logit_bias), "logit_bias")
-        for processor in sampling.processors:
-            self._must_be_pure(processor)
-        ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
-        return SamplingParams(sampling, prompt_length, ends, tuple(sorted(banned)))
-
-    def _known(self, tokens: Sequence[int], where: str) -> None:
-        strange = [token for token in tokens if not 0 <= token < self.target.vocab_size]
-        if strange:
-            raise BadInput(f"{where} has token id {strange[0]}; {self.target.name} knows 0 to {self.target.vocab_size - 1}")
-
-    def _must_be_pure(self, processor: LogitsProcessor) -> None:
-        """Ask twice, with another question in between; a function of the prefix gives the same answer."""
-        name = getattr(processor, "__name__", type(processor).__name__)
-        asked = copy.deepcopy(processor)
-        device = self.target.device
-        texts = [torch.arange(size, device=device)[None] % self.target.vocab_size for size in (3, 5)]
-        scores = torch.linspace(-1, 1, self.target.vocab_size, device=device)[None]
-        try:
-            answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
-        except Exception as error:
-            raise BadInput(f"the logits processor {name} fails on a short text: {error}") from error
-        if any(answer.shape != scores.shape for answer in answers):
-            shape, wanted = tuple(answers[0].shape), tuple(scores.shape)
-            raise BadInput(f"the logits processor {name} returns shape {shape}; it must return {wanted}")
-        if not all(torch.equal(answer, answers[turn % 2]) for turn, answer in enumerate(answers)):
-            raise BadInput(
-                f"the logits processor {name} keeps state: asked twice about the same text it answers differently. "
-                "Speculation needs a function of the text alone; rewrite it as one, or leave it out"
-            )
+        drafter, group = self.drafter, self.target.group
+        if not group.alone:
+            drafter, rule = LedDrafter(drafter, group), led_rule(rule, group)
+            budget = LedBudget(budget, group) if isinstance(budget, Adaptive) else budget
+        return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes)
 
     def _completion(self, row: SequenceState) -> Completion:
         logprobs = row.logprobs if row.params.sampling.logprobs else None

@@ -52,11 +52,16 @@ class Prompts:
         """Whether the prompts of these, as few as `room` says, may be read beside what a round drafted."""
         return self.several and all(len(samples[0].prompt) <= SHORT for samples in requests)
 
-    def beside(self, tree: TokenTree, view: KVCache, prompts: Sequence[Sequence[int]]) -> tuple[Reading, Reading | None]:
-        """What the target says of a tree behind the first rows and, where there is room to read them too, of prompts."""
-        rows, width, longest = *tree.tokens.shape, max(map(len, prompts), default=0)
+    def beside(
+        self, tree: TokenTree, view: KVCache, joining: Sequence[Sequence[SequenceState]]
+    ) -> tuple[Reading, Reading | None]:
+        """What the target says of a tree and, where they can be read besides, of the prompts of requests."""
+        if not joining:
+            return self.target.read(tree, view, hidden_layers=self._hidden_layers), None
+        prompts = [samples[0].prompt for samples in joining]
+        rows, width, longest = *tree.tokens.shape, max(map(len, prompts))
         wide = max(width, longest)
-        if not prompts or wide > SHORT or not self.cache.holds(wide):           # what is read otherwise has other bits
+        if wide > SHORT or not self.cache.holds(wide):                          # what is read otherwise has other bits
             return self.target.read(tree, view, hidden_layers=self._hidden_layers), None
         all_rows = self.cache.rows(0, rows + len(prompts))
         all_rows.lengths[rows:] = 0

@@ -12,7 +12,7 @@ from draftproof.errors import DraftproofError
 
 
 class Detokenizer(Protocol):
-    """Text from tokens, one at a time; `target.text.TextStream` is one."""
+    """Text from tokens, one at a time; `model.tokenizer.TextStream` is one."""
 
     def push(self, token: int) -> str: ...
     def finish(self) -> str: ...
@@ -20,7 +20,7 @@ class Detokenizer(Protocol):
 
 @dataclass
 class SequenceState:
-    """A row that runs: `prompt` tokens, what it wishes, at most `limit` new tokens; `request` says for whom.
+    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens; `request` says whose.
 
     Tokens are taken one at a time, so where the text ends does not depend on how many came in a round.
     """
@@ -37,16 +37,23 @@ class SequenceState:
     request: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
     _pieces: list[tuple[str, bool]] = field(default_factory=list)
-    _held: list[tuple[str, bool]] = field(default_factory=list)         # may turn out to begin a stop string
+    _held: list[tuple[str, bool]] = field(default_factory=list)         # may begin a stop string
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int) -> int:
-        """Take new tokens, the first `drafted` of them from the draft, until the text ends; return how many."""
+        """Take new tokens, the first `drafted` from the draft, until the text ends; return how many."""
+        stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
+        push = self.detokenizer.push if self.detokenizer is not None else None
         for index, token in enumerate(tokens):
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
-            self._write(token, index < drafted)
-            if self.finish_reason is None and token in self.params.stop_tokens:
+            if push is not None and (piece := push(token)):
+                if holds:
+                    self._hold(piece, index < drafted)
+                else:
+                    self.text += piece
+                    self._pieces.append((piece, index < drafted))
+            if self.finish_reason is None and token in stops:
                 self._end("stop")
             if self.finish_reason is None and len(self.tokens) >= self.limit:
                 self._end("length")
@@ -60,32 +67,22 @@ class SequenceState:
         self.error = error
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """Text that is certain and was not handed out yet, each piece with whether its token was drafted."""
+        """Text that is certain and was not handed out yet, each piece with whether it was drafted."""
         out, self._pieces = self._pieces, []
         return out
 
-    def _write(self, token: int, drafted: bool) -> None:
-        if self.detokenizer is None:
-            return
-        self._hold(self.detokenizer.push(token), drafted)
-
     def _hold(self, piece: str, drafted: bool) -> None:
-        """Add to the text; end it at the earliest stop string; hand out what cannot begin one."""
-        if not piece:
-            return
-        if not self.params.sampling.stop:
-            self.text += piece
-            self._pieces.append((piece, drafted))
-            return
+        """End the text at the earliest stop string; hand out what cannot begin one."""
+        stops = self.params.sampling.stop
         self._held.append((piece, drafted))
         held = "".join(text for text, _ in self._held)
-        found = [place for stop in self.params.sampling.stop if (place := held.find(stop)) >= 0]
+        found = [place for stop in stops if (place := held.find(stop)) >= 0]
         if found:
             self._release(min(found))
             self._held.clear()
             self.finish_reason = "stop"
             return
-        self._release(len(held) - max((_overlap(held, stop) for stop in self.params.sampling.stop), default=0))
+        self._release(len(held) - max((_overlap(held, stop) for stop in stops), default=0))
 
     def _release(self, count: int) -> None:
         """Move the first `count` held characters to the text."""
@@ -99,12 +96,13 @@ class SequenceState:
             count -= len(piece)
 
     def _end(self, reason: str) -> None:
-        if self.detokenizer is not None:
-            self._hold(self.detokenizer.finish(), False)
+        if self.detokenizer is not None and (piece := self.detokenizer.finish()):
+            self._hold(piece, False)
         self._release(sum(len(piece) for piece, _ in self._held))
         self.finish_reason = self.finish_reason or reason
 
 
 def _overlap(text: str, stop: str) -> int:
     """How many of the last characters of `text` could begin `stop`."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if stop.startswith(text[-size:])), 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,16 +58,18 @@ class RoundStats:
         return None if self.distance is None else self.distance / max(1, self.emitted)
 
     def record(
-        self, *, width: int, drafted: int, reach: int, accepted: int, emitted: int, distance: float | None = None
+        self, width: int, drafted: int, reach: int, accepted: int, emitted: int, distance: float | None = None
     ) -> None:
-        """Add one round: `drafted` nodes up to depth `reach`; `accepted` stood, `emitted` tokens survived the stops."""
+        """Add one round of a tree `width` nodes wide: `drafted` nodes up to depth `reach`, of which
+        `accepted` were accepted; `emitted` tokens survived the stop rules."""
         self.rounds += 1
         self.emitted += emitted
         self.drafted += drafted
-        self.accepted += min(accepted, emitted)
+        self.accepted += accepted if accepted < emitted else emitted
         self.reached += reach
         self.by_width[width] = self.by_width.get(width, 0) + 1
-        self._stray(distance)
+        if distance is not None:
+            self.distance = (self.distance or 0.0) + distance
         while len(self.tried_at) < reach:
             self.tried_at.append(0)
             self.accepted_at.append(0)
@@ -90,20 +90,17 @@ class RoundStats:
             mine += [0] * (len(theirs) - len(mine))
             for position, count in enumerate(theirs):
                 mine[position] += count
-        self._stray(other.distance)
+        if other.distance is not None:
+            self.distance = (self.distance or 0.0) + other.distance
         for part, seconds in other.seconds.items():
             self.seconds[part] += seconds
-
-    def _stray(self, distance: float | None) -> None:
-        if distance is not None:
-            self.distance = (self.distance or 0.0) + distance
 
 
 class State(NamedTuple):
     """What a round will meet, for a budget to choose by.
 
-    rows: that run. context: tokens of the longest. remaining: tokens that a row may still write, on average. unread: committed
-    tokens of all rows that the drafter must read before it can draft.
+    rows: that run. context: tokens of the longest. remaining: tokens that a row may still write, on
+    average. unread: committed tokens of all rows that the drafter must read before it can draft.
     """
 
     rows: int
@@ -115,8 +112,9 @@ class State(NamedTuple):
 class Round(NamedTuple):
     """What came of a round.
 
-    size: as chosen. accepted: numbers of the accepted nodes, of all rows together; a smaller draft would have been the first
-    nodes of this one. emitted: tokens of all rows. seconds: of all of it; 0 if that tells nothing. chain: no row drafted a tree.
+    size: nodes per row, as chosen. accepted: numbers of the accepted nodes, of all rows together; a
+    smaller draft would have been the first nodes of this one. emitted: tokens of all rows.
+    seconds: of all of it; 0 if that tells nothing. chain: no row drafted a tree.
     """
 
     size: int
@@ -128,19 +126,31 @@ class Round(NamedTuple):
 
 
 class Clock:
-    """Wall seconds by part; a part inside another is counted once, as the inner one. total: of all parts."""
+    """Wall seconds by part. A part inside another counts once, as the inner one. total: of all."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
         self.total = 0.0
+        self.prefill, self.draft = Part(self), Part(self)
+        self.verify, self.decide = Part(self), Part(self)
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the block as `name`, less what blocks inside it count."""
-        before, start = self.total, time.perf_counter()
-        try:
-            yield
-        finally:
-            own = time.perf_counter() - start - (self.total - before)
-            self.seconds[name] += own
-            self.total += own
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By name, as in `RoundStats`."""
+        parts = {"prefill": self.prefill, "draft": self.draft, "verify": self.verify, "decide": self.decide}
+        return {name: part.seconds for name, part in parts.items()}
+
+
+class Part:
+    """Counts the blocks it is around. seconds: less those of parts inside. took: the last block, in all."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.seconds, self.took, self.start, self.before = clock, 0.0, 0.0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self.before, self.start = self.clock.total, time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.took = time.perf_counter() - self.start
+        own = self.took - (self.clock.total - self.before)
+        self.seconds += own
+        self.clock.total += own

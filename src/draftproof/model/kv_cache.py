@@ -93,6 +93,7 @@ class KVCache(transformers.Cache):
     def __init__(self, layers: Sequence[KVLayer], lengths: Tensor, reach: _Reach | None = None) -> None:
         super().__init__(layers=list(layers))
         self.lengths = lengths                           # [B] int64
+        self.capacity = int(layers[0].keys.shape[2])     # positions per row, scratch included
         self._reach = reach or _Reach()                  # of a cache and all its views
         self._views: dict[tuple[int, int], KVCache] = {}
 
@@ -109,11 +110,6 @@ class KVCache(transformers.Cache):
         """Storage for `rows` rows of `capacity` positions, in layers of this class."""
         layers = [layer.empty(shape, rows, capacity, dtype, device) for shape in shapes]
         return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device))
-
-    @property
-    def capacity(self) -> int:
-        """Positions per row, scratch included."""
-        return int(self.layers[0].keys.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +150,11 @@ class KVCache(transformers.Cache):
     def stores(self) -> Stores | None:
         """Where keys and values lie, layer by layer, for kernels."""
         return Stores.of([store for layer in self.layers for store in layer.stores])
+
+    def clear(self) -> None:
+        """Zero what is stored: NaN would pass a mask."""
+        for store in (store for layer in self.layers for store in layer.stores):
+            store.zero_()
 
     def bound(self, longest: int) -> None:
         """No row of this cache or its parent holds more than `longest` tokens."""

@@ -1,0 +1,100 @@
+"""Drafters around others: one that hears of plain rounds together, and one that rank 0 decides for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.ops import Ops
+from draftproof.core.tree import TokenTree
+from draftproof.drafters.base import Drafter
+
+TOGETHER = 128
+"""Plain rounds that are told together at most."""
+
+
+class Around(Drafter):
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.name, self.hidden_layers, self.wants_top = inner.name, inner.hidden_layers, inner.wants_top
+        self.has_kv_cache, self.deepest = inner.has_kv_cache, inner.deepest
+        self.default_budget = inner.default_budget
+
+    def unread(self, pending: int = 0) -> int:
+        return self.inner.unread(pending)
+
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        self.inner.start(rows, capacity, ops)
+
+    def observe(self, commit: Commit) -> None:
+        self.inner.observe(commit)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        return self.inner.propose(frontier)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.inner.select(rows)
+
+
+class Deferred(Around):
+    """Tells a drafter of plain rounds together when it is asked again: many short calls cost more
+    than a long one. What answers a proposal is told at once, if `inner` keeps what it read of it."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.pending: list[Commit] = []
+        self.answers = False
+
+    @classmethod
+    def around(cls, inner: Drafter) -> Drafter:
+        """`inner` itself, if it observes nothing."""
+        return inner if type(inner).observe is Drafter.observe else cls(inner)
+
+    def unread(self, pending: int = 0) -> int:
+        return self.inner.unread(pending + len(self.pending))
+
+    def observe(self, commit: Commit) -> None:
+        if self.pending and (len(self.pending) == TOGETHER or self.pending[0].rows != commit.rows):
+            self.flush()
+        if commit.tokens.shape[1] == 1 and not self.answers:
+            self.pending.append(commit)
+            return
+        self.flush()
+        self.answers = False
+        self.inner.observe(commit)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        self.flush()
+        self.answers = self.has_kv_cache
+        return self.inner.propose(frontier)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.flush()
+        self.inner.select(rows)
+
+    def flush(self) -> None:
+        """Nothing is kept from the drafter any more."""
+        if self.pending:
+            self.inner.observe(_joined(self.pending))
+            self.pending = []
+
+
+def _joined(commits: Sequence[Commit]) -> Commit:
+    """Commits of single tokens of the same rows, one behind another, as one; nodes as of a chain."""
+    first = commits[0]
+    if len(commits) == 1:
+        return first
+    tokens = torch.cat([one.tokens for one in commits], 1)
+    nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
+    hidden = [one.hidden for one in commits if one.hidden is not None]
+    told = [one.successors for one in commits if one.successors is not None]
+    best = (torch.cat([one.tokens for one in told], 1), torch.cat([one.logits for one in told], 1)) if told else None
+    return Commit(
+        first.rows, tokens, nodes, torch.full_like(first.count, len(commits)),
+        torch.cat(hidden, 1) if hidden else None,
+        Successors(TokenTree.chain(tokens), *best) if best else None,
+    )  # fmt: skip
