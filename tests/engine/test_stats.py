@@ -26,12 +26,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 def test_what_is_inside_a_part_is_counted_once(time: Time) -> None:
     clock = Clock()
-    with clock.part("decide"):
+    with clock.decide:
         time.now += 5
-        with clock.part("draft"):
+        with clock.draft:
             time.now += 1
             for _ in range(2):
-                with clock.part("verify"):
+                with clock.verify:
                     time.now += 3
         time.now += 5
     seconds = {part: spent for part, spent in clock.seconds.items() if spent}
@@ -41,7 +41,7 @@ def test_what_is_inside_a_part_is_counted_once(time: Time) -> None:
 
 def test_what_fails_took_time_as_well(time: Time) -> None:
     clock = Clock()
-    with pytest.raises(TimeoutError), clock.part("decide"):
+    with pytest.raises(TimeoutError), clock.decide:
         time.now += 3
         raise TimeoutError
     assert clock.seconds["decide"] == 3.0
