@@ -21,7 +21,7 @@ from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Linear, Model, Read
 
 if TYPE_CHECKING:
-    from draftproof.model.fast_forward import AttentionKind, FastForward
+    from draftproof.model.fast_forward import FastForward
 
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
@@ -109,9 +109,9 @@ class FusedForward:
         kept[count] = last
         if logits is None:
             logits = self.kernels.multiply(self.head, last[:, -1:])
-        states = [kept[number % (count + 1)] for number in hidden_layers]
-        if not states:
+        if not hidden_layers:
             return logits, None
+        states = [kept[number % (count + 1)] for number in hidden_layers]
         return logits, states[0].unsqueeze(2) if len(states) == 1 else torch.stack(states, 2)
 
     def chain(
@@ -143,12 +143,11 @@ class FusedForward:
         angles, lengths = self._angles_up_to(cache.capacity), cache.lengths.data_ptr()
         sizes = (rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim, cache.capacity)
         threads = torch.get_num_threads()
-
-        def read(kind: AttentionKind, cosines: Tensor, sines: Tensor) -> Read:
+        reads = (Read * len(angles))()
+        for number, (kind, (cosines, sines)) in enumerate(zip(fast.kinds, angles, strict=True)):
             places = (lengths, parents.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *some)
-            return Read(*sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, *places, layer.scale)
-
-        return (Read * len(angles))(*(read(kind, *pair) for kind, pair in zip(fast.kinds, angles, strict=True)))
+            reads[number] = Read(*sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, *places, layer.scale)
+        return reads
 
     def _angles_up_to(self, capacity: int) -> list[tuple[Tensor, Tensor]]:
         """For each kind of attention, cosines and sines of all positions a cache of this capacity can hold."""
