@@ -17,7 +17,8 @@ SHORT = ("--steps", "4", "--length", "32", "--batch", "4")
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    rows = [{"text": f"Once upon a time there was number {number}, and it had a larger friend."} for number in range(40)]
+    rows = [{"text": f"Once upon a time there was number {number}, and it had a larger friend."}
+            for number in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
@@ -32,33 +33,41 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_trained_head_decodes_the_targets_own_text(
-    call: Call, target: str, texts: str, tmp_path: Path, method: str, options: tuple[str, ...], columns: int
+    call: Call, target: str, texts: str, tmp_path: Path, method: str, options: tuple[str, ...],
+    columns: int
 ) -> None:
     out = str(tmp_path / "heads")
     said = call("train", method, target, "--data", texts, "--out", out, *SHORT, *options)
     assert said.code == 0 and said.out == "", said
-    assert "4 steps" in said.err and "held out" in said.err and f"draftproof run {target} --drafter {out}" in said.err
+    assert "4 steps" in said.err and "held out" in said.err
+    assert f"draftproof run {target} --drafter {out}" in said.err
     title, *table = [line for line in said.err.splitlines() if line.startswith("   ")]
-    assert title.count("token ") == columns and [int(line.split()[0]) for line in table] == [1, 2, 3, 4]
+    assert title.count("token ") == columns and [int(line.split()[0])
+                                                 for line in table] == [1, 2, 3, 4]
     words = ("run", target, "Once upon a time", "--max-new-tokens", "12")
     assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
 
 
-def test_the_same_command_finds_its_work_done(call: Call, target: str, texts: str, tmp_path: Path) -> None:
-    command = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "heads"), "--heads", "1", *SHORT)
+def test_the_same_command_finds_its_work_done(call: Call, target: str, texts: str,
+                                              tmp_path: Path) -> None:
+    command = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "heads"),
+               "--heads", "1", *SHORT)
     assert call(*command).code == 0
     assert "is complete" in call(*command).err
     other = call(*command, "--lr", "0.5")
     assert other.code == 1 and "rate" in other.err and "another --out" in other.err
 
 
-def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: str, texts: str, tmp_path: Path) -> None:
+def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: str, texts: str,
+                                                           tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "both"
-    said = call("train", "medusa", target, "--data", texts, "--out", str(out), "--heads", "1", "--joint", *SHORT)
+    said = call("train", "medusa", target, "--data", texts, "--out", str(out), "--heads", "1",
+                "--joint", *SHORT)
     assert said.code == 0 and f"draftproof run {out}/model --drafter {out}/heads" in said.err, said
     words = ("run", str(out / "model"), "Once upon a time", "--max-new-tokens", "12")
-    assert call(*words, "--drafter", str(out / "heads")).out == call(*words, "--drafter", "none").out != ""
+    assert call(*words, "--drafter", str(out / "heads")).out == call(*words, "--drafter",
+                                                                     "none").out != ""
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -79,24 +88,33 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_one_sentence(call: Call, target: str, texts: str, tmp_path: Path, mistake: str) -> None:
+def test_every_mistake_is_one_sentence(call: Call, target: str, texts: str, tmp_path: Path,
+                                       mistake: str) -> None:
     options, words = MISTAKES[mistake]
-    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), *options)
+    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
+                *options)
     _sentence(said, *words)
 
 
-def test_data_without_anything_to_learn_is_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
+def test_data_without_anything_to_learn_is_one_sentence(call: Call, target: str,
+                                                        tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "asked.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "What?"}\n')
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Who?"}]}\n' * 2)
-    for name, words in (("empty", "no text"), ("asked", "--self-generate"), ("chat", "at least two")):
-        said = call("train", "medusa", target, "--data", str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / "out"))
+    chat = {"messages": [{"role": "user", "content": "Who?"}]}
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 2)
+    for name, words in (("empty", "no text"), ("asked", "--self-generate"),
+                        ("chat", "at least two")):
+        said = call("train", "medusa", target, "--data", str(tmp_path / f"{name}.jsonl"), "--out",
+                    str(tmp_path / "out"))
         _sentence(said, words)
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(call: Call, texts: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(
+    call: Call, texts: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    said = call("train", "medusa", "/no/model", "--data", texts, "--out", str(tmp_path / "file" / "out"))
+    said = call("train", "medusa", "/no/model", "--data", texts, "--out",
+                str(tmp_path / "file" / "out"))
     _sentence(said, str(tmp_path / "file"))
 
 
@@ -104,15 +122,18 @@ def test_without_peft_the_extra_is_named(
     call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    _sentence(call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), "--joint"), "draftproof[train]")
+    _sentence(call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
+                   "--joint"), "draftproof[train]")
 
 
 def test_without_matplotlib_there_is_a_head_and_a_note(
     call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"), "--heads", "1", *SHORT)
-    assert said.code == 0 and "draftproof[train]" in said.err and ".png" not in (tmp_path / "out" / "README.md").read_text()
+    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
+                "--heads", "1", *SHORT)
+    assert said.code == 0 and "draftproof[train]" in said.err
+    assert ".png" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def _sentence(said: Any, *words: str) -> None:

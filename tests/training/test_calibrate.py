@@ -1,4 +1,4 @@
-"""Calibration: ranks are what the heads said, trees are the best, and the rounds counted are those the engine takes."""
+"""Calibration: ranks are the heads', trees are the best, rounds counted are those taken."""
 
 from __future__ import annotations
 
@@ -61,16 +61,15 @@ def silent(doing: str, done: int, of: int) -> None:
     assert 0 <= done <= of, doing
 
 
-def texts_of(temperature: float, stop_tokens: tuple[int, ...] = (), count: int = 6) -> list[Written]:
+def texts_of(temperature: float, stop_tokens: tuple[int, ...] = (),
+             count: int = 6) -> list[Written]:
     engine = Engine(target(), stop_tokens=stop_tokens)
-    return write(engine, prompts(count), CalibrateConfig(tokens=NEW, temperature=temperature, seed=5), silent)
+    return write(engine, prompts(count),
+                 CalibrateConfig(tokens=NEW, temperature=temperature, seed=5), silent)
 
 
 def choices(*rows: tuple[int, ...]) -> Tensor:
     return torch.tensor(rows)
-
-
-# Ranks --------------------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_those_of_the_tokens_that_came() -> None:
@@ -93,8 +92,9 @@ def test_ranks_are_those_of_the_tokens_that_came() -> None:
 @pytest.mark.parametrize("pairs", [False, True], ids=["heads alone", "pairs"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("ends", [(), (3, 7, 11)], ids=["full length", "end tokens"])
-def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...], pairs: bool) -> None:
-    """For every size of a grown tree: what is counted from ranks is what decoding with that tree does, to the round."""
+def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...],
+                                                       pairs: bool) -> None:
+    """For every size of a grown tree, to the round."""
     texts, head = texts_of(temperature, ends), heads()
     if pairs:
         ordered = torch.tensor([pair for text in texts for pair in itertools.pairwise(text.tokens)])
@@ -106,12 +106,10 @@ def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends:
     for nodes in (1, 4, 11, 24):
         engine = Engine(target(), Medusa(head, target(), tree), budget=nodes, stop_tokens=ends)
         asked = [text.tokens[: text.prompt] for text in texts]
-        done = engine.generate(asked, sampling=[text.sampling for text in texts], max_new_tokens=NEW)
+        done = engine.generate(asked, sampling=[text.sampling for text in texts],
+                               max_new_tokens=NEW)
         assert [text.tokens[text.prompt :] for text in texts] == [one.tokens for one in done]
         assert counted[nodes] == sum(one.stats.rounds for one in done)
-
-
-# Trees --------------------------------------------------------------------------------------------------------------------
 
 
 def worth(places: Tensor, tree: tuple[tuple[int, ...], ...]) -> float:
@@ -126,12 +124,14 @@ def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) 
     paths = [path for depth in (1, 2) for path in itertools.product(range(3), repeat=depth)]
     grown = grow(places, 6, widest=3)
     for nodes in range(1, 7):
-        closed = (some for some in itertools.combinations(paths, nodes) if all(p[:-1] in {(), *some} for p in some))
-        assert worth(places, grown[:nodes]) == pytest.approx(max(worth(places, some) for some in closed))
+        closed = (some for some in itertools.combinations(paths, nodes)
+                  if all(p[:-1] in {(), *some} for p in some))
+        assert worth(places,
+                     grown[:nodes]) == pytest.approx(max(worth(places, some) for some in closed))
 
 
 def test_steps_that_go_together_are_drafted_together() -> None:
-    """Half the places say (0, 0), half (1, 1): by the product of shares (0, 1) would be as good as (0, 0)."""
+    """By the product of shares (0, 1) would be as good as (0, 0)."""
     places = choices(*[(0, 0)] * 500, *[(1, 1)] * 490)
     assert set(grow(places, 4)) == {(0,), (1,), (0, 0), (1, 1)}
 
@@ -147,12 +147,13 @@ def test_trees_grow_parents_first_and_no_wider_than_allowed() -> None:
     places = torch.randint(RANKS + 1, (200, 3), generator=torch.Generator().manual_seed(2))
     tree = grow(places, 40, widest=4)
     assert len(tree) == len(set(tree)) == 40
-    assert all(path[:-1] in ((), *tree[:index]) and max(path) < 4 for index, path in enumerate(tree))
+    assert all(path[:-1] in ((), *tree[:index]) and max(path) < 4 for index,
+               path in enumerate(tree))
     assert grow(places, 99, widest=1) == ((0,), (0, 0), (0, 0, 0))  # all there is of a chain
 
 
 def test_what_is_expected_is_counted_on_other_texts_than_those_grown_on() -> None:
-    """Texts of two kinds that share nothing: grown and counted on the same ones the trees would look perfect."""
+    """Grown and counted on the same texts the trees would look perfect."""
     one, other = choices(*[(0, 0)] * 40), choices(*[(5, 5)] * 40)
     assert expected([one, other], 2, widest=6) == (1.0, 1.0, 1.0)
     assert expected([one, one], 2, widest=6)[2] > 2.5
@@ -171,9 +172,6 @@ def test_texts_too_short_to_foretell_are_refused() -> None:
         complete([torch.zeros(3, 3, dtype=torch.int64)])
 
 
-# Costs and the choice -----------------------------------------------------------------------------------------------------
-
-
 def calibration(seconds: tuple[float, ...], overhead: float = 0.0) -> Calibration:
     """Four nodes; `overhead` seconds of drafting with all of them."""
     tokens, widths = (1.0, 1.6, 1.9, 2.0, 2.05), tuple(range(1, len(seconds) + 1))
@@ -184,7 +182,8 @@ def calibration(seconds: tuple[float, ...], overhead: float = 0.0) -> Calibratio
         overhead=CostCurve((0, 4), (0.0, overhead)),
         acceptance=((0.5,) * 4,),
         positions_by_depth=(9,),
-        compared=(Comparison("plain", 1.0, (1.0, 1.0, 3.0)), Comparison("calibrated tree", 2.0, (0.5, 1.0, 0.5))),
+        compared=(Comparison("plain", 1.0, (1.0, 1.0, 3.0)),
+                  Comparison("calibrated tree", 2.0, (0.5, 1.0, 0.5))),
         written=9,
         positions=9,
         held_out=1,
@@ -193,7 +192,8 @@ def calibration(seconds: tuple[float, ...], overhead: float = 0.0) -> Calibratio
 
 @pytest.mark.parametrize(
     ("seconds", "nodes"),
-    [((1.0,) * 5, 4), ((1.0, 2.0, 3.0, 4.0, 5.0), 1), ((1.0, 1.0, 1.0, 1.5, 2.0), 2), ((1.0, 5.0, 5.1, 5.2, 5.3), 4)],
+    [((1.0,) * 5, 4), ((1.0, 2.0, 3.0, 4.0, 5.0), 1), ((1.0, 1.0, 1.0, 1.5, 2.0), 2),
+     ((1.0, 5.0, 5.1, 5.2, 5.3), 4)],
     ids=["free", "every node costs a round", "a step behind two", "expensive anyway"],
 )
 def test_the_size_that_is_fastest_is_chosen(seconds: tuple[float, ...], nodes: int) -> None:
@@ -210,7 +210,8 @@ def test_rivals_are_compared_prompt_by_prompt() -> None:
 
 def test_a_drafters_own_time_counts() -> None:
     slow = calibration((1.0,) * 5, overhead=4.0)
-    assert slow.nodes < calibration((1.0,) * 5).nodes and slow.speed_up[4] == pytest.approx(2.05 / 5)
+    assert slow.nodes < calibration((1.0,) * 5).nodes
+    assert slow.speed_up[4] == pytest.approx(2.05 / 5)
 
 
 def test_costs_that_seem_to_fall_are_pooled() -> None:
@@ -218,9 +219,6 @@ def test_costs_that_seem_to_fall_are_pooled() -> None:
     assert rising(CostCurve((1, 2, 3), (3.0, 2.0, 1.0))).seconds == (2.0, 2.0, 2.0)
     steep = CostCurve((1, 2, 4), (1.0, 1.5, 9.0))
     assert rising(steep) == steep
-
-
-# All of it ----------------------------------------------------------------------------------------------------------------
 
 
 class Echo(DraftHead):
@@ -234,13 +232,15 @@ class Echo(DraftHead):
 
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
         for step in range(self.steps):
-            yield torch.nn.functional.one_hot(features.tokens[:, : -2 - step], vocabulary.vocab_size).double()
+            yield torch.nn.functional.one_hot(features.tokens[:, : -2 - step],
+                                              vocabulary.vocab_size).double()
 
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         return PromptLookup()
 
 
-@pytest.mark.parametrize(("make", "rivals"), [(heads, ["calibrated tree", "dynamic tree"]), (Echo, ["echo"])])
+@pytest.mark.parametrize(("make", "rivals"),
+                         [(heads, ["calibrated tree", "dynamic tree"]), (Echo, ["echo"])])
 def test_a_calibration_is_whole(make: Any, rivals: list[str]) -> None:
     head, heard = make(), set[str]()
     engine = Engine(target(), head.drafter(target()))
@@ -254,23 +254,29 @@ def test_a_calibration_is_whole(make: Any, rivals: list[str]) -> None:
     assert found.tokens[0] == 1 and max(found.tokens) > 1
     assert 1 <= found.nodes <= 6 and found.held_out == 2 and found.written == 5 * 16
     assert [lane.name for lane in found.compared] == ["plain", *rivals]
-    assert found.compared[0].tokens_per_round == 1 <= min(lane.tokens_per_round for lane in found.compared)
-    assert all(len(lane.seconds_per_token) == 2 and min(lane.seconds_per_token) > 0 for lane in found.compared)
+    assert found.compared[0].tokens_per_round == 1 <= min(lane.tokens_per_round
+                                                          for lane in found.compared)
+    assert all(len(lane.seconds_per_token) == 2 and min(lane.seconds_per_token) > 0
+               for lane in found.compared)
     assert sum(found.acceptance[0]) <= 1 + 1e-6 and found.positions_by_depth[0] == found.positions
     assert heard == {"writing", "reading", "timing reads", "timing drafts", "comparing"}
 
 
-def test_a_target_that_reads_no_trees_is_calibrated_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_reads_no_trees_is_calibrated_for_chains(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(target(), "reads_trees", False)
     head = heads()
-    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3), CalibrateConfig(tokens=12, nodes=9))
+    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3),
+                                CalibrateConfig(tokens=12, nodes=9))
     assert found.tree == ((0,), (0, 0), (0, 0, 0))
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:
     head = heads()
     with pytest.raises(BadInput, match="at least two"):
-        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1), CalibrateConfig())
+        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1),
+                            CalibrateConfig())
     with pytest.raises(BadInput, match="at least 8"):
         CalibrateConfig(tokens=4)
     with pytest.raises(BadInput, match="nodes"):
@@ -289,7 +295,9 @@ class Letters:
 
 def test_prompts_are_what_stands_before_an_answer() -> None:
     codec: Any = Letters()
-    chat = Document(messages=tuple(Message(*one) for one in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))))
+    chat = Document(messages=tuple(Message(*one)
+                                   for one in (("user", "a"), ("assistant", "b"), ("user", "c"),
+                                               ("assistant", "d"))))
     assert prompt_of(chat, codec) == codec.encode("user:a|assistant:b|user:c")
     assert prompt_of(Document("answer", "question"), codec) == codec.encode("question")
     assert prompt_of(Document("x" * 500), codec) == codec.encode("x" * OPENING)
@@ -297,4 +305,5 @@ def test_prompts_are_what_stands_before_an_answer() -> None:
 
 def test_seeds_and_temperature_are_those_asked_for() -> None:
     texts = texts_of(0.8)
-    assert [text.sampling for text in texts] == [Sampling(temperature=0.8, seed=5 + index) for index in range(6)]
+    assert [text.sampling for text in texts] == [Sampling(temperature=0.8, seed=5 + index)
+                                                 for index in range(6)]

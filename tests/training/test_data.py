@@ -41,8 +41,10 @@ FORMATS: list[tuple[Any, Document]] = [
     ({"custom_id": "1", "body": {"messages": [{"role": "user", "content": "Hi"}]}}, ASKED),
     ({"messages": [{"role": "developer", "content": "Be."}, {"role": "user", "content": "Hi"}]},
      Document(messages=(Message("system", "Be."), QUESTION))),
-    ({"conversations": [{"from": a, "value": b} for a, b in (("gpt", "cut"), ("human", "Hi"), ("gpt", "Hello"))]}, CHAT),
-    ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ({"conversations": [{"from": a, "value": b} for a,
+                        b in (("gpt", "cut"), ("human", "Hi"), ("gpt", "Hello"))]}, CHAT),
+    ({"messages": [{"role": "user", "content": "Hi"},
+                   {"role": "assistant", "content": None, "tool_calls": [CALL]},
                    {"role": "tool", "content": "3"}, SAID]},
      Document(messages=(QUESTION, Message("assistant", "", CALLED), Message("tool", "3"), ANSWER))),
 ]  # fmt: skip
@@ -66,12 +68,14 @@ def test_every_common_format_is_understood(tmp_path: Path, row: Any, document: D
 
 
 @pytest.mark.parametrize(("row", "words"), UNUSABLE)
-def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: bytes, words: str) -> None:
+def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: bytes,
+                                                          words: str) -> None:
     file, notes = tmp_path / "rows.jsonl", list[str]()
     file.write_bytes(b'{"text": "one"}\r\n' + 5 * (row + b"\n") + b'{"text": "three"}\n')
     assert read([file], note=notes.append) == [Document("one"), Document("three")]
     (note,) = notes
-    assert note.startswith("skipped 5 rows") and note.count(words) == 3 and "line 2 of rows.jsonl" in note
+    assert note.startswith("skipped 5 rows") and note.count(words) == 3
+    assert "line 2 of rows.jsonl" in note
     with pytest.raises(BadInput, match=f"line 2 .*{words}"):
         read([file], strict=True)
     file.write_bytes(row)
@@ -81,21 +85,28 @@ def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: b
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
-    [("a.csv", b"text\nhello\n", "csv"), ("a.PARQUET", b"PAR1", "PARQUET"), ("a.txt", b"caf\xe9", "UTF-8"),
-     ("a.txt", b"a\0b", "not a text file"), ("a.jsonl", b"", "no text"), ("a.json", b'[{"text": "a"},', "JSON array")],
+    [("a.csv", b"text\nhello\n", "csv"), ("a.PARQUET", b"PAR1", "PARQUET"),
+     ("a.txt", b"caf\xe9", "UTF-8"),
+     ("a.txt", b"a\0b", "not a text file"), ("a.jsonl", b"", "no text"),
+     ("a.json", b'[{"text": "a"},', "JSON array")],
 )  # fmt: skip
-def test_files_that_cannot_be_read_rightly_are_refused(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+def test_files_that_cannot_be_read_rightly_are_refused(tmp_path: Path, name: str, data: bytes,
+                                                       words: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(BadInput, match=words):
         read([tmp_path / name])
 
 
-@pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16", "\n")])
-def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(tmp_path: Path, encoding: str, end: str) -> None:
+@pytest.mark.parametrize(("encoding", "end"),
+                         [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16", "\n")])
+def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(
+    tmp_path: Path, encoding: str, end: str
+) -> None:
     paragraphs = [f"{index} " + "word " * 300 for index in range(20)]
     (tmp_path / "book.txt").write_bytes((end * 2).join(paragraphs).encode(encoding))
     pieces = read([tmp_path / "book.txt", tmp_path / "book.txt"])              # each once
-    assert len(pieces) > 3 and "\n\n".join(piece.text for piece in pieces) == "\n\n".join(paragraphs)
+    assert len(pieces) > 3 and "\n\n".join(piece.text
+                                           for piece in pieces) == "\n\n".join(paragraphs)
 
 
 def test_chat_makes_texts_and_prompts_the_users() -> None:
@@ -106,7 +117,8 @@ def test_what_is_held_out_is_never_trained_on() -> None:
     documents = [Document(str(number)) for number in range(1000)]
     train, held_out = split(documents, seed=3)
     assert not set(train) & set(held_out) and set(train) | set(held_out) == set(documents)
-    assert len(held_out) == 20 and split(documents, seed=3) == (train, held_out) != split(documents, seed=4)
+    assert len(held_out) == 20 and split(documents, seed=3) == (train, held_out)
+    assert split(documents, seed=4) != (train, held_out)
     assert [len(part) for part in split(documents[:3], 0)] == [2, 1]
     with pytest.raises(BadInput, match="at least two"):
         split([Document("a")], 0)
@@ -122,10 +134,13 @@ MARKED = """{% for m in messages %}<{{ m.role }}>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>
 {% endif %}"""
 FORGETFUL = """{% for m in messages %}<{{ m.role }}>
-{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('|')[-1] }}{% else %}{{ m.content }}{% endif %}<end>
+{% set cut = m.role == 'assistant' and not loop.last %}
+{{- m.content.split('|')[-1 if cut else 0:] | join('|') }}<end>
 {% endfor %}{% if add_generation_prompt %}<assistant>
 {% endif %}"""
-TURNS = tuple(Message(*one) for one in (("system", "Be kind."), ("user", "Who are you?"), ("assistant", "hm|A dog."),
+TURNS = tuple(Message(*one)
+              for one in (("system", "Be kind."), ("user", "Who are you?"),
+                          ("assistant", "hm|A dog."),
                                         ("user", "Really?"), ("assistant", "so|Yes!")))  # fmt: skip
 
 
@@ -142,8 +157,10 @@ def codec_of(template: str | None) -> Codec:
      (FORGETFUL, ["hm|A dog.<end>\n", "so|Yes!<end>\n"])],
     ids=["plain", "generation marks", "forgets thoughts"],
 )  # fmt: skip
-def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(template: str, said: list[str]) -> None:
-    """Training sees the very tokens decoding sees; one example per answer where the template forgets."""
+def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(
+    template: str, said: list[str]
+) -> None:
+    """Training sees the tokens decoding sees; an example per answer where the template forgets."""
     codec = codec_of(template)
     examples = tokenized(Document(messages=TURNS), codec, None)
     learnt = [[token for token, kept in zip(*one, strict=True) if kept] for one in examples]
@@ -153,7 +170,8 @@ def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(template:
     asked = prompt_of(Document(messages=TURNS[:2]), codec)
     tokens, mask = tokenized(Document(messages=TURNS[:3]), codec, None)[0]
     assert tokens[: len(asked)] == asked and not any(mask[: len(asked)]) and all(mask[len(asked) :])
-    assert prompt_of(Document(messages=TURNS), codec, 2) == asked        # turns of the user, in a circle
+    assert prompt_of(Document(messages=TURNS), codec,
+                     2) == asked        # turns of the user, in a circle
 
 
 def test_only_answers_are_in_the_loss_and_an_end_is_added() -> None:
@@ -175,7 +193,8 @@ def ragged() -> Rows:
 def test_every_row_comes_once_per_epoch_and_a_batch_follows_from_seed_and_step() -> None:
     one, two, other = Batches(ragged(), 4, 7), Batches(ragged(), 4, 7), Batches(ragged(), 4, 8)
     size = len(one)
-    epochs = [[number for step in range(size) for number in one[epoch * size + step].rows] for epoch in (0, 1)]
+    epochs = [[number for step in range(size) for number in one[epoch * size + step].rows]
+              for epoch in (0, 1)]
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(range(len(one.rows)))
     assert epochs[0] != epochs[1] and size > 3
     for step in (13, 2, 40):
@@ -191,7 +210,8 @@ def test_padding_is_not_in_the_loss_and_the_rest_is_the_text() -> None:
             begin, end = rows.starts[number : number + 2]
             assert batch.tokens[place, : end - begin].tolist() == rows.tokens[begin:end].tolist()
             assert batch.weights[place, : end - begin].tolist() == rows.mask[begin:end].tolist()
-            assert not batch.weights[place, end - begin :].any() and batch.sizes[place] == end - begin
+            assert not batch.weights[place,
+                                     end - begin :].any() and batch.sizes[place] == end - begin
         assert batch.tokens.numel() <= 4 * rows.length
 
 
@@ -199,11 +219,15 @@ def test_rows_are_cut_grouped_by_width_and_dropped_where_nothing_can_be_learnt()
     """A head reads a token to predict the one after the next: what is learnt has two before it."""
     rows = Rows([Example(list(range(100)), [True] * 100)], 32)
     assert rows.sizes.tolist() == [32, 32, 32, 4] and rows.tokens.tolist() == list(range(100))
-    texts = [Example([1, 2], [True] * 2), Example([1, 2, 3], [True, True, False]), Example([1, 2, 3], [False, False, True])]
+    texts = [Example([1, 2], [True] * 2), Example([1, 2, 3], [True, True, False]),
+             Example([1, 2, 3], [False, False, True])]
     assert Rows(texts, 16).tokens.tolist() == [1, 2, 3] and len(Rows(texts, 16)) == 1
     rows = Rows((Example([1] * size, [True] * size) for size in [16] * 64 + [128] * 8), 128)
-    shapes = Counter(tuple(Batches(rows, 2, 0)[step].tokens.shape) for step in range(len(Batches(rows, 2, 0))))
+    shapes = Counter(tuple(Batches(rows, 2, 0)[step].tokens.shape)
+                     for step in range(len(Batches(rows, 2, 0))))
     assert shapes == {(16, 16): 4, (2, 128): 4}
-    pairs = [Example([1, 2, 3, 4], [False, False, True, True]), Example([5, 6, 7, 8], [True, False, False, True])]
-    first, second = Rows(pairs, 32).bigrams()                            # never over the end of a row
+    pairs = [Example([1, 2, 3, 4], [False, False, True, True]),
+             Example([5, 6, 7, 8], [True, False, False, True])]
+    first, second = Rows(pairs,
+                         32).bigrams()                            # never over the end of a row
     assert list(zip(first.tolist(), second.tolist(), strict=True)) == [(2, 3), (3, 4), (7, 8)]

@@ -1,4 +1,4 @@
-"""Each objective: its gradient is that of its formula, and following it lowers what it claims to lower."""
+"""Each objective: its gradient is that of its formula, and it lowers what it claims to."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ CLAIMS = {
     "tv": lambda p, q, label: 0.5 * (p - q).abs().sum(-1),
     "nla": lambda p, q, label: -(1 - 0.5 * (p - q).abs().sum(-1)).log(),
 }
-"""What each says it is, of the target's law p and the draft's q, written down in another way than in the package."""
+"""What each says it is, of the target's distribution p and the draft's q."""
 
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     dice = torch.Generator().manual_seed(seed)
-    draft, teacher = (torch.randn(2, 3, 7, generator=dice, dtype=torch.float64) * 2 for _ in range(2))
+    draft, teacher = (torch.randn(2, 3, 7, generator=dice, dtype=torch.float64) * 2
+                      for _ in range(2))
     return draft.requires_grad_(), torch.randint(7, (2, 3), generator=dice), teacher
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_are_those_of_the_formula(name: str) -> None:
     draft, labels, teacher = problem()
-    share = torch.autograd.gradcheck
-    if name != "lk":                                                        # its weight is held fixed on purpose
-        assert share(lambda logits: OBJECTIVES[name](logits, labels, Teacher(teacher)), (draft,))
+    if name != "lk":                                     # its weight is held fixed on purpose
+        loss = lambda logits: OBJECTIVES[name](logits, labels, Teacher(teacher))  # noqa: E731
+        assert torch.autograd.gradcheck(loss, (draft,))
         p, q = teacher.softmax(-1), draft.softmax(-1)
-        assert torch.allclose(OBJECTIVES[name](draft, labels, Teacher(teacher)), CLAIMS[name](p, q, labels))
+        assert torch.allclose(OBJECTIVES[name](draft, labels, Teacher(teacher)),
+                              CLAIMS[name](p, q, labels))
         return
     overlap = torch.minimum(draft.softmax(-1), teacher.softmax(-1)).sum(-1).detach()
     weight = (-3 * overlap).exp()
@@ -48,7 +50,8 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_steps_share_the_teachers_law_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_share_the_teachers_law_to_the_bit(name: str,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over steps is that of steps that each work it out, and it is worked out once."""
     head = head_of("medusa")
     features = Streamed(target(), head.hidden_layers, True)(Batches(written(), 4, 0)[0])
@@ -58,7 +61,8 @@ def test_steps_share_the_teachers_law_to_the_bit(name: str, monkeypatch: pytest.
         labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
         teacher = Teacher(features.logits[:, step + 1 : -1].float())
         places = OBJECTIVES[name](logits.float(), labels.clamp(min=0), teacher)
-        alone = alone + head.decay ** (step + 1) * (places * weights).sum() / weights.sum().clamp(min=1e-6)
+        mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
+        alone = alone + head.decay ** (step + 1) * mean
     assert step >= 1
     wide, asked = features.logits.shape[1] - 2, []
     softmax = Tensor.softmax
@@ -70,7 +74,7 @@ def test_steps_share_the_teachers_law_to_the_bit(name: str, monkeypatch: pytest.
     monkeypatch.setattr(Tensor, "softmax", counted)
     assert torch.equal(head_loss(head, features, target(), name), alone)
     if name in ("tv", "nla"):
-        assert asked.count(wide) == 2                                      # the teacher, and the first draft, as long
+        assert asked.count(wide) == 2                    # the teacher, and the first draft
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -84,14 +88,15 @@ def test_following_it_lowers_what_it_claims(name: str) -> None:
     before, optimizer = claimed(), torch.optim.Adam([draft], lr=0.05)
     for _ in range(150):
         optimizer.zero_grad()
-        OBJECTIVES[name](draft, labels, Teacher(teacher)).sum().backward()           # type: ignore[no-untyped-call]
+        OBJECTIVES[name](draft, labels,
+                         Teacher(teacher)).sum().backward()           # type: ignore[no-untyped-call]
         optimizer.step()
     assert claimed() < 0.35 * before
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
-    """On texts the target wrote: the loss that is asked for falls, and drafts are accepted more often."""
+    """On texts the target wrote: its loss falls, and drafts are accepted more often."""
     head, recorder = head_of("medusa"), Recorder()
     batch = Batches(written(), 24, 0)[0]
     features = Streamed(target(), head.hidden_layers, True)(batch)

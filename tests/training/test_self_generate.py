@@ -1,4 +1,4 @@
-"""Text the target writes for its heads: it is the target's own, written once, and never written again."""
+"""Text the target writes for its heads: it is the target's own, and written once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return load(str(saved_model(tmp_path_factory.mktemp("own") / "model", max_position_embeddings=64)), drafter="none")
+    return load(str(saved_model(tmp_path_factory.mktemp("own") / "model",
+                                max_position_embeddings=64)), drafter="none")
 
 
 def write(file: Path, engine: Engine, wanted: SelfGenerateConfig = WANTED) -> SelfGeneratedText:
@@ -41,7 +42,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfGeneratedText]:
+def whole(engine: Engine,
+          tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfGeneratedText]:
     file = tmp_path_factory.mktemp("own") / "own_text.jsonl"
     return file, write(file, engine)
 
@@ -50,11 +52,14 @@ def test_there_is_enough_and_the_rest_is_as_wanted(whole: tuple[Path, SelfGenera
     _, *rows = lines(whole[0])
     for held_out in (False, True):
         texts = list(whole[1].examples(held_out))
-        assert sum(sum(text.mask) for text in texts) >= 600 and all(len(text.tokens) <= 48 for text in texts)
+        assert sum(sum(text.mask) for text in texts) >= 600 and all(len(text.tokens) <= 48
+                                                                    for text in texts)
     assert {row["temperature"] for row in rows} == {0.0, 0.9}
 
 
-def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(whole: tuple[Path, SelfGeneratedText], engine: Engine) -> None:
+def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(
+    whole: tuple[Path, SelfGeneratedText], engine: Engine
+) -> None:
     _, *rows = lines(whole[0])
     for row in [row for row in rows if row["temperature"] == 0][:6]:
         prompt, new = row["tokens"][: row["prompt"]], row["tokens"][row["prompt"] :]
@@ -62,29 +67,34 @@ def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(whole: tup
         assert done.tokens == new
     in_order = sorted((row for row in rows if not row["held_out"]), key=lambda row: row["number"])
     for text, row in zip(whole[1].examples(False), in_order, strict=True):
-        assert text.tokens == row["tokens"] and text.mask == [place >= row["prompt"] for place in range(len(text.tokens))]
+        assert text.tokens == row["tokens"] and text.mask == [place >= row["prompt"]
+                                                              for place in range(len(text.tokens))]
 
 
-def test_prompts_begin_documents_and_the_held_out_ones_others(whole: tuple[Path, SelfGeneratedText], engine: Engine) -> None:
+def test_prompts_begin_documents_and_the_held_out_ones_others(whole: tuple[Path, SelfGeneratedText],
+                                                              engine: Engine) -> None:
     assert engine.codec is not None
     _, *rows = lines(whole[0])
     for row in rows:
         prompt = row["tokens"][: row["prompt"]]
         texts = OTHERS if row["held_out"] else DOCUMENTS
-        assert any(engine.codec.encode(document.text)[: len(prompt)] == prompt for document in texts)
+        assert any(engine.codec.encode(document.text)[: len(prompt)] == prompt
+                   for document in texts)
     assert len({row["prompt"] for row in rows}) > 3                       # of random length
 
 
 def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
-    whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "own_text.jsonl"
     text = whole[0].read_bytes().split(b"\n")
     middle = len(text) // 2
-    file.write_bytes(b"\n".join(text[:middle]) + b"\n" + text[middle][:20])          # killed while it wrote a line
+    file.write_bytes(b"\n".join(text[:middle]) + b"\n" + text[middle][:20])  # killed while writing
     asked: list[Any] = []
     ask = engine.as_completed
-    monkeypatch.setattr(engine, "as_completed", lambda prompts, **rest: asked.extend(prompts) or ask(prompts, **rest))
+    monkeypatch.setattr(engine, "as_completed", lambda prompts,
+                        **rest: asked.extend(prompts) or ask(prompts, **rest))
     write(file, engine)
     key = lambda row: (row["held_out"], row["number"])  # noqa: E731
     assert sorted(lines(file)[1:], key=key) == sorted(lines(whole[0])[1:], key=key)
@@ -99,7 +109,8 @@ def test_text_of_another_origin_is_refused(whole: tuple[Path, SelfGeneratedText]
         SelfGeneratedText(whole[0], {"model": "m"}, WANTED, 32)
     with pytest.raises(BadInput, match="model"):
         SelfGeneratedText(whole[0], {"model": "n"}, WANTED, LENGTH)
-    SelfGeneratedText(whole[0], {"model": "m"}, SelfGenerateConfig(900, (0.0, 0.9), None, 16), LENGTH)  # more of the same
+    SelfGeneratedText(whole[0], {"model": "m"}, SelfGenerateConfig(900, (0.0, 0.9), None, 16),
+                      LENGTH)  # more of the same
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
@@ -112,7 +123,8 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path
 
     with pytest.raises(KeyboardInterrupt, match=r"\d+ tokens written; the same command goes on"):
         SelfGeneratedText(file, {}, WANTED, LENGTH).write(engine, DOCUMENTS, False, stop)
-    assert len(lines(file)) == 4 and told == sorted(told) and len(list(SelfGeneratedText(file, {}, WANTED, LENGTH).examples(False))) == 3
+    assert len(lines(file)) == 4 and told == sorted(told)
+    assert len(list(SelfGeneratedText(file, {}, WANTED, LENGTH).examples(False))) == 3
 
 
 def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> None:
@@ -122,7 +134,8 @@ def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> No
     assert (tmp_path / "mine.jsonl").read_text() == "[1]\nhalf a line"
 
 
-def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path) -> None:
+def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], engine: Engine,
+                                         tmp_path: Path) -> None:
     file = tmp_path / "own_text.jsonl"
     file.write_bytes(whole[0].read_bytes())
     more = write(file, engine, SelfGenerateConfig(900, (0.0, 0.9), None, 4))
@@ -135,12 +148,16 @@ def test_chats_are_asked_question_by_question(engine: Engine, tmp_path: Path) ->
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     assert engine.codec is not None
     tokenizer, before = engine.codec.tokenizer, engine.codec.tokenizer.chat_template
-    chat = Document(messages=tuple(Message(*one) for one in (("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))))
+    chat = Document(messages=tuple(Message(*one)
+                                   for one in (("user", "A?"), ("assistant", "a"), ("user", "B?"),
+                                               ("assistant", "b"))))
     tokenizer.chat_template = template
     try:
-        own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, SelfGenerateConfig(60, (0.0,), None, 1), LENGTH)
+        own = SelfGeneratedText(tmp_path / "chats.jsonl", {},
+                                SelfGenerateConfig(60, (0.0,), None, 1), LENGTH)
         own.write(engine, [chat], False, lambda progress: None)
     finally:
         tokenizer.chat_template = before
-    asked = {tokenizer.decode(row["tokens"][: row["prompt"]]) for row in lines(tmp_path / "chats.jsonl")[1:]}
+    asked = {tokenizer.decode(row["tokens"][: row["prompt"]])
+             for row in lines(tmp_path / "chats.jsonl")[1:]}
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}

@@ -48,8 +48,10 @@ def run(source: Path, out: Path, recorder: Recorder | None = None, **changes: An
         "model": str(source / "tiny"), "data": DataConfig((source / "texts.jsonl",)), "out": out,
         "head_config": {"heads": 2, "layers": 1, "share_lm_head": True},
     }  # fmt: skip
-    given |= {name: changes.pop(name) for name in list(changes) if name in TrainRun.__dataclass_fields__}
-    config = TrainConfig(**{"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4, **changes})
+    given |= {name: changes.pop(name) for name in list(changes)
+              if name in TrainRun.__dataclass_fields__}
+    config = TrainConfig(**{"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4,
+                            **changes})
     recorder = recorder or Recorder()
     train(TrainRun(**given, config=config), fresh_head, recorder)
     return recorder
@@ -71,19 +73,24 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_decodes_and_says_where_it_comes_from(source: Path, finished: Path) -> None:
     assert same_text(str(source / "tiny"), finished)
-    card, record = (finished / "README.md").read_text(), json.loads((finished / "training.json").read_text())
+    card = (finished / "README.md").read_text()
+    record = json.loads((finished / "training.json").read_text())
     digest = record["settings"]["data"]["texts.jsonl"]
-    for words in ("base_model: tiny", "`tiny`", "texts.jsonl", digest, "licence", "12 steps", "torch", "CPU"):
+    for words in ("base_model: tiny", "`tiny`", "texts.jsonl", digest, "licence", "12 steps",
+                  "torch", "CPU"):
         assert words in card
-    assert f"{record['held_out']['tokens_per_round']:.2f}" in card and record["rows"] + record["held_out_rows"] == 64
+    assert f"{record['held_out']['tokens_per_round']:.2f}" in card
+    assert record["rows"] + record["held_out_rows"] == 64
     assert record["pairs"] == json.loads((finished / "config.json").read_text())["pairs"] > 0
     assert f"{record['pairs']:,} pairs" in card and "{" not in card and "\n\n\n" not in card
     for file in ("README.md", "training.json", "config.json"):
-        assert str(source) not in (finished / file).read_text()           # nothing of this machine's folders
+        assert str(source) not in (finished / file).read_text()  # no folders of this machine
     for name in ("accuracy.png", "loss.png"):
         assert f"({name})" in card and (finished / name).read_bytes().startswith(b"\x89PNG")
-    assert {file.name for file in finished.iterdir()} == {                # nothing that only served to go on
-        "README.md", "accuracy.png", "config.json", "log.jsonl", "loss.png", "model.safetensors", "training.json",
+    assert {file.name
+            for file in finished.iterdir()} == {                # nothing that only served to go on
+        "README.md", "accuracy.png", "config.json", "log.jsonl", "loss.png", "model.safetensors",
+        "training.json",
     }  # fmt: skip
 
 
@@ -93,7 +100,8 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
     before = (finished / "model.safetensors").read_bytes()
     again = run(source, finished)
     assert again.notes == [f"{finished} is complete"] and again.losses == []
-    (tmp_path / "texts.jsonl").write_text((source / "texts.jsonl").read_text().replace("cat", "bat"))
+    texts = (source / "texts.jsonl").read_text()
+    (tmp_path / "texts.jsonl").write_text(texts.replace("cat", "bat"))
     saved_model(tmp_path / "tiny", seed=1)
     for words, changes in (
         (r"steps 12, now it is 13", {"steps": 13}),
@@ -110,8 +118,10 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
 def test_features_on_disk_change_nothing_but_the_time(source: Path, tmp_path: Path) -> None:
     """With a target in bfloat16 they are its very states; epochs after the first read no target."""
     for out, gigabytes in (("cached", 1.0), ("streamed", 0.0)):
-        run(source, tmp_path / out, steps=None, epochs=3, cache_gb=gigabytes, objective="kl", dtype="bfloat16")
-    logs = [(tmp_path / out / "log.jsonl").read_text().splitlines() for out in ("cached", "streamed")]
+        run(source, tmp_path / out, steps=None, epochs=3, cache_gb=gigabytes, objective="kl",
+            dtype="bfloat16")
+    logs = [(tmp_path / out / "log.jsonl").read_text().splitlines()
+            for out in ("cached", "streamed")]
     losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     assert len(losses[0]) > 6 and losses[0] == pytest.approx(losses[1], rel=0.02)
     assert not (tmp_path / "cached" / "cache").exists()
@@ -125,7 +135,8 @@ def test_the_target_writes_its_own_texts_for_several_heads(
 
     def seen(*args: Any, **options: Any) -> Any:
         engine = load(*args, **options)
-        packed.append(sum(isinstance(module, JointLinear) for module in engine.target.model.modules()))
+        packed.append(sum(isinstance(module, JointLinear)
+                          for module in engine.target.model.modules()))
         return engine
 
     monkeypatch.setattr(train_run, "load", seen)
@@ -135,31 +146,44 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     assert first.progress and not second.progress and first.progress[-1].tokens == 800
     assert len(packed) == 1 and packed[0] > 0
     record = json.loads((tmp_path / "two" / "training.json").read_text())
-    assert record["counted"] >= 750 and "target wrote" in (tmp_path / "two" / "README.md").read_text()
+    assert record["counted"] >= 750
+    assert "target wrote" in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_chats_that_the_template_refuses_are_skipped_or_refused(source: Path, tmp_path: Path) -> None:
+def test_chats_that_the_template_refuses_are_skipped_or_refused(source: Path,
+                                                                tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
     model, file = saved_model(tmp_path / "tiny"), tmp_path / "chats.jsonl"
     (model / "chat_template.jinja").write_text(template)
-    chats = [[("system", "x")] * (n % 2) + [("user", f"Who is {n}?"), ("assistant", f"It is {n}, a dog.")] for n in range(32)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    chats = [[("system", "x")] * (n % 2) + [("user", f"Who is {n}?"),
+                                            ("assistant", f"It is {n}, a dog.")] for n in range(32)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]}
+            for chat in chats]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorder = run(source, tmp_path / "out", model=str(model), data=DataConfig((file,)), steps=2)
     skipped = [re.findall(r"skipped (\d+) chats .* no system", note) for note in recorder.notes]
     assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
+    own = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
+    generated = run(source, tmp_path / "own", model=str(model), data=DataConfig((file,)), steps=2,
+                    self_generate=own)
+    assert any("no system" in note for note in generated.notes) and generated.progress
     with pytest.raises(BadInput, match="no system"):
-        run(source, tmp_path / "strict", model=str(model), data=DataConfig((file,), strict=True), steps=2)
+        run(source, tmp_path / "strict", model=str(model), data=DataConfig((file,), strict=True),
+            steps=2)
 
 
-def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Path, tmp_path: Path) -> None:
-    options = ["--steps", "100", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003", "--save-minutes", "0"]
-    broken, files = tmp_path / "broken", [str(source / "tiny"), "--data", str(source / "texts.jsonl")]
+def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Path,
+                                                                     tmp_path: Path) -> None:
+    options = ["--steps", "100", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003",
+               "--save-minutes", "0"]
+    broken, files = tmp_path / "broken", [str(source / "tiny"), "--data",
+                                          str(source / "texts.jsonl")]
     script = "from draftproof.cli.app import main; main()"
-    command = [sys.executable, "-c", script, "train", "medusa", *files, *options, "--out", str(broken)]
+    command = [sys.executable, "-c", script, "train", "medusa", *files, *options, "--out",
+               str(broken)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     log = broken / "log.jsonl"
@@ -170,11 +194,15 @@ def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Pat
     assert running.wait() == -signal.SIGKILL and not (broken / "training.json").exists()
     resumed, whole = (run(source, tmp_path / out, steps=100) for out in ("broken", "whole"))
     assert 0 < len(resumed.losses) < 100 == len(whole.losses)
-    assert resumed.losses[-1] == whole.losses[-1] and resumed.evaluations[-1] == whole.evaluations[-1]
-    assert (broken / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert resumed.losses[-1] == whole.losses[-1]
+    assert resumed.evaluations[-1] == whole.evaluations[-1]
+    weights = [tmp_path / out / "model.safetensors" for out in ("broken", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(source: Path, tmp_path: Path) -> None:
+def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
+    source: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
 
     class Dying(Recorder):

@@ -1,4 +1,4 @@
-"""The loop: it learns, stops anywhere, goes on to the same end, and refuses what would not be the same run."""
+"""The loop: it learns, stops anywhere, goes on to the same end, and refuses other runs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ def weights(head: DraftHead) -> dict[str, Tensor]:
 
 def same(one: DraftHead, other: DraftHead) -> bool:
     mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name])
+                                                for name in mine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_makes_a_head_predict(tmp_path: Path, kind: str) -> None:
     recorder = Recorder()
-    trainer_of(tmp_path, trainable(head_of(kind)), recorder, texts=ruled, steps=60, learning_rate=1e-2).fit()
+    trainer_of(tmp_path, trainable(head_of(kind)), recorder, texts=ruled, steps=60,
+               learning_rate=1e-2).fit()
     first, last = recorder.evaluations[0], recorder.evaluations[-1]
     assert len(recorder.evaluations) == 12
     assert last.loss < 0.6 * first.loss and recorder.losses[-1] < 0.6 * recorder.losses[0]
-    assert min(last.top1) > max(first.top1) + 0.2 and last.tokens_per_round > first.tokens_per_round + 0.5
-    assert all(five >= one for some in recorder.evaluations for one, five in zip(some.top1, some.top5, strict=True))
+    assert min(last.top1) > max(first.top1) + 0.2
+    assert last.tokens_per_round > first.tokens_per_round + 0.5
+    assert all(five >= one for some in recorder.evaluations for one,
+               five in zip(some.top1, some.top5, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,19 +49,24 @@ def test_a_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path, kind:
     whole, broken, resumed = (head_of(kind) for _ in range(3))
     trainer_of(tmp_path / "whole", trainable(whole)).fit()
     with pytest.raises(SystemExit):
-        trainer_of(tmp_path / "broken", trainable(broken), Recorder(stop_at=17), save_minutes=0).fit()
+        trainer_of(tmp_path / "broken", trainable(broken), Recorder(stop_at=17),
+                   save_minutes=0).fit()
     recorder, again = Recorder(), Recorder()
     trainer_of(tmp_path / "broken", trainable(resumed), recorder).fit()
     assert recorder.begun == (16, 20) and same(resumed, whole) and not same(broken, whole)
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "broken")]
-    timeless = [[{**json.loads(line), "tokens_per_second": 0, "seconds": 0} for line in log] for log in logs]
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines()
+            for name in ("whole", "broken")]
+    timeless = [[{**json.loads(line), "tokens_per_second": 0, "seconds": 0} for line in log]
+                for log in logs]
     assert timeless[0] == timeless[1] and len(timeless[0]) == 20
-    trainer_of(tmp_path / "broken", trainable(resumed), again).fit()          # what is done is not done again
+    trainer_of(tmp_path / "broken", trainable(resumed),
+               again).fit()          # what is done is not done again
     assert again.losses == [] and same(resumed, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(tmp_path: Path,
+                                                                  number: signal.Signals) -> None:
     class Caller(Recorder):
         def stepped(self, step: int, loss: float, speed: float) -> None:
             super().stepped(step, loss, speed)
@@ -75,8 +84,10 @@ def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(tmp_path: Path
 
 
 def test_other_settings_and_torn_checkpoints_are_refused(tmp_path: Path) -> None:
-    trainer_of(tmp_path, trainable(head_of("medusa")), settings={"rate": 0.1, "rows": "abc"}, steps=2).fit()
-    for settings, words in (({"rate": 0.2, "rows": "abc"}, r"rate 0\.1, now it is 0\.2"), ({"rate": 0.1}, "rows")):
+    trainer_of(tmp_path, trainable(head_of("medusa")), settings={"rate": 0.1, "rows": "abc"},
+               steps=2).fit()
+    for settings, words in (({"rate": 0.2, "rows": "abc"}, r"rate 0\.1, now it is 0\.2"),
+                            ({"rate": 0.1}, "rows")):
         with pytest.raises(BadInput, match=words):
             trainer_of(tmp_path, trainable(head_of("medusa")), settings=settings)
     state = tmp_path / "state.pt"
@@ -112,7 +123,8 @@ def test_several_batches_per_step_are_one_large_batch() -> None:
     assert abs(float(loss) - float(total)) < 0.02 * float(loss)
     for mine, theirs in zip(one.parameters(), several.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None
-        assert torch.nn.functional.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), 0) > 0.99
+        assert torch.nn.functional.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(),
+                                                     0) > 0.99
 
 
 def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +137,8 @@ def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.Mo
     monkeypatch.setattr("draftproof.training.heads.CACHED", 1)             # a row at a time
     assert torch.allclose(trainable(sliced).backward(even, 1.0, 0.0), loss)
     for mine, theirs in zip(one.parameters(), sliced.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None and torch.allclose(mine.grad, theirs.grad, atol=1e-12)
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-12)
 
 
 def test_the_rate_rises_to_the_wanted_one_and_falls_to_zero() -> None:

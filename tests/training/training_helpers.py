@@ -1,4 +1,4 @@
-"""What training tests share: texts a tiny target wrote, heads to train on them, and someone who watches."""
+"""What training tests share: texts a tiny target wrote, heads to train, a callback."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def saved_model(folder: Path, **form: Any) -> Path:
 def written(count: int = 24, seed: int = 0) -> Rows:
     """What the tiny target writes at temperature 0.3; only that is in the loss."""
     asked, sampling = prompts(count, seed, longest=8), Sampling(temperature=0.3, seed=seed)
-    done = Engine(target()).generate(asked, max_new_tokens=LENGTH - 8, sampling=sampling, batch_size=24)
+    done = Engine(target()).generate(asked, max_new_tokens=LENGTH - 8, sampling=sampling,
+                                     batch_size=24)
     pairs = zip(asked, (one.tokens for one in done), strict=True)
-    return Rows([Example([*p, *new], [False] * len(p) + [True] * len(new)) for p, new in pairs], LENGTH)
+    return Rows([Example([*p, *new], [False] * len(p) + [True] * len(new)) for p, new in pairs],
+                LENGTH)
 
 
 @lru_cache
@@ -59,7 +61,8 @@ def ruled(count: int = 40, seed: int = 0) -> Rows:
 
 def head_of(kind: str) -> DraftHead:
     """A fresh head, in float64 so that sums in another order agree."""
-    head = MedusaHead.fresh(target(), 3) if kind == "medusa" else ReDrafterHead.fresh(target(), steps=3)
+    head = MedusaHead.fresh(target(),
+                            3) if kind == "medusa" else ReDrafterHead.fresh(target(), steps=3)
     return head.to(torch.float64)
 
 
@@ -90,17 +93,19 @@ class Recorder:
     def stepped(self, step: int, loss: float, speed: float) -> None:
         self.losses.append(loss)
         if step == self.stop_at:
-            raise SystemExit                                    # as sudden as it gets in one process
+            raise SystemExit
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
 
 def trainer_of(
-    folder: Path, subject: Any, recorder: Recorder | None = None, settings: Any = None, texts: Any = written, **config: Any
+    folder: Path, subject: Any, recorder: Recorder | None = None, settings: Any = None,
+    texts: Any = written, **config: Any
 ) -> Trainer:
     """A short run on texts of a kind, evaluated with others of that kind."""
     held_out = Batches(texts(8, seed=99), 4, 0).sample(10**6)
     given = TrainConfig(**{"steps": 20, "learning_rate": 3e-3, **config})
     recorder = recorder or Recorder()
-    return Trainer(subject, Batches(texts(), 4, given.seed), held_out, given, folder, settings or {}, recorder)
+    return Trainer(subject, Batches(texts(), 4, given.seed), held_out, given, folder,
+                   settings or {}, recorder)

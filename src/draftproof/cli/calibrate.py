@@ -25,12 +25,12 @@ SIZES, RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 10
 """Rows and columns of the tables."""
 _option = partial(opt.option, None)
 Heads = Annotated[str, _option("DIR", "The draft heads.", "--drafter")]
-Files = Annotated[list[Path], _option("FILE", ".jsonl as for run, or .txt; repeatable.", "--prompts")]
+Files = Annotated[list[Path], _option("FILE", ".jsonl or .txt; repeatable.", "--prompts")]
 Tokens = Annotated[int, _option("N", "New tokens per prompt.", "--tokens")]
 Heat = Annotated[float, _option("T", "What the target writes with; 0 is greedy.", "--temperature")]
 MaxNodes = Annotated[int, _option("N", "The largest tree that is looked at.", "--max-nodes")]
 Most = Annotated[int, _option("N", "Of the files, at most so many prompts.", "--max-prompts")]
-Out = Annotated[Path | None, _option("DIR", "For the heads with their tree; else in place.", "--out")]
+Out = Annotated[Path | None, _option("DIR", "For the heads and their tree; or in place.", "--out")]
 
 
 def calibrate(

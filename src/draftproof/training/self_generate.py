@@ -83,6 +83,8 @@ class SelfGeneratedText:
         """Write until there is enough; `progress` hears of every completed text."""
         if engine.codec is None:
             raise BadInput(f"{engine.target.name} has no tokenizer; it is needed to read the data")
+        if not documents:
+            raise BadInput("no document of the data can be asked for; give others, or plain texts")
         start, before, wanted = time.perf_counter(), self._written[held_out], self._wanted(held_out)
         try:
             with locked(self.file), self.file.open("ab+") as out:

@@ -11,10 +11,12 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
@@ -31,13 +33,14 @@ from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.model_card import machine, public_name, versions, write_card
 from draftproof.training.plot import plot_training
-from draftproof.training.rows import Batches, Example, Rows, tokenized
+from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
 from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainable, Trainer, same_settings
 
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
+T = TypeVar("T")
 MakeHead = Callable[[Target], DraftHead]
 """A fresh head for a target."""
 
@@ -101,7 +104,9 @@ def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepare
         examples = _self_generated(run, run.self_generate, parts, model, codec, config, callback)
     else:
         end = next(iter(loading.stop_tokens(model)), None)
-        examples = [_tokenized(run, part, codec, end, callback) for part in parts]
+        made = partial(tokenized, codec=codec, end=end)
+        found = (_each(run, part, codec, made, callback) for part in parts)
+        examples = [chain.from_iterable(part) for part in found]
     rows = [Rows(part, length) for part in examples]
     for purpose, part in zip(("train on", "evaluate with"), rows, strict=True):
         if not len(part):
@@ -111,14 +116,15 @@ def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepare
     return Prepared(target, codec, head, config, settings, rows[0], rows[1], documents)
 
 
-def _tokenized(
-    run: TrainRun, part: Sequence[Document], codec: Codec, end: int | None, callback: Callback
-) -> Iterator[Example]:
-    """The documents as they are; those that the chat template refuses are skipped."""
+def _each(
+    run: TrainRun, part: Sequence[Document], codec: Codec, made: Callable[[Document], T],
+    callback: Callback,
+) -> Iterator[T]:  # fmt: skip
+    """What is made of each document; those that the chat template refuses are skipped."""
     refused: list[str] = []
     for document in part:
         try:
-            yield from tokenized(document, codec, end)
+            yield made(document)
         except BadInput as error:
             if run.data.strict or not codec.tokenizer.chat_template:
                 raise
@@ -142,9 +148,17 @@ def _self_generated(
             device=str(model.device), tokenizer=codec.tokenizer,
             assistant_model=own.assistant_model, drafter=None if own.assistant_model else "none",
         )  # fmt: skip
+        askable = partial(_askable, codec=codec)
         for held_out in (True, False):
-            texts.write(engine, parts[held_out], held_out, callback.wrote)
+            part = list(_each(run, parts[held_out], codec, askable, callback))
+            texts.write(engine, part, held_out, callback.wrote)
     return [texts.examples(held_out) for held_out in (False, True)]
+
+
+def _askable(document: Document, codec: Codec) -> Document:
+    """The same one. Raises BadInput if no prompt can be made of it."""
+    prompt_of(document, codec)
+    return document
 
 
 def _head_stage(run: TrainRun, ready: Prepared, folder: Path, callback: Callback) -> Trainer:
