@@ -1,6 +1,6 @@
 """Tokens per round of draft heads, by the exact rule and by typical acceptance; reads no clock.
 
-With a fixed number of draft tokens the numbers are the same on any machine that computes the same logits.
+With a fixed number of draft tokens the numbers are the same wherever the same logits are computed.
 Typical acceptance writes another distribution: its mean total variation per token stands beside it.
 `sweep` is the same for beam sizes of a recurrent drafter, with speed-ups over plain decoding.
 """
@@ -22,7 +22,7 @@ from draftproof.model.loading import resolve
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", nargs="+", default=["medusa", "redrafter"], help="names or folders")
+    parser.add_argument("--heads", nargs="+", default=["medusa", "redrafter"], help="or folders")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 12, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     _common(parser)
@@ -52,11 +52,12 @@ def _start(given: argparse.Namespace) -> tuple[Any, list[str]]:
 def run(given: argparse.Namespace) -> list[Row]:
     plain, prompts = _start(given)
 
-    def written(drafter: dp.Drafter, size: int, heat: float, lossy: bool) -> tuple[RoundStats, list[Any]]:
+    def written(drafter: dp.Drafter, size: int, heat: float, lossy: bool) -> tuple[Any, list[Any]]:
         engine = dp.Engine(plain.target, drafter, codec=plain.codec, budget=size, lossy=lossy,
                            stop_tokens=plain.stop_tokens)
-        sampling = [dp.Sampling(temperature=heat, seed=place) for place in range(len(prompts))]
-        done = engine.generate(prompts, max_new_tokens=given.new_tokens, sampling=sampling, batch_size=1)
+        sampling = [dp.Sampling(temperature=heat, seed=place, max_new_tokens=given.new_tokens)
+                    for place in range(len(prompts))]
+        done = engine.generate(prompts, sampling=sampling, batch_size=1)
         total = RoundStats()
         for one in done:
             total.add(one.stats)
@@ -66,15 +67,17 @@ def run(given: argparse.Namespace) -> list[Row]:
     for heat in given.temperatures:
         wanted = written(dp.Plain(), 0, heat, False)[1]
         for name in given.heads:
-            drafter = dp.read_head(resolve(HEADS.get(name, name)), plain.target).drafter(plain.target)
+            head = dp.read_head(resolve(HEADS.get(name, name)), plain.target)
+            drafter = head.drafter(plain.target)
             for size in given.nodes:
                 exact, texts = written(drafter, size, heat, False)
                 loose = written(drafter, size, heat, True)[0] if heat else None
+                same = sum(a == b for a, b in zip(texts, wanted, strict=True))
                 found.append({
                     "heads": name, "T": heat, "draft tokens": size, "exact": exact.tokens_per_round,
                     "typical": loose and loose.tokens_per_round,
                     "distance": loose and loose.distance_per_token,
-                    "same text": f"{sum(a == b for a, b in zip(texts, wanted, strict=True))}/{len(texts)}"})
+                    "same text": f"{same}/{len(texts)}"})
     return found
 
 
@@ -88,19 +91,21 @@ def sweep(given: argparse.Namespace) -> list[Row]:
                 if size >= length:
                     drafter = dp.ReDrafter(head, plain.target, width=width, length=length)
                     engines[width, length, size] = dp.Engine(
-                        plain.target, drafter, codec=plain.codec, budget=size, stop_tokens=plain.stop_tokens)
-    sampling = dp.Sampling(temperature=given.temperature, seed=1)
+                        plain.target, drafter, codec=plain.codec, budget=size,
+                        stop_tokens=plain.stop_tokens)
+    sampling = dp.Sampling(temperature=given.temperature, seed=1, max_new_tokens=given.new_tokens)
     seconds, stats = dict.fromkeys(engines, 0.0), {key: RoundStats() for key in engines}
     same = dict.fromkeys(engines, 0)
     for place, prompt in enumerate(prompts * given.rounds):
         order, texts = list(engines), {}
         for key in order[place % len(order) :] + order[: place % len(order)]:
             start = time.perf_counter()
-            done = engines[key].generate([prompt], max_new_tokens=given.new_tokens, sampling=sampling)[0]
+            done = engines[key].generate([prompt], sampling=sampling)[0]
             seconds[key] += time.perf_counter() - start
             texts[key] = done.tokens
             stats[key].add(done.stats)
         same = {key: same[key] + (texts[key] == texts[None]) for key in engines}
-    return [{"width": key[0], "length": key[1], "nodes": key[2], "tokens/round": stats[key].tokens_per_round,
-             "speed-up": seconds[None] / seconds[key], "same text": f"{same[key]}/{len(prompts) * given.rounds}"}
-            for key in engines if key is not None]
+    texts_of_each = len(prompts) * given.rounds
+    return [{"width": key[0], "length": key[1], "nodes": key[2],
+             "tokens/round": stats[key].tokens_per_round, "speed-up": seconds[None] / seconds[key],
+             "same text": f"{same[key]}/{texts_of_each}"} for key in engines if key is not None]

@@ -29,16 +29,19 @@ def run(given: argparse.Namespace) -> list[Row]:
     gc.collect()
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")                      # the peak starts anew
-    models = {"assistant_model": given.assistant_model} if given.assistant_model else {"drafter": "none"}
-    engine = dp.load(given.model, dtype=given.dtype, **models)
+    drafter = {"assistant_model": given.assistant_model}
+    engine = dp.load(given.model, dtype=given.dtype,
+                     **(drafter if given.assistant_model else {"drafter": "none"}))
     loaded = _peak() - before
     dice = torch.Generator().manual_seed(0)
-    prompt = torch.randint(engine.target.vocab_size, (given.prompt_tokens,), generator=dice).tolist()
+    size = (given.prompt_tokens,)
+    prompt = torch.randint(engine.target.vocab_size, size, generator=dice).tolist()
     engine.generate([prompt] * given.rows, max_new_tokens=given.new_tokens)
+    peak = _peak() - before
     folders = [Path(resolve(model)) for model in (given.model, given.assistant_model) if model]
     weights = sum(file.stat().st_size for one in folders for file in one.glob("*.safetensors"))
     return [{"weights, MiB": weights / 2**20, "peak of loading, MiB": loaded / 2**20,
-             "peak of all, MiB": (_peak() - before) / 2**20, "over the weights": (_peak() - before) / weights}]
+             "peak of all, MiB": peak / 2**20, "over the weights": peak / weights}]
 
 
 def _peak() -> int:

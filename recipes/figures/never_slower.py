@@ -1,10 +1,10 @@
-"""Time per token with drafts that help and drafts that do not, over plain decoding: "never slower", measured.
+"""Time per token over plain decoding, with drafts that help and with drafts that do not.
 
-Plain decoding, a fixed number of draft tokens and the adaptive budget complete the same prompts in one
-process and in lockstep: they take turns, and each writes on until it has SLICE more tokens per row, so
-that a machine whose speed drifts slows all of them alike. Ratios are sums of seconds over all prompts;
-intervals are bootstrapped over prompts. "cold" cases make a new engine for every text; in the others the
-adaptive budget begins each case knowing nothing and keeps what it learns.
+Plain decoding, a fixed number of draft tokens and the adaptive budget complete the same prompts in
+one process and in lockstep: they take turns, and each writes on until it has SLICE more tokens per
+row, so that a machine whose speed drifts slows all of them alike. Ratios are sums of seconds over
+all prompts; intervals are bootstrapped over prompts. "cold" cases make a new engine for every text;
+in the others the adaptive budget begins each case knowing nothing and keeps what it learns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOCKS = (time.perf_counter, time.process_time)
 
 
 class Wrong(dp.Drafter):
-    """Never right, or hardly. random: other tokens at every position. seconds: what a draft costs."""
+    """Never right, or hardly. random: other tokens everywhere. seconds: what a draft costs."""
 
     name, default_budget = "wrong", 7
 
@@ -60,7 +60,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         said = [self.drafter] + [f"{self.new_tokens} tokens"] * (self.new_tokens == SHORT)
         said += [f"batch {self.rows}"] * (self.rows > 1) + ["T = 1.5"] * (self.temperature > 0)
-        return ", ".join(said + [f"prompt of {self.prompt}"] * (self.prompt > 0) + ["cold"] * self.cold)
+        said += [f"prompt of {self.prompt}"] * (self.prompt > 0) + ["cold"] * self.cold
+        return ", ".join(said)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -77,14 +78,16 @@ def run(given: argparse.Namespace) -> list[Row]:
                      drafter=None if assistant else "none")
     gc.freeze()
     target, codec = engine.target, engine.codec
-    questions = read_questions(STORIES if given.model == "demo" else GENERAL, lambda row: row["prompt"])
+    file = STORIES if given.model == "demo" else GENERAL
+    questions = read_questions(file, lambda row: str(row["prompt"]))
     prompts = [codec.encode(one.prompt) for one in questions][: given.prompts]
     step = _plain_step(engine, prompts[0])
     drafters: dict[str, Callable[[], dp.Drafter]] = {
         "always wrong": lambda: Wrong(target.vocab_size),
         "random": lambda: Wrong(target.vocab_size, random=True),
         "slow and wrong": lambda: Wrong(target.vocab_size, seconds=step),
-        "default": lambda: dp.Portfolio([dp.PromptLookup(), dp.SuffixDrafter(), dp.TokenRecycling()]),
+        "default": lambda: dp.Portfolio(
+            [dp.PromptLookup(), dp.SuffixDrafter(), dp.TokenRecycling()]),
     }
     if assistant:
         drafters["draft model"] = lambda: dp.DraftModel(engine.drafter.model, target.vocab_size)
@@ -105,8 +108,10 @@ def run(given: argparse.Namespace) -> list[Row]:
     return found
 
 
-def measure(engine: Any, drafter: Callable[[], dp.Drafter], groups: list[Any], case: Case) -> list[Row]:
-    """One case: seconds per token over plain decoding's, wall and CPU, and whether texts are the same."""
+def measure(
+    engine: Any, drafter: Callable[[], dp.Drafter], groups: list[Any], case: Case
+) -> list[Row]:
+    """One case: seconds per token over plain decoding's, wall and CPU, and equal texts."""
     def around(own: dp.Drafter, budget: dp.Budget | int | None) -> dp.Engine:
         return dp.Engine(engine.target, own, budget=budget, stop_tokens=engine.stop_tokens)
 
@@ -135,17 +140,19 @@ def measure(engine: Any, drafter: Callable[[], dp.Drafter], groups: list[Any], c
             texts[name].append([row.tokens for row in one.rows])
             stats[name][0] += sum(row.stats.rounds for row in one.rows)
             stats[name][1] += sum(row.stats.emitted for row in one.rows)
+    same = {name: sum(a == b for a, b in zip(written, texts["plain"], strict=True))
+            for name, written in texts.items()}
     return [{
         "case": str(case), "budget": name, "wall": ratio(seconds[name][0], seconds["plain"][0]),
         "CPU": ratio(seconds[name][1], seconds["plain"][1])[0],
         "tokens/round": stats[name][1] / max(1, stats[name][0]),
-        "same": f"{sum(a == b for a, b in zip(texts[name], texts['plain'], strict=True))}/{len(groups)}",
+        "same": f"{same[name]}/{len(groups)}",
         "_plain seconds per token": sum(seconds["plain"][0]) / len(groups),
     } for name in engines if name != "plain"]
 
 
 class Writing:
-    """A group of prompts being completed side by side, slice by slice. seconds: of slices, by clock."""
+    """A group of prompts, completed side by side, slice by slice. seconds: of slices, by clock."""
 
     def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case) -> None:
         sampling = dp.Sampling(temperature=case.temperature, seed=1)
@@ -171,5 +178,6 @@ class Writing:
 def _plain_step(engine: Any, prompt: list[int]) -> float:
     """Seconds per token of plain decoding."""
     plain = dp.Engine(engine.target, dp.Plain())
-    times = [time.perf_counter() for _ in plain.stream(prompt, max_new_tokens=12, sampling=dp.Sampling())]
+    chunks = plain.stream(prompt, max_new_tokens=12, sampling=dp.Sampling())
+    times = [time.perf_counter() for _ in chunks]
     return (times[-1] - times[3]) / max(1, len(times) - 4)

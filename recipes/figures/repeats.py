@@ -1,9 +1,9 @@
 """Text that repeats its prompt, with the default drafter, over plain decoding.
 
-Code edits: a HumanEval function written again under other names. Summaries with quotes: an article of
-Spec-Bench, and its first and third sentence quoted. Small models do neither, so the text is dictated: a
-logits processor forbids all but its next token. What is drafted, verified and accepted is real, and so is
-its cost; that a model would write just this is supposed. One engine meets each text once per round.
+Code edits: a HumanEval function written again under other names. Summaries with quotes: an article
+of Spec-Bench, and its first and third sentence quoted. Small models do neither, so the text is
+dictated: a logits processor forbids all but its next token. What is drafted and accepted is real,
+and so is its cost; that a model would write just this is supposed. A text is met once a round.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Dictation:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl, or gzipped")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--inflate", help="make the model as heavy as one of this size, such as 0.5B")
+    parser.add_argument("--inflate", help="make the model as heavy as one of, say, 0.5B")
     parser.add_argument("--limit", type=int, default=8, help="texts of each kind")
     parser.add_argument("--rounds", type=int, default=2)
 
 
 def run(given: argparse.Namespace) -> list[Row]:
     kinds = [(code_edits, given.human_eval), (summaries, given.spec_bench)]
-    tasks = [task for make, file in kinds if file for task in islice(make(_rows(file)), given.limit)]
+    tasks = [task for make, file in kinds if file
+             for task in islice(make(_rows(file)), given.limit)]
     if not tasks:
         raise SystemExit("there is nothing to write; give --human-eval or --spec-bench")
     plain, _ = load_methods(given.model, [], [], given.inflate, dtype=given.dtype)
@@ -73,11 +74,11 @@ def run(given: argparse.Namespace) -> list[Row]:
             if len(prompt) + len(text) + 16 > target.context:
                 continue
             found = seconds.setdefault(task.kind, ([], [], RoundStats()))
-            sampling = dp.Sampling(processors=(Dictation(prompt, text),))
+            sampling = dp.Sampling(processors=(Dictation(prompt, text),), max_new_tokens=len(text))
             both = ((plain, found[0]), (ours, found[1]))
             for engine, spent in both if place % 2 else reversed(both):
                 start = time.perf_counter()
-                done = engine.generate([prompt], max_new_tokens=len(text), sampling=sampling)[0].checked()
+                done = engine.generate([prompt], sampling=sampling)[0].checked()
                 spent.append((time.perf_counter() - start) / len(text))
                 assert done.tokens == text, f"written {done.tokens}, dictated {text}"
                 if engine is ours:

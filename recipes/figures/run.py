@@ -1,7 +1,7 @@
 """The measurements behind the figures of docs/: ``python recipes/figures/run.py NAME [options]``.
 
-NAME is never_slower, repeats, sweep, heads or memory; ``run.py NAME --help`` lists its options. All of
-them take --model (demo, a folder, a hub id), print one table and write every number to --json FILE.
+NAME is never_slower, repeats, sweep, heads or memory; ``run.py NAME --help`` lists its options. All
+take --model (demo, a folder, a hub id), print one table and write every number to --json FILE.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def told(value: tuple[float, float, float]) -> str:
 def show(title: str, rows: Sequence[Row]) -> None:
     """A table with the rows' keys as columns; those with an underscore are for the JSON alone."""
     threads = f"{torch.get_num_threads()} threads"
-    table = Table(title=f"{title}, {threads}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=f"{title}, {threads}", title_justify="left", box=SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), pad_edge=False)
     shown = [name for name in rows[0] if not name.startswith("_")] if rows else []
     for place, name in enumerate(shown):
-        table.add_column(name.replace("/", "/\n"), justify="right" if place else "left", no_wrap=True)
+        justify: Any = "right" if place else "left"
+        table.add_column(name.replace("/", "/\n"), justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*("" if value is None else f"{value:.3g}" if isinstance(value, float)
                         else told(value) if isinstance(value, tuple) else str(value)
@@ -60,7 +62,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         raise SystemExit(f"{__doc__}\nnames: {', '.join(NAMES)}")
     name = sys.argv[1]
-    module = importlib.import_module("memory" if name == "memory" else "heads" if name == "sweep" else name)
+    module = importlib.import_module("heads" if name == "sweep" else name)
     parser = argparse.ArgumentParser(prog=f"run.py {name}", description=module.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")

@@ -26,7 +26,7 @@ from draftproof.core.params import Sampling
 from draftproof.engine.stats import RoundStats
 
 GREEDY = Setting(1, 0.0)
-ABOUT = {"machine": {"device": "cpu", "threads": 1}, "workload": "3 prompts", "new_tokens": 8,
+ABOUT = {"machine": {"device": "cpu"}, "workload": "3 prompts", "new_tokens": 8,
          "rounds": 1, "quantised": ["int8 weights"]}
 
 
@@ -52,11 +52,10 @@ class Scripted:
     drafted: int = 0
     log: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
 
-    def write(
-        self, prompts: Any, sampling: Sampling, new_tokens: int, batch: int, clock: Clock
-    ) -> Output:
+    def write(self, prompts: Any, sampling: Sampling, batch: int, clock: Clock) -> Output:
         calls = sum(name == self.name for name, *_ in self.log)
-        self.log.append((self.name, tuple(prompt[0] for prompt in prompts), new_tokens))
+        wanted = sampling.max_new_tokens or 0
+        self.log.append((self.name, tuple(prompt[0] for prompt in prompts), wanted))
         self.time.now += 0.5
         first = clock()
         factor = self.factors[min(calls, len(self.factors) - 1)]

@@ -28,14 +28,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_engine_writes_what_it_returns(folders: tuple[str, str], temperature: float) -> None:
     engine = dp.load(folders[0], drafter="suffix", budget=3)
-    sampling = dp.Sampling(temperature=temperature, seed=3)
-    wanted = [one.tokens for one in engine.generate(PROMPTS, sampling=sampling, max_new_tokens=9)]
+    sampling = dp.Sampling(temperature=temperature, seed=3, max_new_tokens=9)
+    wanted = [one.tokens for one in engine.generate(PROMPTS, sampling=sampling)]
     method = OurEngine("suffix", engine)
-    together = method.write(PROMPTS, sampling, 9, 2, time.perf_counter)
+    together = method.write(PROMPTS, sampling, 2, time.perf_counter)
     assert together.tokens == wanted and together.first_token is None and together.stats is not None
     for prompt, text in zip(PROMPTS, wanted, strict=True):
         start = time.perf_counter()
-        alone = method.write([prompt], sampling, 9, 1, time.perf_counter)
+        alone = method.write([prompt], sampling, 1, time.perf_counter)
         assert alone.tokens == [text] and alone.first_token is not None and alone.stats is not None
         assert start < alone.first_token < time.perf_counter()
         assert alone.stats.emitted == len(text) - 1            # the first came with the prompt
@@ -47,18 +47,19 @@ def test_transformers_write_the_same_greedy_text(batch: int) -> None:
     model = tiny.fresh("llama").double()
     model.generation_config.eos_token_id = 3
     plain = OurEngine("plain", dp.load(model, drafter="none"))
-    wanted = plain.write(PROMPTS, dp.Sampling(), 24, 1, time.perf_counter).tokens
+    sampling = dp.Sampling(max_new_tokens=24)
+    wanted = plain.write(PROMPTS, sampling, 1, time.perf_counter).tokens
     for assistant in (None, tiny.fresh("llama", num_hidden_layers=1).double()):
         method = Transformers("transformers", model, assistant)
-        found = method.write(PROMPTS, dp.Sampling(), 24, batch, time.perf_counter)
+        found = method.write(PROMPTS, sampling, batch, time.perf_counter)
         assert found.tokens == wanted and found.first_token
 
 
 def test_transformers_sample_by_the_same_seed() -> None:
     method = Transformers("transformers", tiny.fresh("llama").double())
     first, again, other = (
-        method.write(PROMPTS[:1], dp.Sampling(temperature=1.0, seed=seed), 12, 1, time.perf_counter)
-        for seed in (5, 5, 6))
+        method.write(PROMPTS[:1], dp.Sampling(temperature=1.0, seed=seed, max_new_tokens=12), 1,
+                     time.perf_counter) for seed in (5, 5, 6))
     assert first.tokens == again.tokens != other.tokens
 
 

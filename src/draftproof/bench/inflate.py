@@ -20,11 +20,10 @@ from draftproof.model.loading import PreTrainedModel, load_model
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose layers add nothing where their norms give zero, and whose MLPs are gated."""
-LAYERS, MIN_ADDED = 24, 4
-"""Layers of an inflated model, as in real ones of half a billion parameters; added at least."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-MULTIPLE, STD = 64, 0.02
-"""MLP widths are multiples of this, as kernels want; standard deviation of the added weights."""
+LAYERS, MIN_ADDED, MULTIPLE, STD = 24, 4, 64, 0.02
+"""Layers as in real models of half a billion parameters; layers added at least; what MLP widths are
+multiples of, as kernels want; standard deviation of the added weights."""
 
 
 def parse_size(text: str) -> int:
@@ -77,20 +76,19 @@ def inflate(model: PreTrainedModel, size: int) -> None:
         config.layer_types = [*config.layer_types, *config.layer_types[-1:] * added]
 
 
-def _added_layer(last: Any, config: Any, index: int) -> nn.Module:
+def _added_layer(last: Any, config: Any, index: int) -> Any:
     """A layer as wide as `last` that adds zero, and whose MLP weights are its own."""
     layer: Any = copy.deepcopy(last, {id(config): config}).requires_grad_(False)
     attention, mlp = layer.self_attn, layer.mlp
     attention.layer_idx = index
     norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-    for zero in (*norms, attention.v_proj.bias, attention.o_proj.bias, mlp.down_proj.bias):
-        if zero is not None:
-            zero.zero_()
+    for tensor in (*norms, attention.v_proj.bias, attention.o_proj.bias, mlp.down_proj.bias):
+        if tensor is not None:
+            tensor.zero_()
     for place, name in enumerate(PROJECTIONS):
         weight = getattr(mlp, name).weight
         weight.copy_(_random(weight.shape, 10 * index + place))
-    added: nn.Module = layer.eval()
-    return added
+    return layer
 
 
 def _widen(mlp: Any, width: int, index: int) -> None:

@@ -1,8 +1,7 @@
 """Run several decoding methods on the same prompts, interleaved; record texts and seconds.
 
-A group of prompts is completed by every method before the next group; the order of the methods
-rotates from group to group, so that a machine whose speed drifts slows all of them alike. Seconds
-are wall time of the whole call, reading the prompt included.
+A group of prompts is completed by every method before the next; the order of the methods rotates,
+so that a machine whose speed drifts slows all alike. Seconds are of the whole call.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ Prompts = Sequence[list[int]]
 
 PLAIN = "plain"
 """The method that others are compared with."""
-WARM_UP = 8
-"""New tokens of the first, untimed call of each method."""
-PROMPTS_PER_ROW = 4
-"""Prompts per row of a batch that are asked for at once, at most: a finished row is replaced."""
+WARM_UP, PROMPTS_PER_ROW = 8, 4
+"""New tokens of each method's first, untimed call; prompts asked for at once per row of a batch."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,10 +48,8 @@ class Method(Protocol):
 
     name: str
 
-    def write(
-        self, prompts: Prompts, sampling: Sampling, new_tokens: int, batch: int, clock: Clock
-    ) -> Output:
-        """Complete all prompts (token ids) by `new_tokens`, at most `batch` rows side by side."""
+    def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
+        """Complete all prompts (token ids), at most `batch` rows side by side."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +124,10 @@ class Bench:
     ) -> Trial:
         indices = self.groups(setting)[group]
         prompts = [self.prompts[i] for i in indices]
-        sampling = replace(self.sampling, temperature=setting.temperature, max_new_tokens=None)
+        heat = setting.temperature
+        sampling = replace(self.sampling, temperature=heat, max_new_tokens=new_tokens)
         start = self.clock()
-        out = method.write(prompts, sampling, new_tokens, setting.batch, self.clock)
+        out = method.write(prompts, sampling, setting.batch, self.clock)
         seconds = self.clock() - start
         first = out.first_token - start if out.first_token is not None else None
         done = (out.tokens, seconds, first, out.stats)

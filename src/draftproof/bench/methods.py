@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -12,12 +12,13 @@ from draftproof.bench.inflate import load_inflated
 from draftproof.bench.measure import PLAIN, Clock, Method, Output, Prompts
 from draftproof.core.params import Sampling
 from draftproof.engine.config import TRAINING_FREE
-from draftproof.engine.engine import Engine
+from draftproof.engine.engine import Engine, Prompt
 from draftproof.engine.load import HEADS, load
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.loading import PreTrainedModel, load_model, stop_tokens
 from draftproof.model.packed_linear import pack_linears
+from draftproof.model.tokenizer import Messages
 
 
 class OurEngine:
@@ -26,18 +27,14 @@ class OurEngine:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
 
-    def write(
-        self, prompts: Prompts, sampling: Sampling, new_tokens: int, batch: int, clock: Clock
-    ) -> Output:
+    def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
         first, total = None, RoundStats()
         if len(prompts) == 1:
-            chunks = self.engine.stream(prompts[0], sampling=sampling, max_new_tokens=new_tokens)
+            chunks = self.engine.stream(prompts[0], sampling=sampling)
             arrived = [(clock(), chunk.completion) for chunk in chunks]
             first, done = arrived[0][0], [one for _, one in arrived if one is not None]
         else:
-            done = self.engine.generate(
-                prompts, sampling=sampling, max_new_tokens=new_tokens, batch_size=batch
-            )
+            done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
         for completion in done:
             total.add(completion.checked().stats)
         return Output([completion.tokens for completion in done], first, total)
@@ -50,9 +47,7 @@ class Transformers:
         self.name, self.model, self.assistant = name, model, assistant
         self.stop_tokens = set(stop_tokens(model))
 
-    def write(
-        self, prompts: Prompts, sampling: Sampling, new_tokens: int, batch: int, clock: Clock
-    ) -> Output:
+    def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
         """`batch` rows at a time, each batch waiting for its longest row."""
         first, tokens, device = _FirstToken(clock), list[list[int]](), self.model.device
         rows = batch if self.assistant is None else 1
@@ -60,21 +55,16 @@ class Transformers:
         for start in range(0, len(prompts), rows):
             some = prompts[start : start + rows]
             longest = max(map(len, some))
-            padding = [longest - len(prompt) for prompt in some]
-            ids = [[0] * pad + prompt for pad, prompt in zip(padding, some, strict=True)]
-            mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+            ids = [[0] * (longest - len(prompt)) + prompt for prompt in some]
+            mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in some]
             out: Any = self.model.generate(
                 torch.tensor(ids, device=device), attention_mask=torch.tensor(mask, device=device),
-                max_new_tokens=new_tokens, streamer=first, assistant_model=self.assistant,
-                pad_token_id=min(self.stop_tokens, default=0), **_arguments(sampling),
-            )  # fmt: skip
-            tokens += [self._until_stop(row[longest:].tolist()) for row in out]
+                assistant_model=self.assistant, pad_token_id=min(self.stop_tokens, default=0),
+                streamer=first, **_arguments(sampling))
+            for row in (row[longest:].tolist() for row in out):         # padding is behind the stop
+                ends = (i + 1 for i, token in enumerate(row) if token in self.stop_tokens)
+                tokens.append(row[: next(ends, len(row))])
         return Output(tokens, first.at)
-
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        """Up to the first stop token, which stays; behind it is padding."""
-        ends = (i + 1 for i, token in enumerate(tokens) if token in self.stop_tokens)
-        return tokens[: next(ends, len(tokens))]
 
 
 class _FirstToken(BaseStreamer):                                       # type: ignore[misc]
@@ -93,10 +83,9 @@ class _FirstToken(BaseStreamer):                                       # type: i
 
 def _arguments(sampling: Sampling) -> dict[str, Any]:
     """The same distribution for generate; penalties come from the model's generation_config."""
-    hot = sampling.temperature > 0
-    filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
-    values = {"temperature": sampling.temperature, **filters}
-    return {"do_sample": hot, **{name: value if hot else None for name, value in values.items()}}
+    hot, names = sampling.temperature > 0, ("temperature", "top_k", "top_p", "min_p")
+    values = {name: (getattr(sampling, name) or None) if hot else None for name in names}
+    return {"do_sample": hot, "max_new_tokens": sampling.max_new_tokens, **values}
 
 
 def load_methods(
@@ -105,8 +94,7 @@ def load_methods(
 ) -> tuple[Engine, list[Method]]:
     """Plain decoding, each drafter and draft model around the same target, transformers' generate.
 
-    options: fields of `EngineConfig`. Returns the plain engine, too. Raises BadInput for names that
-    do not fit.
+    options: of `load`. Returns the plain engine, too. Raises BadInput for names that do not fit.
     """
     names = [*drafters, *assistants]
     if len(set(names)) < len(names):
@@ -116,19 +104,18 @@ def load_methods(
         raise BadInput("--quantize-draft is for draft models, and none was named; leave it out")
     where = {name: options.get(name) for name in ("dtype", "device")}
     own = where | {name: options.get(name) for name in ("quantize", "kv_cache")}
-    heavy: Any = load_inflated(model, inflate, **where) if inflate is not None else model
+    source: Any = load_inflated(model, inflate, **where) if inflate is not None else model
     if inflate is not None and own["quantize"] is None:
-        pack_linears(heavy)
-    plain = load(heavy, drafter="none", **own)
+        pack_linears(source)
+    plain = load(source, drafter="none", **own)
     methods: list[Method] = [OurEngine(PLAIN, plain)]
     for name in names:
         asked = options | {"assistant_model" if name in assistants else "drafter": name}
         asked |= {"quantize_draft": None} if name in light else {}
-        source: Any = plain.target.model
         if name.startswith("self-") and own["quantize"] is not None:    # drafts by the original
             source = load_inflated(model, inflate, **where)
         else:
-            asked["quantize"] = None
+            source, asked["quantize"] = plain.target.model, None
         engine = load(source, tokenizer=plain.codec and plain.codec.tokenizer, **asked)
         methods.append(OurEngine(name, engine))
     if against_transformers:
@@ -137,3 +124,14 @@ def load_methods(
         methods += [Transformers(f"transformers, {name}", stock, load_model(name, **where))
                     for name in assistants]
     return plain, methods
+
+
+def encode(engine: Engine, prompt: Prompt) -> list[int]:
+    """Token ids of a text, a chat or token ids. Raises BadInput without a tokenizer."""
+    if prompt and isinstance(prompt[0], int):
+        return [int(cast(int, token)) for token in prompt]
+    if engine.codec is None:
+        raise BadInput(f"{engine.target.name} has no tokenizer; put one beside the model")
+    if isinstance(prompt, str):
+        return engine.codec.encode(prompt)
+    return engine.codec.encode_chat(cast(Messages, prompt))

@@ -76,8 +76,8 @@ def compute(bench: Bench, price: float | None = None) -> list[Figures]:
     for trial in bench.trials:
         found.setdefault((trial.setting, trial.method), []).append(trial)
     order = [(setting, method.name) for setting in bench.settings for method in bench.methods]
-    return [_figures(found[key], found.get((key[0], PLAIN), []), price)
-            for key in order if key in found]
+    return [_figures(found[one], found.get((one[0], PLAIN), []), price)
+            for one in order if one in found]
 
 
 def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Figures:
@@ -117,8 +117,8 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     """What a figure depends on besides the models."""
     packages = {name: version(name) for name in ("draftproof", "torch", "transformers")}
     return packages | {
-        "device": f"{device}: {Device(device).name}", "cores": psutil.cpu_count(logical=False),
-        "threads": torch.get_num_threads(), "load_average": psutil.getloadavg()[0],
+        "device": f"{Device(device).name} ({device}, {torch.get_num_threads()} threads)",
+        "cores": psutil.cpu_count(logical=False), "load_average": psutil.getloadavg()[0],
         "memory_gib": psutil.virtual_memory().total / 2**30, "system": platform.platform()}
 
 
@@ -145,11 +145,10 @@ def table(figures: Sequence[Figures], title: str) -> Table:
 
 def notes(figures: Sequence[Figures], about: Mapping[str, Any]) -> list[str]:
     """What a reader must know besides the table, in lines: differences first."""
-    machine, differ = about["machine"], [
-        f"{one.method}, {one.setting}: differs from plain decoding at token {place[1]} of prompt "
-        f"{place[0]}" for one in figures if (place := one.first_difference) is not None]
-    return [*differ, *about["quantised"], f"{about['workload']}, {about['new_tokens']} new tokens, "
-            f"{about['rounds']} rounds; {machine['device']}, {machine['threads']} threads"]
+    differ = [f"{one.method}, {one.setting}: differs from plain decoding at token {place[1]} "
+              f"of prompt {place[0]}" for one in figures if (place := one.first_difference)]
+    run = "{workload}, {new_tokens} new tokens, {rounds} rounds; {machine[device]}"
+    return [*differ, *about["quantised"], run.format(**about)]
 
 
 def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, Any]) -> str:

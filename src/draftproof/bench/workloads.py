@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from draftproof.engine.engine import Prompt
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Messages
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
             "humanities")
@@ -20,14 +19,14 @@ STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
 
 
 class Question(NamedTuple):
-    """One prompt: a text, or a chat."""
+    """One prompt, and what kind it is."""
 
-    prompt: str | Messages
+    prompt: Prompt
     category: str = ""
 
 
 def read_questions(
-    file: Path, prompt_of: Callable[[Mapping[str, Any]], str | Messages], spec_bench: bool = False
+    file: Path, prompt_of: Callable[[Mapping[str, Any]], Prompt], spec_bench: bool = False
 ) -> list[Question]:
     """The rows of a JSONL file, each a prompt with, perhaps, a "category".
 
@@ -59,17 +58,14 @@ def select(
 ) -> list[Question]:
     """Those of the categories (all if none is named), of each the first `limit`; else BadInput."""
     known = list(dict.fromkeys(one.category for one in questions if one.category))
-    unknown = [name for name in categories if name not in known]
-    if unknown:
-        there = ", ".join(known) or "none"
-        raise BadInput(f"there is no category {unknown[0]!r} in the prompts; there are: {there}")
+    for name in categories:
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise BadInput(f"there is no category {name!r} in the prompts; there are: {there}")
     if limit is not None and limit < 1:
         raise BadInput(f"limit was {limit}; take at least 1 prompt of each category")
-    seen: Counter[str] = Counter()
-    kept = []
-    for question in questions:
-        seen[question.category] += 1
-        wanted = not categories or question.category in categories
-        if wanted and (limit is None or seen[question.category] <= limit):
-            kept.append(question)
-    return kept
+    of_each: dict[str, list[Question]] = {}
+    for one in questions:
+        if not categories or one.category in categories:
+            of_each.setdefault(one.category, []).append(one)
+    return [one for one in questions if one in of_each.get(one.category, [])[:limit]]

