@@ -200,7 +200,7 @@ def measure(
 
 
 def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
-    """A row per engine, bits and mode. tokens/s: prompts included; decode: after the first token."""
+    """A row per engine, bits and mode. tokens/s: prompts included; decode: without the first."""
     rows = []
     for one in contestants:
         for how, runs in one.runs.items():
