@@ -51,7 +51,7 @@ class Batch:
         if self.padding is None:
             self._pad()
         self.cache.bound(self.cache.capacity)
-        return Prefix(self.lines, self.view.lengths.clone(), ahead, None, self.roots)
+        return Prefix(self.lines, self.view.lengths.clone(), ahead)            # one graph, whether roots are known or not
 
     def keep(self, tree: TokenTree, accepted: Accepted) -> Accepted:
         """Commit the accepted nodes to the cache; return them, of padding as of the row it follows."""
