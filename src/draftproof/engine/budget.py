@@ -56,8 +56,7 @@ class Fixed(Budget):
 
 
 class Costs:
-    """Average seconds of rounds by index of their size, for batches of one shape; what is not
-    measured yet has the relative costs of the shape `like`."""
+    """Average seconds of rounds by index of size; what is not measured is relative to `like`."""
 
     def __init__(self, sizes: Sequence[int], like: Costs | None = None) -> None:
         self.sizes, self.like, self.since_plain = sizes, like, 0
@@ -71,8 +70,9 @@ class Costs:
             return
         self.seen[index] += 1
         sudden = self.late[index] or seconds < known / 2
-        rounds = 1 if sudden else min(self.seen[index], MEMORY)
-        self.mean[index] += (seconds - self.mean[index]) / rounds
+        rounds = min(self.seen[index], MEMORY) * (4 if seconds > known else 1)  # others use the machine
+        weight = 1 if sudden or self.seen[index] == 1 else 1 / rounds
+        self.mean[index] += weight * (seconds - self.mean[index])
         if index == 0 and self.like is not None and self.seen[0] == 2:
             factor, pairs = self.mean[0] / self.like.mean[0], zip(self.mean, self.like.mean, strict=True)
             self.mean = [mine or theirs * factor for mine, theirs in pairs]
@@ -85,7 +85,7 @@ class Costs:
         if len(known) < 2:
             return self.mean[0] * (1 + self.sizes[index] / MEMORY)
         right = min(max(1, bisect_left(known, index)), len(known) - 1)
-        low, high = known[right - 1], known[right]
+        low, high = known[right - 1 : right + 1]
         slope = (self.mean[high] - self.mean[low]) / (self.sizes[high] - self.sizes[low])
         return max(self.mean[0], self.mean[low] + slope * (self.sizes[index] - self.sizes[low]))
 
@@ -183,8 +183,8 @@ class Adaptive(Budget):
 
     def _count(self, done: Round) -> None:
         steps, ends = bisect_left(self.sizes, done.size), done.rows
-        self.accepted = [KEPT * count for count in self.accepted]
         drafted = [done.rows] * steps + [0] * (len(self.offered) - steps)
+        self.accepted = [KEPT * count for count in self.accepted]
         self.offered = [KEPT * old + new for old, new in zip(self.offered, drafted, strict=True)]
         for node in done.accepted:
             self.accepted[self.step_of[node]] += 1
