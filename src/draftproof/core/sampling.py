@@ -36,6 +36,7 @@ class Sampler:
         self.keys = noise.row_keys([want.seed for want in wants], [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
         self._processors = LogitsProcessors(self.rows, self.device)
+        self.only_temperature = self._processors.only_temperature            # nothing else is asked for
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._stocks = STOCK
         self._stock: _Stock | None = None
@@ -121,11 +122,6 @@ class Sampler:
     def slope(self) -> Tensor:
         """[B] by how much `confidence` part where logits part by 1, at a temperature."""
         return (self._trust / self.temperatures)[:, 0]
-
-    @property
-    def only_temperature(self) -> bool:
-        """Whether nothing but a temperature is asked for."""
-        return self._processors.only_temperature
 
     def noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
         """Noise [., V] of the target's choices, and which of it each node's is [B, N]; None if all rows are greedy.

@@ -71,7 +71,7 @@ class CpuOps(Ops):
         return function(*args, **kwargs)
 
     def to_host(self, *columns: Tensor) -> list[list[list[Any]]]:
-        return [column.tolist() for column in columns]
+        return list(map(Tensor.tolist, columns))                            # no frame of Python for each
 
 
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
@@ -299,7 +299,10 @@ class _Tree:
 
 def _places(*tensors: Tensor | None) -> list[int | None]:
     """Where tensors lie; the caller keeps them alive."""
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    places: list[int | None] = []
+    for tensor in tensors:                                                  # no frame of Python of its own
+        places.append(None if tensor is None else tensor.data_ptr())
+    return places
 
 
 def _texts(prefix: Prefix) -> ctypes.Array[Texts]:
