@@ -1,12 +1,14 @@
-"""Losses and scores of draft heads: how well what was foretold fits the text and the target's own law.
+"""Losses and scores of draft heads: how well their predictions fit the text and the target's law.
 
-The same for every head: step i foretells token t + 2 + i from token t. Knows logits and labels, nothing of weights.
+The same for every head: step i predicts token t + 2 + i from token t. p is the target's law, q the
+draft's. Medusa (2401.10774) trains with cross-entropy; what rejection sampling rejects is the total
+variation (Leviathan et al. 2211.17192, corollary 3.6); LK losses are those of 2602.23881.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
@@ -19,136 +21,139 @@ from draftproof.errors import BadInput
 
 
 class Teacher:
-    """The target's law at places [B, s, V], worked out when it is first asked for; steps share it with the `whole`."""
+    """The target's law at places [B, s, V], computed when first asked for; steps share `whole`'s."""
 
     def __init__(self, logits: Tensor, whole: Teacher | None = None, start: int = 0) -> None:
         self.logits, self.whole, self.start = logits, whole, start
 
-    def behind(self, start: int) -> Teacher:
+    def after(self, start: int) -> Teacher:
         """From place `start` on."""
         return Teacher(self.logits[:, start:], self, start)
 
     @cached_property
     def log_probs(self) -> Tensor:
-        return self.logits.log_softmax(-1) if self.whole is None else self.whole.log_probs[:, self.start :]
+        whole = self.whole
+        return self.logits.log_softmax(-1) if whole is None else whole.log_probs[:, self.start :]
 
     @cached_property
     def probs(self) -> Tensor:
-        return self.logits.softmax(-1) if self.whole is None else self.whole.probs[:, self.start :]
+        whole = self.whole
+        return self.logits.softmax(-1) if whole is None else whole.probs[:, self.start :]
 
 
 Objective = Callable[[Tensor, Tensor, Teacher | None], Tensor]
-"""From draft logits [B, s, V], labels [B, s] and the target's law there to a loss of each place [B, s]."""
+"""From draft logits [B, s, V], labels [B, s] and the target's law to a loss per place [B, s]."""
 
 
 def cross_entropy(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
-    """-log q(label): Medusa (2401.10774), section 2.2."""
-    return F.cross_entropy(draft.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    """-log q(label): Medusa, section 2.2."""
+    loss = F.cross_entropy(draft.flatten(0, 1), labels.flatten(), reduction="none")
+    return loss.view_as(labels)
 
 
 def divergence(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
-    """KL(p || q), distillation: p the target's law, q the draft's."""
-    p = _known(target).log_probs
+    """KL(p || q): distillation."""
+    p = _required(target).log_probs
     return (p.exp() * (p - draft.log_softmax(-1))).sum(-1)
 
 
 def total_variation(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
-    """1 - sum min(p, q): what rejection sampling rejects (Leviathan et al. 2211.17192, corollary 3.6)."""
+    """1 - sum min(p, q): the share that rejection sampling rejects."""
     return 1 - _overlap(draft, target)
 
 
 def negative_log_acceptance(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
-    """-log sum min(p, q): the acceptance's own likelihood (LK losses, 2602.23881)."""
+    """-log sum min(p, q): the acceptance's own likelihood (LK losses)."""
     return -_overlap(draft, target).clamp(min=1e-6).log()
 
 
 def hybrid(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
-    """KL far from the target, TV near it: weight exp(-3 a) on KL at acceptance a (LK losses, 2602.23881)."""
+    """KL far from the target, TV near it: weight exp(-3 a) on KL at acceptance a (LK losses)."""
     overlap = _overlap(draft, target)
     share = (-3 * overlap.detach()).exp()
     return share * divergence(draft, labels, target) + (1 - share) * (1 - overlap)
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "ce": cross_entropy,
-    "kl": divergence,
-    "tv": total_variation,
-    "nla": negative_log_acceptance,
-    "lk": hybrid,
-}
-"""By the names training knows; all but "ce" need the target's logits."""
+    "ce": cross_entropy, "kl": divergence, "tv": total_variation,
+    "nla": negative_log_acceptance, "lk": hybrid,
+}  # fmt: skip
+"""By the names of `--objective`; all but "ce" need the target's logits."""
 
 
-def head_loss(head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str = "ce") -> Tensor:
+def head_loss(
+    head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str = "ce"
+) -> Tensor:
     """The sum over steps of decay^(i + 1) times the mean loss over the tokens that count."""
     total = features.hidden.new_zeros((), dtype=torch.float32)
-    whole = Teacher(features.logits[:, 1:-1].float()) if features.logits is not None else None
-    for step, logits in enumerate(head.predict(features, vocabulary)):
+    logits = features.logits
+    whole = Teacher(logits[:, 1:-1].float()) if logits is not None else None
+    for step, draft in enumerate(head.predict(features, vocabulary)):
         labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
-        teacher = whole.behind(step) if whole is not None else None
-        places = OBJECTIVES[objective](logits.float(), labels.clamp(min=0), teacher)
-        total = total + head.decay ** (step + 1) * (places * weights).sum() / weights.sum().clamp(min=1e-6)
+        teacher = whole.after(step) if whole is not None else None
+        places = OBJECTIVES[objective](draft.float(), labels.clamp(min=0), teacher)
+        mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
+        total = total + head.decay ** (step + 1) * mean
     return total
 
 
 @dataclass
 class Scores:
-    """How often a head is right, over the tokens that count; sums, so that batches add up.
+    """How often a head is right, by step, over the tokens that count; sums, so that batches add up.
 
-    tried, top1, top5: per step. run: places where all steps up to this one were right, of `run_tried`.
+    labels: tokens compared. run: those where all steps up to this one were right.
     """
 
-    tried: list[float] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)
     top1: list[float] = field(default_factory=list)
     top5: list[float] = field(default_factory=list)
     run: list[float] = field(default_factory=list)
-    run_tried: list[float] = field(default_factory=list)
+
+    def _shares(self, hits: list[float]) -> list[float]:
+        return [hit / max(count, 1e-9) for hit, count in zip(hits, self.labels, strict=True)]
 
     @property
     def top1_accuracy(self) -> list[float]:
-        return [hits / max(tries, 1e-9) for hits, tries in zip(self.top1, self.tried, strict=True)]
+        return self._shares(self.top1)
 
     @property
     def top5_accuracy(self) -> list[float]:
-        return [hits / max(tries, 1e-9) for hits, tries in zip(self.top5, self.tried, strict=True)]
+        return self._shares(self.top5)
 
     @property
     def tokens_per_round(self) -> float:
-        """Expected tokens per round of a chain of first choices, the target's own token included."""
-        return 1 + sum(hits / max(tries, 1e-9) for hits, tries in zip(self.run, self.run_tried, strict=True))
+        """Expected tokens per round of a chain of first choices, the target's own included."""
+        return 1 + sum(self._shares(self.run))
 
     def add(self, other: Scores) -> Scores:
         """Both together."""
-        names = ("tried", "top1", "top5", "run", "run_tried")
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return Scores(**{
-            name: [a + b for a, b in zip(mine, theirs, strict=True)] if mine else list(theirs)
-            for name, (mine, theirs) in pairs.items()
-        })
+        pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        add = ([a + b for a, b in zip(one, two, strict=True)] if one else two for one, two in pairs)
+        return Scores(*add)
 
 
 @torch.no_grad()
 def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Scores:
-    """Compare what the head foretells with the tokens of the text."""
-    found = Scores()
-    right: Tensor | None = None
+    """Compare what the head predicts with the tokens of the text."""
+    scores, run = Scores(), None
     for step, logits in enumerate(head.predict(features, vocabulary)):
         labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
-        best = logits.topk(min(5, logits.shape[-1]), -1).indices == labels[..., None]               # [B, s, 5]
-        found.tried.append(float(weights.sum()))
-        found.top1.append(float((best[..., 0] * weights).sum()))
-        found.top5.append(float((best.any(-1) * weights).sum()))
-        right = best[..., 0] if right is None else right[:, : best.shape[1]] & best[..., 0]
-        found.run.append(float((right * weights).sum()))
-        found.run_tried.append(float(weights.sum()))
-    return found
+        top = logits.topk(min(5, logits.shape[-1]), -1).indices == labels[..., None]    # [B, s, 5]
+        first = top[..., 0]
+        run = first if run is None else run[:, : first.shape[1]] & first
+        scores.labels.append(float(weights.sum()))
+        for name, hits in (("top1", first), ("top5", top.any(-1)), ("run", run)):
+            getattr(scores, name).append(float((hits * weights).sum()))
+    return scores
 
 
-def _known(target: Teacher | None) -> Teacher:
+def _required(target: Teacher | None) -> Teacher:
     if target is None:
-        raise BadInput("this objective compares with the target's law; give features with logits, or use the objective ce")
+        raise BadInput(
+            "this objective compares with the target's law; give features with logits, or use ce"
+        )
     return target
 
 
 def _overlap(draft: Tensor, target: Teacher | None) -> Tensor:
-    return torch.minimum(draft.softmax(-1), _known(target).probs).sum(-1)
+    return torch.minimum(draft.softmax(-1), _required(target).probs).sum(-1)

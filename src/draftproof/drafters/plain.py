@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding: the drafter that proposes only the root. The baseline runs through the same code."""
+"""Plain autoregressive decoding: the drafter that proposes only the root, in the same code."""
 
 from __future__ import annotations
 
