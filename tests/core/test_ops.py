@@ -24,12 +24,12 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import best_tokens, sample
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.bigram import pairs_tree
-from draftproof.drafters.medusa import heads_tree
+from draftproof.drafters.bigram import bigram_tree
+from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
 from draftproof.drafters.portfolio import Portfolio, judge, merge_trees
 from draftproof.drafters.prompt_lookup import PromptLookup, match_prompt
-from draftproof.drafters.redrafter import beam_search
-from draftproof.drafters.suffix import SIZES, WAYS, SuffixDrafter, continue_text, learn_text, way
+from draftproof.drafters.redrafter import beam_search, prepare_recurrence
+from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, continue_text, learn_text, slot_of
 from draftproof.drafters.token_recycling import TokenRecycling, learn_pairs, likely_successors, recycle
 from draftproof.native.build import SOURCES
 from draftproof.native.cpu_ops import Same
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 VOCAB, CAPACITY = 7, 160
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6]]
-APART = [int((way(torch.arange(50)) == number).int().argmax()) for number in range(WAYS)]
+APART = [int((slot_of(torch.arange(50)) == number).int().argmax()) for number in range(SLOTS)]
 """Tokens that never push each other out: of two that do so within one commit, operators count both for the last."""
 
 
@@ -176,7 +176,7 @@ def test_suffixes_are_kept_and_found_alike() -> None:
     dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
     texts: list[list[int]] = []
     for drafter in drafters:
-        drafter._indexed(torch.device("cpu"))                       # an index without collisions, and room for few texts
+        drafter._on(torch.device("cpu"))                       # an index without collisions, and room for few texts
         drafter.memory = 7 * CAPACITY
     for turn in range(60):
         if turn % 12 == 0:
@@ -384,7 +384,7 @@ def test_signatures_are_those_of_the_sources() -> None:
 
 def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
     torch_functions = [
-        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens, heads_tree, pairs_tree,
+        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens, prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
         beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs, likely_successors, judge,
         merge_trees,
     ]  # fmt: skip

@@ -90,8 +90,8 @@ class Recording(DraftModel):
         self.told.append((tree.shared(frontier.budget) if tree.turns is None else tree, reads, keys))
         return tree
 
-    def _at_once(self, frontier: Frontier, steps: int) -> TokenTree | None:
-        chain = None if self.in_calls else super()._at_once(frontier, steps)
+    def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
+        chain = None if self.in_calls else super()._in_one_call(frontier, steps)
         self.at_once += chain is not None
         return chain
 

@@ -19,7 +19,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.medusa import EXACT, NODES, Medusa, MedusaConfig, MedusaHead, candidates
+from draftproof.drafters.medusa import NODES, Medusa, MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
@@ -120,6 +120,13 @@ def noisy_head(heads: int = 3, layers: int = 2, share: bool = True, seed: int = 
     return head
 
 
+def logits_of(drafter: Medusa, hidden: Tensor, heads: int, ops: Ops = CPU) -> Tensor:
+    """[B, heads, V] what it says of hidden states [B, H]."""
+    drafter.start(len(hidden), 64, ops)
+    drafter.hidden[:] = hidden
+    return drafter.logits(len(hidden), heads)
+
+
 def features(length: int = 12) -> Features:
     tokens = torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -143,7 +150,7 @@ def test_decoding_runs_what_training_trains(share: bool) -> None:
         trained = list(head.predict(given, target()))
         assert [len(logits[0]) for logits in trained] == [10, 9, 8] and head.steps == 3
         for place in range(8):
-            stacked = drafter._weights.logits(given.hidden[:, place, 0], 3, target())
+            stacked = logits_of(drafter, given.hidden[:, place, 0], 3)
             for step in range(3):
                 torch.testing.assert_close(stacked[:, step], trained[step][:, place], rtol=0, atol=1e-10)
     assert [logits.shape[1] for logits in head.predict(features(3), target())] == [1, 0, 0]
@@ -206,7 +213,7 @@ class Scene:
         places = torch.zeros(3, 1, dtype=torch.int64)
         self.drafter.observe(Commit(range(3), places, places, torch.ones(3, dtype=torch.int64), self.hidden))
         with torch.no_grad():
-            self.logits: Tensor = self.drafter._weights.logits(self.hidden[:, 0, 0], head.config.num_heads, self.vocabulary)
+            self.logits: Tensor = self.drafter.logits(3, head.config.num_heads)
 
     def propose(self, budget: int, trees: bool = True) -> TokenTree:
         with torch.inference_mode():
@@ -234,22 +241,6 @@ def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int, ops: Ops) -> 
                 values[path] = sum(step[token] for step, token in zip(steps, path, strict=True))
         best = sorted(values, key=lambda path: -values[path])[:budget]
         assert set(drafted_paths(tree, row)) == set(best)
-
-
-@pytest.mark.parametrize(("nodes", "heads", "vocab"), [(1, 3, 4), (4, 3, 6), (7, 2, 9), (12, 2, 13), (12, 3, 4), (9, 1, 11)])
-def test_candidates_are_the_paths_that_so_many_others_do_not_excel(nodes: int, heads: int, vocab: int) -> None:
-    every = [path for depth in range(1, heads + 1) for path in itertools.product(range(vocab), repeat=depth)]
-
-    def excels(one: Path, other: Path) -> bool:
-        return len(one) <= len(other) and all(mine <= theirs for mine, theirs in zip(one, other, strict=False))
-
-    wanted = {path for path in every if sum(excels(other, path) for other in every) <= nodes}
-    assert set(candidates(nodes, heads, vocab).paths) == wanted
-
-
-def test_candidates_stay_few() -> None:
-    assert len(candidates(16, 5, 10**6)) == 200
-    assert candidates(10 * EXACT, 5, 10**6) == candidates(EXACT, 5, 10**6) and len(candidates(EXACT, 5, 10**6)) == 751
 
 
 @pytest.mark.parametrize("wish", [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_k=5, top_p=0.9)])
@@ -509,16 +500,12 @@ def test_kernels_say_what_operators_say(shared: bool, layers: int) -> None:
             parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     drafter = Medusa(head, tables)
-    assert drafter._weights.own is not None
-    tables.__dict__["native"] = None
-    plain = Medusa(head, tables)._weights
-    assert plain.own is None
     with torch.inference_mode():
-        wanted = plain.logits(hidden, 3, tables)
-        tables.__dict__.pop("native")
+        wanted = logits_of(drafter, hidden, 3, TORCH)
+        assert drafter.prepared is None
         for heads in (1, 3):
-            found = drafter._weights.logits(hidden, heads, tables)
-            assert found.shape == (5, heads, 96)
+            found = logits_of(drafter, hidden, heads)
+            assert drafter.prepared is not None and found.shape == (5, heads, 96)
             assert (found - wanted[:, :heads]).float().norm() < 0.01 * wanted.float().norm()
 
 
@@ -533,10 +520,7 @@ def test_heads_and_pairs_read_as_one_draft_what_they_draft_apart(rows: int, wish
         for parameter in head.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
     head.count(*torch.randint(96, (2, 3000), generator=dice))
-    drafter = Medusa(head, tables, tree)
-    assert drafter.together is not None and head.config.pairs > 100
-    apart = Medusa(head, tables, tree)
-    apart.together = None
+    drafter, apart = Medusa(head, tables, tree), Medusa(head, tables, tree)
     frontier = Frontier(paths_of([[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]][:rows]).prefix, sampler_of(*[wish] * rows), 7)
     hidden = torch.randn(rows, 64, generator=dice).bfloat16()
     drafted = []
@@ -544,6 +528,9 @@ def test_heads_and_pairs_read_as_one_draft_what_they_draft_apart(rows: int, wish
         for one in (drafter, apart):
             one.start(4, 64, CPU)
             one.hidden[:rows] = hidden
+            assert one.prepared.whole is not None                       # type: ignore[union-attr]
+            if one is apart:
+                one.prepared = one.prepared._replace(whole=None)        # type: ignore[union-attr]
             drafted.append(one.propose(frontier))
     one, other = drafted
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
@@ -557,4 +544,6 @@ def test_heads_with_projections_of_their_own_are_read_apart() -> None:
     tables = packed_target()
     head = MedusaHead.fresh(tables, num_heads=2, num_layers=1, share_lm_head=False)
     head.count(*torch.randint(96, (2, 3000), generator=torch.Generator().manual_seed(0)))
-    assert Medusa(head, tables).together is None
+    drafter = Medusa(head, tables)
+    drafter.start(1, 64, CPU)
+    assert drafter.prepared.whole is None                               # type: ignore[union-attr]

@@ -90,7 +90,7 @@ def asking(
 FEW = -50000.0
 
 
-def law_behind(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: list[int], cut: int | None) -> Tensor:
+def law_behind(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: list[int]) -> Tensor:
     """[V] log-probabilities behind `drafted` tokens, the state run through from the beginning."""
     weights = {name: weight.detach() for name, weight in head.state_dict().items()}
     form, state = head.config, torch.zeros_like(context)
@@ -111,18 +111,16 @@ def law_behind(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: l
         inner = inner + mixed * torch.sigmoid(mixed)
     logits = weights[f"lm_head.{form.num_layers}.weight"] @ inner + weights.get(f"lm_head.{form.num_layers}.bias", 0)
     logits = logits - logits.max()
-    if cut is not None and cut < len(logits):
-        logits = torch.where(logits < logits.sort(descending=True).values[cut - 1], FEW, logits)
     return logits.log_softmax(0)
 
 
 def published_beams(
-    head: ReDrafterHead, vocabulary: Any, context: Tensor, root: int, width: int, length: int, cut: int | None
+    head: ReDrafterHead, vocabulary: Any, context: Tensor, root: int, width: int, length: int
 ) -> list[list[int]]:
     """Apple's `beam_search_candidates`: all beams begin with the root, all but the first without any probability."""
     beams, scores = [[root]] * width, [0.0, *[FEW] * (width - 1)]
     for _ in range(length):
-        laws = [law_behind(head, vocabulary, context, beam, cut).tolist() for beam in beams]
+        laws = [law_behind(head, vocabulary, context, beam).tolist() for beam in beams]
         grown = [
             (score + step, [*beam, token])
             for beam, score, law in zip(beams, scores, laws, strict=True)
@@ -139,18 +137,17 @@ def paths_in(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
     return [path for path, there in zip(found, tree.present[row].tolist(), strict=True) if there]
 
 
-@pytest.mark.parametrize("cut", [None, 50])
 @pytest.mark.parametrize("form", FORMS)
-def test_beams_are_those_of_the_published_search(form: str, cut: int | None) -> None:
+def test_beams_are_those_of_the_published_search(form: str) -> None:
     """The same beams in the same order, shared prefixes merged, in every row of a batch."""
     tables = Tables()
     head = random_head(tables, **FORMS[form])
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for width, length in ((4, 4), (2, 5), (6, 2)):
-        drafter = ReDrafter(head, tables, width=width, length=length, tree="beams", cut=cut)
+        drafter = ReDrafter(head, tables, width=width, length=length, tree="beams")
         tree = drafter.propose(asking(drafter, hidden, [5, 80, 41], budget=width * length))
         for row, root in enumerate((5, 80, 41)):
-            beams = published_beams(head, tables, hidden[row], root, width, length, cut)
+            beams = published_beams(head, tables, hidden[row], root, width, length)
             prefixes = [tuple(beam[1:size]) for beam in beams for size in range(1, length + 2)]
             assert paths_in(tree, row) == list(dict.fromkeys(prefixes))
 
@@ -167,7 +164,7 @@ def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, ops: Ops) ->
     for _ in range(length):
         grown = []
         for path, score in beams:
-            law = law_behind(head, tables, context, [root, *path], None)
+            law = law_behind(head, tables, context, [root, *path])
             best = law.topk(width)
             grown += [((*path, int(token)), score + float(step)) for step, token in zip(*best, strict=True)]
         beams = sorted(grown, key=lambda one: -one[1])[:width]
@@ -194,7 +191,7 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
         tree = drafter.propose(Frontier(frontier.prefix, frontier.sampler, 9, trees=False))
         assert tree.is_chain and tree.tokens.shape == (2, 4)
         for row, root in enumerate((5, 80)):
-            assert tree.tokens[row].tolist() == published_beams(head, tables, hidden[row], root, 1, 3, None)[0]
+            assert tree.tokens[row].tolist() == published_beams(head, tables, hidden[row], root, 1, 3)[0]
 
 
 @pytest.mark.parametrize("params", [
@@ -213,7 +210,7 @@ def test_every_beam_races_by_its_own_path(params: dict[str, Any]) -> None:
     paths = paths_in(tree, 0)
     for path in paths:
         children = {other[-1] for other in paths if other[:-1] == path and other}
-        logits = law_behind(head, tables, hidden[0], [7, *path], None)[None, None]
+        logits = law_behind(head, tables, hidden[0], [7, *path])[None, None]
         chain = TokenTree.chain(torch.tensor([[7, *path]]))
         gumbel_logits = frontier.sampler.gumbel_logits(logits, Paths(frontier.prefix, chain, first=len(path)), Role.TARGET)
         assert children <= set(gumbel_logits[0, 0].topk(3).indices.tolist())
@@ -231,7 +228,7 @@ def test_what_a_head_errs_by_weighs_more_where_it_is_cold(temperature: float, tr
     drafter = ReDrafter(head, tables, width=3, length=1)
     frontier = asking(drafter, hidden, [7], budget=3, ops=ops, temperature=temperature, seed=3)
     tree = drafter.propose(frontier)
-    logits = law_behind(head, tables, hidden[0], [7], None)[None, None]
+    logits = law_behind(head, tables, hidden[0], [7])[None, None]
     gumbel_logits = frontier.sampler.gumbel_logits(logits, Paths(frontier.prefix, TokenTree.root(torch.tensor([7]))), Role.TARGET)
     assert tree.confidence is not None
     wanted = (gumbel_logits * trust).softmax(-1)[0, 0, tree.tokens[0, 1:]]
@@ -271,7 +268,7 @@ def test_training_unrolls_the_same_recurrence(form: str) -> None:
         for row in range(2):
             for t in range(5 - step):
                 consumed = tokens[row, t + 1 : t + 2 + step].tolist()
-                law = law_behind(head, tables, hidden[row, t, 0], consumed, None)
+                law = law_behind(head, tables, hidden[row, t, 0], consumed)
                 torch.testing.assert_close(logits[row, t].log_softmax(-1), law)
 
 
@@ -396,13 +393,13 @@ def test_as_many_rounds_as_the_published_loop() -> None:
     for story in stories():
         place, count = story.start, 0
         while place - story.start < NEW - 1:
-            beams = published_beams(head, known, story.hidden[place - 1], story.tokens[place], WIDTH, LENGTH, 50)
+            beams = published_beams(head, known, story.hidden[place - 1], story.tokens[place], WIDTH, LENGTH)
             ahead = story.tokens[place + 1 : place + 1 + LENGTH]
             hits = [[mine == own for mine, own in zip(beam[1:], ahead, strict=False)] for beam in beams]
             place += 1 + max([*hit, False].index(False) for hit in hits)
             count += 1
         rounds.append(count)
-    drafter = ReDrafter(head, target(), width=WIDTH, length=LENGTH, tree="beams", cut=50)
+    drafter = ReDrafter(head, target(), width=WIDTH, length=LENGTH, tree="beams")
     done = Engine(target(), drafter, budget=WIDTH * LENGTH).generate(prompts(8)[:6], max_new_tokens=NEW)
     assert [one.stats.rounds for one in done] == rounds
     assert sum(rounds) < 6 * (NEW - 1) / 2, "hardly anything was accepted: it tests nothing"
@@ -482,7 +479,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DrafterMismatch, match="5000 tokens, tables has 90"):
         ReDrafter(ReDrafterHead(ReDrafterConfig(8, 5000, 16)), tables)
     head = ReDrafterHead.fresh(tables)
-    for wrong in ({"width": 0}, {"length": 0}, {"width": 91}, {"width": 5, "cut": 4}, {"tree": "bush"}):
+    for wrong in ({"width": 0}, {"length": 0}, {"width": 91}, {"tree": "bush"}):
         with pytest.raises(BadInput):
             ReDrafter(head, tables, **wrong)
     for wrong in ({"exit_dim": 7}, {"exit_dim": 17}, {"share_lm_head": True, "exit_dim": 9}, {"steps": 0}):
@@ -518,9 +515,9 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
         for trial, heat in enumerate((0.0, 0.7, 1.3, 0.0)):
             frontier = asking(drafter, hidden, list(range(40)), 99, ops=CPU, temperature=heat, seed=trial)
             frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
-            once, native = drafter.propose(frontier), drafter._native
-            drafter._native = None
-            often, drafter._native = drafter.propose(frontier), native
+            once, native = drafter.propose(frontier), drafter.prepared
+            drafter.prepared = None
+            often, drafter.prepared = drafter.propose(frontier), native
             assert native is not None and once.tokens.shape == often.tokens.shape
             assert once.tokens.shape[1] == 1 + 3 + 9 + 9 + 9 or trial == 3
             for row in range(40):

@@ -15,7 +15,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.drafters.suffix import OWN, SIZES, WAYS, SuffixDrafter, _Lanes, way
+from draftproof.drafters.suffix import OWN, SIZES, SLOTS, Places, SuffixDrafter, slot_of
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 
@@ -60,8 +60,8 @@ def started(memory: int = 4096, rows: int = 4) -> SuffixDrafter:
 
 def ways() -> Text:
     """Four tokens that never push each other out."""
-    kept = way(torch.arange(30))
-    return [int((kept == one).nonzero()[0]) for one in range(WAYS)]
+    kept = slot_of(torch.arange(30))
+    return [int((kept == one).nonzero()[0]) for one in range(SLOTS)]
 
 
 def counted(text: Text, others: list[Text]) -> dict[int, float]:
@@ -197,7 +197,7 @@ def test_lanes_of_running_rows_never_overlap() -> None:
     cursor = 0
     for _ in range(50):
         width, rows = dice.randint(4, 40), dice.randint(1, 5)
-        lanes = _Lanes(width, max(500 // width, 2 * rows + 1), cursor)
+        lanes = Places(width, max(500 // width, 2 * rows + 1), cursor)
         for _ in range(40):
             if len(lanes.used) < rows and dice.random() < 0.6:
                 lanes.take()
@@ -205,7 +205,7 @@ def test_lanes_of_running_rows_never_overlap() -> None:
                 lanes.used.pop(dice.randrange(len(lanes.used)))
             starts = sorted(lanes.used)
             assert all(later - one >= width for one, later in pairwise(starts))
-            assert all(0 <= start <= lanes.size - width for start in starts)
+            assert all(0 <= start <= lanes.width * lanes.count - width for start in starts)
         cursor = lanes.cursor
 
 

@@ -16,7 +16,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.token_recycling import BEST, DEPTH, TOLD, TokenRecycling
+from draftproof.drafters.token_recycling import BEST, DEPTH, READ, TokenRecycling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 
@@ -127,11 +127,11 @@ def test_a_prompt_teaches_its_own_order() -> None:
     drafter = started()
     drafter.observe(told(0, [5, 6, 7, 5, 8, 7]))
     found = paths_of(propose(drafter, [[30, 5, 6, 7, 5, 8, 7, 1, 5]], budget=2))
-    assert found[(8,)] == pytest.approx(TOLD)
+    assert found[(8,)] == pytest.approx(READ)
     drafter.observe(on(0, [5]))
     drafter.observe(told(0, [6]))
     found = paths_of(propose(drafter, [[30, 5, 6, 7, 5, 8, 7, 5, 6, 1, 5]], budget=8))
-    assert found[(6,)] == pytest.approx(TOLD) and found[(8,)] == pytest.approx(TOLD * (1 - TOLD))
+    assert found[(6,)] == pytest.approx(READ) and found[(8,)] == pytest.approx(READ * (1 - READ))
 
 
 def test_a_small_memory_forgets_but_never_mixes() -> None:

@@ -1,11 +1,12 @@
 """Speculative sampling with a draft model (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-The draft model reads through the same interface as the target and owns a cache of its own. It proposes a chain, or
-a tree of any static shape: level by level, each node's children are the best of its race. When the rule wants drawn
-tokens, children are drawn without replacement (Gumbel top-k) and carry their law.
+The draft model reads through the same interface as the target and owns a cache of its own. It
+proposes a chain, or a tree of any static shape, level by level: each node's children are the tokens
+that the target is likeliest to choose there, by its own noise. When the rule wants drawn tokens
+(Leviathan et al., algorithm 1), children are drawn without replacement and carry their law.
 
-`SelfDraft` needs no second model: the target drafts with quantised weights, which agree with its own nearly always, or
-with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710), and shares whatever is not quantised.
+`SelfDraft` needs no second model: the target drafts with quantised weights, which agree with its
+own nearly always, or with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710).
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from draftproof.model.quantize import KINDS
 from draftproof.model.target import Target
 
 WIDTHS = (2, 4, 8)
-"""How many tokens the first read of a round takes: the root, and what was committed without the draft."""
+"""How many tokens the first read of a round takes: the root, and what was committed since."""
 CONFIDENCE_SCALE = 1.4
-"""How much is made of a lead in the race (`Sampler.confidence`): then tokens taken for so likely to be chosen are chosen as often."""
+"""`Sampler.confidence`: at this scale tokens are chosen as often as their chance says."""
+SELF = "self-"
+"""Names of self-drafts begin with this."""
 
 
 class Cache(Protocol):
@@ -47,7 +50,7 @@ class Cache(Protocol):
 
 
 class Model(Protocol):
-    """What the drafter needs of a language model; `target.Target` is one."""
+    """What the drafter needs of a language model; `model.target.Target` is one."""
 
     name: str
     vocab_size: int
@@ -55,14 +58,16 @@ class Model(Protocol):
     reads_trees: bool
 
     def new_cache(self, rows: int, capacity: int) -> Any: ...
-    def read(self, tree: TokenTree, cache: Any, *, first: int = 0, last_only: bool = False) -> Reading: ...
+    def read(
+        self, tree: TokenTree, cache: Any, *, first: int = 0, last_only: bool = False
+    ) -> Reading: ...
 
 
 class DraftModel(Drafter):
     """Drafts with a smaller language model that shares the target's token ids.
 
-    model: the draft, wrapped as a `Target`. vocab_size: of the target; draft logits are padded or cut to it.
-    shape: the tree to draft; None drafts a chain as long as the budget.
+    model: the draft, wrapped as a `Target`. vocab_size: of the target; draft logits are padded or
+    cut to it. shape: the tree to draft; None drafts a chain as long as the budget.
     """
 
     name = "draft-model"
@@ -70,161 +75,166 @@ class DraftModel(Drafter):
     has_kv_cache = True
 
     def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
-        if shape is not None and not shape.is_chain and not model.reads_trees:
-            raise DrafterMismatch(f"draft model {model.name} cannot read trees exactly; draft chains with it")
+        self.chains = shape is None or shape.is_chain
+        if not self.chains and not model.reads_trees:
+            raise DrafterMismatch(
+                f"draft model {model.name} cannot read trees exactly; draft chains with it"
+            )
         children = max(shape.ranks, default=0) + 1 if shape is not None else 1
         if children > vocab_size:
-            raise DrafterMismatch(f"a tree with {children} children of one node was asked of {vocab_size} tokens; draft fewer")
+            raise DrafterMismatch(
+                f"a tree with {children} children of one node was asked of {vocab_size} tokens; "
+                "draft fewer"
+            )
         self.model, self.vocab_size, self.shape = model, vocab_size, shape
         if shape is not None:
             self.default_budget = len(shape) - 1
         self.cache: Cache | None = None
-        self.behind: list[int] = []         # per row, at most so many committed tokens are not in the cache
-        self.scratch: int | Tensor | None = None     # nodes of the last proposal, of each row, in the cache's scratch
+        self.lag: list[int] = []            # of each row, tokens that may not be in the cache
+        self.scratch: int | Tensor | None = None    # nodes of the last proposal that were read
 
     def unread(self, pending: int = 0) -> int:
-        return sum(max(0, behind + pending - 1) for behind in self.behind)
+        return sum(max(0, lag + pending - 1) for lag in self.lag)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.cache = self.model.new_cache(rows, capacity)
-        self.behind, self.scratch = [], None
+        self.lag, self.scratch = [], None
 
     def observe(self, commit: Commit) -> None:
         width = commit.tokens.shape[1]
-        for row in commit.rows:
-            if row == len(self.behind):
-                self.behind.append(0)
-        if self.scratch is not None:          # the commit answers the proposal: keep what was read of it
-            cache = self._cache(len(commit.rows))
-            if self.shape is None or self.shape.is_chain:
-                cache.keep(None, commit.count.clamp(max=self.scratch))
-            else:
-                stands = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
-                cache.keep(commit.nodes, ((commit.nodes < self.scratch) & stands).sum(1))
-            self.behind = [1] * len(self.behind)
-            self.scratch = None
+        if commit.rows[-1] == len(self.lag):
+            self.lag.append(0)
+        if self.scratch is None:
+            for row in commit.rows:
+                self.lag[row] += width
             return
-        for row in commit.rows:
-            self.behind[row] += width
+        cache = self._cache(len(commit.rows))       # the commit answers the proposal: keep its part
+        if self.chains:
+            cache.keep(None, commit.count.clamp(max=self.scratch))
+        else:
+            accepted = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
+            cache.keep(commit.nodes, ((commit.nodes < self.scratch) & accepted).sum(1))
+        self.lag, self.scratch = [1] * len(self.lag), None
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        chains = self.shape is None or self.shape.is_chain
-        room = frontier.room if chains else frontier.budget
-        shape = (self.shape or TreeShape.chain(room)).within(room)
-        if chains and not frontier.drawn and (tree := self._at_once(frontier, len(shape) - 1)) is not None:
-            return tree
-        root = frontier.prefix.root[:, None]
+        most = frontier.room if self.chains else frontier.budget
+        shape = (self.shape or TreeShape.chain(most)).within(most)
         if len(shape) == 1:
-            return TokenTree.chain(root)
-        tokens, laws, confidence = root, [], torch.zeros(root.shape, device=root.device)
+            return TokenTree.root(frontier.prefix.root)
+        if self.chains and not frontier.drawn:
+            tree = self._in_one_call(frontier, len(shape) - 1)
+            if tree is not None:
+                return tree
+        return self._level_by_level(frontier, shape, most)
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.select(rows)
+        self.lag = [self.lag[row] for row in rows]
+
+    def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
+        """The roots and the chains after them, if the model can draft them in one call."""
+        prefix, chain, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.lag)
+        if chain is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
+            return None
+        asked = (prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
+        sampling = frontier.sampler.draft_sampling(*asked)
+        if sampling is None:
+            return None
+        width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
+        cache.bound(prefix.longest)
+        drafted = chain(prefix, width, cache, steps, frontier.budget * rows, sampling)
+        if drafted is None:
+            return None
+        self.lag, self.scratch = [0] * rows, drafted.read
+        tree = TokenTree.chain(drafted.tokens)
+        return replace(tree, turns=drafted.turns) if frontier.most else tree
+
+    def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
+        root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor
+        tokens, laws = root, []
+        scores = torch.zeros(root.shape, device=root.device)        # log-probabilities of paths
         live = torch.ones_like(root, dtype=torch.bool)
-        logits = self._read_root(frontier.prefix, room)
+        logits = self._read_root(frontier.prefix, most)
         for depth, level in enumerate(shape.levels[1:], start=1):
             above = shape.levels[depth - 1]
-            tree = self._tree(tokens, shape)
+            tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1))
             if depth > 1:
                 read = self.model.read(tree, self._cache(len(root)), first=above.start)
                 logits = over_vocabulary(read.logits, self.vocab_size)
                 self.scratch = above.stop
             paths = Paths(frontier.prefix, tree, first=above.start)
             count = max(shape.ranks[node] for node in level) + 1
-            scores, children = self._children(frontier, logits, paths, count)
-            parents, ranks = shape.births(depth, root.device)
-            last = tree.tokens[:, above.start :]
-            if count > 1 or len(above) > 1:
-                scores, children, last = scores[:, parents, ranks], children[:, parents, ranks], last[:, parents]
+            if frontier.drawn:                                      # Gumbel top-k: no replacement
+                steps, children = sampler.gumbel_logits(logits, paths, Role.DRAFT).topk(count, -1)
             else:
-                scores, children = scores[..., 0], children[..., 0]
-            there = (scores > -torch.inf) & (last != ABSENT) & live
+                steps, children = sampler.best(logits, paths, count, CONFIDENCE_SCALE)
+            place, rank = shape.births(depth, root.device)
+            steps, children = steps[:, place, rank], children[:, place, rank]
+            parents = tree.tokens[:, above.start :][:, place]
+            there = (steps > -torch.inf) & (parents != ABSENT) & live
             tokens = torch.cat([tokens, torch.where(there, children, ABSENT)], 1)
             if frontier.drawn:
-                laws.append(frontier.sampler.probs(logits, paths)[:, parents])
-            elif frontier.floor and chains:
-                confidence = torch.cat([confidence, torch.where(there, confidence[:, -1:] + scores, -torch.inf)], 1)
-                live = confidence[:, -1:] >= max(log(frontier.floor), _least(confidence[:, 1:], frontier.budget * len(root)))
+                laws.append(sampler.probs(logits, paths)[:, place])
+            elif floor and self.chains:
+                steps = torch.where(there, scores[:, -1:] + steps, -torch.inf)
+                scores = torch.cat([scores, steps], 1)
+                least = _lowest(scores[:, 1:], frontier.budget * len(root))
+                live = scores[:, -1:] >= max(log(floor), least)
                 if not bool(live.any()):
                     break
-        drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if frontier.drawn else None
-        known = confidence.exp() if confidence.shape == tokens.shape else None
-        tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, known)
-        return tree.shared(frontier.budget) if frontier.most and chains else tree
-
-    def select(self, rows: Sequence[int]) -> None:
-        if self.cache is not None:
-            self.cache.select(rows)
-        self.behind = [self.behind[row] for row in rows]
-
-    def _at_once(self, frontier: Frontier, steps: int) -> TokenTree | None:
-        """The roots and the chains behind them, if the model can draft them in one call."""
-        prefix, draft, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.behind)
-        if not steps or draft is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
-            return None
-        draft_sampling = frontier.sampler.draft_sampling(prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
-        if draft_sampling is None:
-            return None
-        width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
-        cache.bound(prefix.longest)
-        found = draft(prefix, width, cache, steps, frontier.budget * rows, draft_sampling)
-        if found is None:
-            return None
-        self.behind, self.scratch = [0] * rows, found.read
-        tree = TokenTree.chain(found.tokens)
-        return replace(tree, turns=found.turns) if frontier.most else tree
-
-    def _children(self, frontier: Frontier, logits: Tensor, paths: Paths, count: int) -> tuple[Tensor, Tensor]:
-        """Scores and tokens [B, n, count]: the best of each node's race, or so many drawn without replacement."""
-        if not frontier.drawn:
-            return frontier.sampler.best(logits, paths, count, CONFIDENCE_SCALE)
-        best = frontier.sampler.gumbel_logits(logits, paths, Role.DRAFT).topk(count, -1)
-        return best.values, best.indices
-
-    def _tree(self, tokens: Tensor, shape: TreeShape) -> TokenTree:
-        """The levels drafted so far."""
-        return TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1))
+        drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if laws else None
+        confidence = scores.exp() if scores.shape == tokens.shape else None
+        tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, confidence)
+        return tree.shared(frontier.budget) if frontier.most and self.chains else tree
 
     def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
-        """[B, 1, V] logits behind the root, after reading whatever is missing before it."""
-        lacking, rows = self._lacking(prefix, budget), len(self.behind)
+        """[B, 1, V] logits at the root, after reading whatever is missing before it."""
+        lacking, rows = self._lacking(prefix, budget), len(self.lag)
         width = next(width for width in WIDTHS if lacking < width)
         cache = self._cache(rows)
         cache.bound(prefix.longest if prefix.longest is not None else prefix.tokens.shape[1])
-        gap = prefix.position - cache.lengths                                # [B] committed tokens still missing
+        gap = prefix.position - cache.lengths                   # [B] committed tokens still missing
         place = cache.lengths[:, None] + torch.arange(width, device=gap.device)
-        tokens = torch.where(place <= prefix.position[:, None], prefix.tokens.gather(1, place), ABSENT)
+        there = place <= prefix.position[:, None]
+        tokens = torch.where(there, prefix.tokens.gather(1, place), ABSENT)
         logits = self.model.read(TokenTree.chain(tokens), cache).logits
         cache.keep(None, gap)
-        self.behind, self.scratch = [0] * rows, 1
-        return over_vocabulary(logits.gather(1, gap[:, None, None].expand(-1, 1, logits.shape[-1])), self.vocab_size)
+        self.lag, self.scratch = [0] * rows, 1
+        last = gap[:, None, None].expand(-1, 1, logits.shape[-1])
+        return over_vocabulary(logits.gather(1, last), self.vocab_size)
 
     def _lacking(self, prefix: Prefix, budget: int) -> int:
-        """How many tokens rows lack at most before the root; where that is too many at once, all but one are read here."""
-        lacking = max(self.behind)
-        if lacking > 1 and lacking >= max(width for width in WIDTHS if width <= budget + 3):  # as the scratch has room
+        """The most tokens that a row lacks before the root; too many are read here, but for one."""
+        lacking = max(self.lag)
+        fits = max(width for width in WIDTHS if width <= budget + 3)    # as the scratch has room
+        if lacking > 1 and lacking >= fits:
             self._catch_up(prefix)
-            lacking, self.behind = 1, [min(behind, 1) for behind in self.behind]
+            lacking, self.lag = 1, [min(lag, 1) for lag in self.lag]
         return lacking
 
     def _catch_up(self, prefix: Prefix) -> None:
-        """Read what rows lack, leaving at most one committed token unread: in chunks, neighbours that lack as much together.
+        """Read what rows lack but the last committed token, in chunks; equal neighbours together.
 
-        In closed shapes all rows together, in chunks of closed sizes.
+        In static shapes all rows together, in chunks of static sizes.
         """
-        closed, rows = prefix.longest is None, len(self.behind)
-        lacking = [max(self.behind)] * rows if closed else self.behind
-        for behind, group in groupby(range(rows), key=lacking.__getitem__):
+        static, rows, end = prefix.longest is None, len(self.lag), prefix.tokens.shape[1]
+        lacking = [max(self.lag)] * rows if static else self.lag
+        for lag, group in groupby(range(rows), key=lacking.__getitem__):
             members = list(group)
             lot = slice(members[0], members[-1] + 1)
             cache, position = self._cache(lot.stop, lot.start), prefix.position[lot, None]
-            if closed:
-                cache.bound(prefix.tokens.shape[1])
-            for start in range(0, behind - 1, CHUNKS[-1]):
-                left = behind - 1 - start
-                width = padded(left) if closed else min(left, CHUNKS[-1])
+            if static:
+                cache.bound(end)
+            for start in range(0, lag - 1, CHUNKS[-1]):
+                left = lag - 1 - start
+                width = padded(left) if static else min(left, CHUNKS[-1])
                 place = cache.lengths[:, None] + torch.arange(width, device=position.device)
                 there = place < position
-                text = prefix.tokens[lot].gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-                self.model.read(TokenTree.chain(torch.where(there, text, ABSENT)), cache, last_only=True)
+                text = prefix.tokens[lot].gather(1, place.clamp(max=end - 1))
+                chunk = TokenTree.chain(torch.where(there, text, ABSENT))
+                self.model.read(chunk, cache, last_only=True)
                 cache.keep(None, there.sum(1))
 
     def _cache(self, stop: int, start: int = 0) -> Cache:
@@ -232,36 +242,39 @@ class DraftModel(Drafter):
         return self.cache.rows(start, stop)
 
 
-def _least(confidence: Tensor, nodes: int) -> float:
-    """The odds of the last of the likeliest `nodes` among [B, N]; -inf where there are fewer."""
-    return float(confidence.flatten().topk(nodes).values[-1]) if confidence.numel() >= nodes else -torch.inf
-
-
-SELF = "self-"
-"""Names of self-drafts begin with this."""
+def _lowest(scores: Tensor, nodes: int) -> float:
+    """The last of the highest `nodes` of scores [B, N]; -inf where there are fewer."""
+    enough = scores.numel() >= nodes
+    return float(scores.flatten().topk(nodes).values[-1]) if enough else -torch.inf
 
 
 class SelfDraft(DraftModel):
-    """Drafts with the target's own weights; its cache is its own.
+    """Drafts with the target's own weights; its cache is its own, what is not quantised is shared.
 
-    target: an unquantised target, packed or not, if `quantize` is given. layers: draft with so many of the first layers;
-    None, with all. quantize: "int8" or "int4"; with neither, the target itself drafts. shape: as for `DraftModel`.
+    target: an unquantised target, packed or not, if `quantize` is given. layers: draft with so many
+    of the first layers; None, with all. quantize: "int8" or "int4"; with neither, the target itself
+    drafts. shape: as for `DraftModel`.
     """
 
     name = "self-draft"
 
     def __init__(
-        self, target: Target, *, layers: int | None = None, quantize: str | None = None, shape: TreeShape | None = None
-    ) -> None:
+        self, target: Target, *, layers: int | None = None, quantize: str | None = None,
+        shape: TreeShape | None = None,
+    ) -> None:  # fmt: skip
         draft = target if layers is None else target.first_layers(layers)
-        super().__init__(draft if quantize is None else draft.quantized(quantize), target.vocab_size, shape)
+        draft = draft if quantize is None else draft.quantized(quantize)
+        super().__init__(draft, target.vocab_size, shape)
 
 
 def self_draft_options(name: str) -> tuple[int | None, str | None]:
-    """Layers and quantisation of "self-layers:4", "self-int8" or "self-int4"; raises BadInput for another name."""
+    """Layers and quantisation of "self-layers:4", "self-int8" or "self-int4"; else BadInput."""
     kind, _, count = name.removeprefix(SELF).partition(":")
     if kind == "layers" and count.isdecimal():
         return int(count), None
     if kind in KINDS and not count:
         return None, kind
-    raise BadInput(f"the drafter was {name!r}; a target drafts for itself as self-int8, self-int4, or self-layers:N")
+    raise BadInput(
+        f"the drafter was {name!r}; a target drafts for itself as self-int8, self-int4, or "
+        "self-layers:N"
+    )

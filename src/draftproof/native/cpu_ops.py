@@ -22,7 +22,7 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.native.kernels import Kernels, kernels
-from draftproof.native.structures import LANES, Counts, Grown, Index, Member, Pairs, Table, Texts
+from draftproof.native.structures import LANES, Counts, Grown, Heads, Index, Linear, Member, Pairs, Recurrence, Table, Texts  # fmt: skip
 
 
 class Declined:
@@ -43,7 +43,7 @@ class Same(IntEnum):
 class Pool(NamedTuple):
     """Members' trees side by side, [rows, M]: tokens, parents (-1 at each root), and the kinds of nodes."""
 
-    said: Tensor
+    texts: Tensor
     parents: Tensor
     kinds: Tensor
 
@@ -156,46 +156,83 @@ class _Functions:
 
     # Trees of draft heads: drafting.c --------------------------------------------------------------
 
-    def heads_tree(
-        self, medusa: Any, frontier: Frontier, root: Tensor, heads: int, nodes: int, shape: TreeShape | None
+    def prepare_heads(
+        self, blocks: Sequence[Any], layers: int, head: Linear | None, bigrams: Any, weight: float
+    ) -> PreparedHeads | None:
+        """None where some blocks are not packed."""
+        linears = [block.native for block in blocks if getattr(block, "native", None) is not None]
+        if len(linears) < len(blocks) or blocks[0].in_features % LANES:
+            return None
+        array, table = (Linear * len(linears))(*linears), Pairs(*_places(*bigrams[:4]))
+        whole = Heads(ctypes.addressof(array), head, table, layers, weight) if head is not None else None
+        return PreparedHeads(array, layers, head, whole)
+
+    def heads_logits(self, medusa: Any, hidden: Tensor, heads: int) -> Tensor | Declined:
+        prepared = medusa.prepared
+        if prepared is None or prepared.head is None:
+            return DECLINED
+        states = self._library.residual_blocks(prepared.blocks, heads, prepared.layers, hidden)
+        return self._library.multiply(prepared.head, states)
+
+    def medusa_tree(
+        self, medusa: Any, frontier: Frontier, heads: int, nodes: int, shape: TreeShape | None
     ) -> TokenTree | Declined:
-        vocab = medusa.vocabulary.vocab_size
+        vocab, prepared, root = medusa.vocabulary.vocab_size, medusa.prepared, frontier.prefix.root
         sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
-        if medusa.together is None or sampling is None:
+        if sampling is None or prepared is None or prepared.whole is None or prepared.head.outputs != vocab:
             return DECLINED
         rows, size = len(root), medusa.hidden.shape[1]
         out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
         states = medusa.hidden.new_empty(rows * heads * (2 * size + vocab))
         work = torch.empty(rows * heads * (vocab + LANES))
-        given = (ctypes.addressof(medusa.together), *_places(medusa.hidden, births, root))
+        given = (ctypes.addressof(prepared.whole), *_places(medusa.hidden, births, root))
         spare = (*out.places, *_places(states, work), torch.get_num_threads())
         self._library.medusa(*given, rows, heads, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
         return out.tree(shape, heads)
 
-    def pairs_tree(
-        self, pairs: Any, logits: Tensor, frontier: Frontier, root: Tensor, nodes: int, shape: TreeShape | None,
-        weight: float,
-    ) -> TokenTree | Declined:  # fmt: skip
+    def bigram_tree(
+        self, table: Any, logits: Tensor, frontier: Frontier, nodes: int, shape: TreeShape | None, weight: float
+    ) -> TokenTree | Declined:
         (rows, heads, vocab), logits = logits.shape, logits.contiguous()
         sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
         if logits.dtype != torch.bfloat16 or sampling is None:
             return DECLINED
-        out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
-        table, work = Pairs(*_places(*pairs.parts)), torch.empty(rows * heads * (vocab + LANES))
-        given = (ctypes.addressof(table), weight, *_places(births, logits, root))
+        out, (children, births), root = _Tree(rows, nodes + 1), _births(shape, nodes), frontier.prefix.root
+        pairs, work = Pairs(*_places(*table[:4])), torch.empty(rows * heads * (vocab + LANES))
+        given = (ctypes.addressof(pairs), weight, *_places(births, logits, root))
         spare = (*out.places, work.data_ptr(), torch.get_num_threads())
         self._library.paired(*given, rows, heads, vocab, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
         return out.tree(shape, heads)
 
+    def prepare_recurrence(self, head: Any, tables: Any) -> PreparedHeads | None:
+        """None where the target's tables or some layers are not packed."""
+        form = head.config
+        if tables is None or form.hidden_size % LANES or form.exit_dim % LANES:
+            return None
+        recurs = [head.rnn_w, head.rnn_u] if form.rnn else []
+        narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []
+        layers = [*recurs, *narrow, *(block.linear for block in head.lm_head[:-1])]
+        linears = [layer.native for layer in layers if getattr(layer, "native", None) is not None]
+        last = tables.head if form.share_lm_head else getattr(head.lm_head[-1], "native", None)
+        if len(linears) < len(layers) or last is None or last.outputs != len(tables.embeddings):
+            return None
+        first, blocks = linears[: len(layers) - form.num_layers], linears[len(layers) - form.num_layers :]
+        first = [*([] if recurs else [Linear(), Linear()]), *first, *([] if narrow else [Linear()]), last]
+        array = (Linear * len(blocks))(*blocks)
+        sizes = (tables.embeddings.data_ptr(), form.hidden_size, len(blocks))
+        flags = (form.rnn, form.rnn_activation == "silu", not form.skip_u_at_first_step)
+        whole = Recurrence(*first, ctypes.addressof(array), *sizes, *flags)
+        return PreparedHeads(array, len(blocks), last, whole)
+
     def beam_search(
         self, drafter: Any, frontier: Frontier, root: Tensor, length: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor] | Declined:
-        head, vocab = drafter.recurrence, drafter.vocabulary.vocab_size
+        prepared, vocab = drafter.prepared, drafter.vocabulary.vocab_size
         sampling = frontier.sampler.draft_sampling(frontier.prefix, length, vocab, frontier.floor)
-        if head is None or sampling is None:
+        if prepared is None or sampling is None:
             return DECLINED
-        rows, nodes = len(root), 1 + width + max(length - 1, 0) * width * width
-        out, context = _Tree(rows, nodes), drafter.context[:rows].contiguous()
+        head, rows, nodes = prepared.whole, len(root), 1 + width + max(length - 1, 0) * width * width
+        out, context = _Tree(rows, nodes), drafter.hidden[:rows].contiguous()
         each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
         work = context.new_empty(rows * width * each)
         given = (ctypes.addressof(head), *_places(context, root), rows, width, length)
@@ -255,8 +292,8 @@ class _Functions:
 
     def judge(self, counts: Any, asked: Any, prefix: Prefix) -> None:
         lying = Counts(*_places(counts.rows, counts.all), *counts.numbers)
-        where = _places(asked.said, asked.parents, asked.kinds, asked.position)
-        self._library.judge(ctypes.addressof(lying), *where, asked.said.shape[1], _texts(prefix), ABSENT)
+        where = _places(asked.texts, asked.parents, asked.kinds, asked.position)
+        self._library.judge(ctypes.addressof(lying), *where, asked.texts.shape[1], _texts(prefix), ABSENT)
 
     def merge_trees(
         self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int
@@ -272,6 +309,15 @@ class _Functions:
         given = (ctypes.addressof(lying), everyone.data_ptr(), members, len(trees), rows)
         self._library.merge(*given, *_places(*pool), out.grown)
         return pool, out.likeliest(max(tree.depth_limit for tree in trees))
+
+
+class PreparedHeads(NamedTuple):
+    """Draft heads as drafting.c reads them: `whole` points into `blocks`; the weights must live as long."""
+
+    blocks: ctypes.Array[Linear]
+    layers: int
+    head: Linear | None
+    whole: Heads | Recurrence | None
 
 
 class _Tree:
