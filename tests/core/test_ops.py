@@ -384,7 +384,8 @@ def test_signatures_are_those_of_the_sources() -> None:
 
 def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
     torch_functions = [
-        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens, prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
+        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens,
+        prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
         beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs, likely_successors, judge,
         merge_trees,
     ]  # fmt: skip
