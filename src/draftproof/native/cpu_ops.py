@@ -278,10 +278,10 @@ class _Functions:
         parts = [part.contiguous() for part in tensors]
         self._library.recycle(ctypes.addressof(lying), *_places(*parts), *seen.tokens.shape)
 
-    def learn_pairs(self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, odds: float) -> None:
+    def learn_pairs(self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, chance: float) -> None:
         lying = Table(*_places(*table.parts), *table.numbers)
         parts = [part.contiguous() for part in (before, tokens, successors)]
-        self._library.told(ctypes.addressof(lying), *_places(*parts), tokens.numel(), odds)
+        self._library.told(ctypes.addressof(lying), *_places(*parts), tokens.numel(), chance)
 
     def likely_successors(
         self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int
