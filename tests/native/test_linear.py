@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftproof.native.build import BUILDS, LEVELS, able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import Linear, interleaved, rounded
+from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100), (100, 4224)]
 
@@ -106,3 +106,36 @@ def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, 
     torch.testing.assert_close(whole.double(), wanted, rtol=0.01, atol=0.02 * size**0.5)
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
         assert torch.equal(in_8_bits(found, codes, scale, inputs[start : start + many]), whole[start : start + many]), many
+
+
+def in_4_bits(found: Kernels, weights: tuple[Tensor, Tensor, Tensor | None], outputs: int, inputs: Tensor) -> Tensor:
+    return found.multiply(Linear.of_4_bits(*weights, None, inputs.shape[-1], outputs), inputs)
+
+
+@pytest.mark.parametrize("supers", [False, True], ids=["scales", "supers"])
+@pytest.mark.parametrize(("outputs", "size"), [(32, 32), (33, 64), (70, 500), (288, 513), (1200, 48), (100, 4224)])
+def test_4_bits_are_those_of_the_definition_on_every_level(found: Kernels, outputs: int, size: int, supers: bool) -> None:
+    """Scales of any sign, minima, and supergroups as in Q4_K; inputs of which one is loud; the largest sums there are."""
+    dice = torch.Generator().manual_seed(5)
+    groups = -(-size // 32)
+    codes = torch.randint(0, 16, (outputs, size), generator=dice, dtype=torch.uint8)
+    inputs = torch.randn(21, size, generator=dice).bfloat16()
+    inputs[4], inputs[5], codes[1], inputs[6, size // 2] = 1, -1, 15, 1000
+    scales, minima = (torch.randn(outputs, groups, generator=dice) / 10).half(), (torch.rand(outputs, groups, generator=dice) - 0.5).half()
+    weights = nibbles(codes), grouped(scales, minima), None
+    if supers:
+        some = torch.randint(0, 64, (2, outputs, groups), generator=dice, dtype=torch.uint8)
+        over = (torch.randn(2, outputs, -(-groups // 8), generator=dice) / 100).half()
+        scales, minima = some * over.float().repeat_interleave(8, -1)[..., :groups]
+        weights = nibbles(codes), grouped(*some), grouped(*over)
+    whole = in_4_bits(found, weights, outputs, inputs)
+    assert torch.equal(whole, in_4_bits(Kernels(opened(able(LEVELS[-1])[0])), weights, outputs, inputs))
+    dense = codes * scales.double().repeat_interleave(32, 1)[:, :size] + minima.double().repeat_interleave(32, 1)[:, :size]
+    padded = torch.nn.functional.pad(inputs.float(), (0, -size % 32)).view(21, groups, 32)
+    largest = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    rounded_ = (((padded * (127 / largest) + 128.5).floor() - 128) * (largest.double() / 127)).view(21, -1)[:, :size]
+    wanted = rounded_ @ dense.t()
+    spread = rounded_.norm(dim=1, keepdim=True) * dense.norm(dim=1)
+    assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 100).all())
+    for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
+        assert torch.equal(in_4_bits(found, weights, outputs, inputs[start : start + many]), whole[start : start + many]), many

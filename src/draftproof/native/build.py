@@ -20,7 +20,7 @@ from typing import NamedTuple
 from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.c" for name in ("noise", "layers", "attention", "linear", "drafting", "lookup")]
+SOURCES = [HERE / f"{name}.c" for name in ("noise", "layers", "attention", "linear", "groups", "drafting", "lookup")]
 LEVELS = ("portable", "avx2", "avx512", "amx")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 UNFUSED = {"noise": LEVELS, "layers": LEVELS[:1]}
@@ -107,15 +107,19 @@ def compile_to(target: Path, build: str, compiler: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         done, digest = Path(folder) / "library", Path(folder) / "digest"
         objects = {source: str(Path(folder) / f"{source.stem}.o") for source in SOURCES}
-        commands = [
-            [compiler, *options(build, source), "-c", str(source), "-o", made] for source, made in objects.items()
-        ]
-        commands.append([compiler, "-shared", *objects.values(), "-o", str(done), "-lm"])      # OpenMP is torch's
-        for command in commands:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        _run(*([compiler, *options(build, source), "-c", str(source), "-o", made] for source, made in objects.items()))
+        _run([compiler, "-shared", *objects.values(), "-o", str(done), "-lm"])                  # OpenMP is torch's
         digest.write_text(_digest(done))
         done.replace(target)
         digest.replace(target.with_suffix(".digest"))
+
+
+def _run(*commands: list[str]) -> None:
+    """All at once; raises CalledProcessError with what the first that failed said."""
+    running = [subprocess.Popen(one, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for one in commands]
+    for one, said in [(one, one.communicate()[1]) for one in running]:
+        if one.returncode:
+            raise subprocess.CalledProcessError(one.returncode, one.args, stderr=said)
 
 
 def shipped(build: str) -> Path:

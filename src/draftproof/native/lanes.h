@@ -309,12 +309,18 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
 
 /* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
  * the inputs rounded up, is a multiple of 16 * fold. With a scale per output they have 8 bits and 128 added to them, and fold
- * is 4; without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. */
+ * is 4; without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null.
+ *
+ * With groups, weights have 4 bits: [outputs / 32, inputs / 32, 4, 32, 4] bytes, each of them the weight of one input and, in its upper
+ * half, of that 4 inputs on. Groups: scales and minima [outputs / 32, inputs / 32, 2, 32] in half precision, or, with supers, whole
+ * numbers of 8 bits that are multiplied by supers, [outputs / 32, inputs / 256, 2, 32] in half precision. */
 typedef struct {
     const void *weights;
     const float *scale;
     const bf16 *bias;
     int64_t size, padded, outputs;
+    const void *groups;
+    const uint16_t *supers;
 } Linear;
 
 /* How norms are made, and sums: what a layer adds is multiplied by `share`. */
@@ -353,6 +359,7 @@ typedef struct {
 void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
                           bf16 *keys, bf16 *values, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
+void draftproof_multiply_groups(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
                       int64_t threads);

@@ -341,7 +341,7 @@ static void released(void) {}                                                   
 int64_t draftproof_usable(void) { return 1; }
 #endif
 
-/* Bit 0: linear layers of 8 bits can be read here; bit 1: those of bfloat16; bit 2: by tiles. */
+/* Bit 0: linear layers of 8, and of 4, bits can be read here; bit 1: those of bfloat16; bit 2: by tiles. */
 int64_t draftproof_linears(void) { return HAS_INT8 | HAS_BF16 << 1 | TILES << 2; }
 
 /* A product in the making. Chunks are rows that lie beside each other. */
@@ -460,6 +460,10 @@ static void prepared(const Product *of, int64_t row) {
 /* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait for each other in the end. Few
  * inputs are laid out by each thread for itself, which is sooner done than to wait for the others. */
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
+    if (layer->groups) {
+        draftproof_multiply_groups(layer, inputs, out, rows, threads);
+        return;
+    }
     int64_t count = layer->padded / (layer->scale ? FOUR : 2), stretch = (count + BLOCK - 1) / BLOCK * BLOCK;
     int64_t strips = (layer->outputs + STRIP - 1) / STRIP, chunks = (rows + MOST - 1) / MOST;
     int64_t groups = threads * ((strips + threads * STRIPS - 1) / (threads * STRIPS));

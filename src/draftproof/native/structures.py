@@ -15,6 +15,8 @@ STRIP, WORDS = 32, 16
 """Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there is a multiple of it."""
+GROUP, SUPER = 32, 8
+"""Inputs of a layer of 4 bits that share a scale and a minimum; groups that may share what these are multiples of."""
 
 
 def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
@@ -34,13 +36,27 @@ class Read(ctypes.Structure):
 class Linear(ctypes.Structure):
     """A linear layer; as in lanes.h."""
 
-    _fields_ = _fields("weights scale bias", "size padded outputs")
+    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("groups supers"))
 
     @classmethod
     def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
         """weights as `interleaved` made them; scale and bias of as many outputs. The caller keeps them alive."""
         places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
         return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
+
+    @classmethod
+    def of_4_bits(
+        cls, weights: Tensor, groups: Tensor, supers: Tensor | None, bias: Tensor | None, size: int, outputs: int
+    ) -> Linear:
+        """weights as `nibbles` made them; groups, and supers, as `grouped` did. The caller keeps them alive.
+
+        A weight is scale * code + minimum. Groups are float16 scales and minima of `GROUP` inputs, or, with supers, uint8
+        multiples of those of `SUPER` groups, which are float16.
+        """
+        bias_at = None if bias is None else bias.data_ptr()
+        supers_at = None if supers is None else supers.data_ptr()
+        sizes = (size, size + -size % GROUP, outputs)
+        return cls(weights.data_ptr(), None, bias_at, *sizes, groups.data_ptr(), supers_at)
 
 
 class Norm(ctypes.Structure):
@@ -150,6 +166,21 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     """[outputs, inputs] what `interleaved` was made of."""
     return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """uint8 weights of 4 bits as the kernels read them, of codes [outputs, inputs] of 0 to 15, rounded up with zeros."""
+    outputs, inputs = codes.shape
+    padded = F.pad(codes.to(torch.uint8), (0, -inputs % GROUP, 0, -outputs % STRIP))
+    halves = padded.view(len(padded) // STRIP, STRIP, -1, GROUP // 8, 2, 4)
+    lying = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    return enlarge(torch.empty(lying.shape, dtype=torch.uint8)).copy_(lying)
+
+
+def grouped(scales: Tensor, minima: Tensor) -> Tensor:
+    """Scales and minima [outputs, groups] as the kernels read them, rounded up with zeros."""
+    both = F.pad(torch.stack([scales, minima], -1), (0, 0, 0, 0, 0, -len(scales) % STRIP))
+    return both.view(len(both) // STRIP, STRIP, -1, 2).permute(0, 2, 3, 1).contiguous()
 
 
 def rounded(numbers: Tensor) -> Tensor:
