@@ -23,6 +23,7 @@ class Int4ByRows(Int4Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantized_linear, "has_int4_product", lambda: False)
+            patch.setattr(quantized_linear, "kernels", lambda: None)
             super().__init__(weight, bias)
 
 
@@ -151,6 +152,15 @@ def test_the_kernel_and_torchs_operators_agree(
     assert bool(((whole(rows).float() - wanted).abs() <= 0.01 * loud).all())
     assert float((whole(rows) == without(rows)).float().mean()) > 0.95
     assert all(torch.equal(one(rows[:0]), rows.new_empty(0, outputs)) for one in (whole, without))
+
+
+@needs_kernels
+def test_the_kernel_of_4_bits_reads_the_same_weights() -> None:
+    """But for activations in 8 bits."""
+    weight, bias, rows = weights(64, 96, torch.bfloat16)
+    ours, wanted = Int4Linear(weight, bias), Int4ByRows(weight, bias)(rows).float()
+    assert ours.native is not None and slow_because("int4", torch.bfloat16) is None
+    assert bool(((ours(rows).float() - wanted).norm(dim=1) < 0.012 * wanted.norm(dim=1)).all())
 
 
 @needs_kernels

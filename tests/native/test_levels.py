@@ -14,7 +14,7 @@ from draftproof.native.build import ISA, LEVELS, able
 TESTS = Path(__file__).parents[1]
 WHAT = [
     "native/test_kernels.py", "core/test_ops.py", "native/test_build.py::test_the_environment_chooses_the_library",
-    "core/test_noise.py", "model/test_quantized_linear.py",
+    "core/test_noise.py", "model/test_quantized_linear.py", "model/test_fused_forward.py",
 ]  # fmt: skip
 TORCH = {
     "portable": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.model.packed_linear import JointLinear
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import Linear, interleaved, rounded
+from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
@@ -80,25 +80,38 @@ class Int8Linear(JointLinear):
 
 
 class Int4Linear(JointLinear):
-    """Weights in 4 bits with a scale and an offset per `GROUP` of inputs; activations in bfloat16.
+    """Weights in 4 bits with a scale and an offset per `GROUP` of inputs.
 
-    By torch's packed product, or, where it is missing or the slow reference, row by row with
-    weights widened anew. Quick for one token and slower with every token more: for drafting rather
-    than for verifying.
+    By our kernel for bfloat16 where there is one, which reads activations in 8 bits with a scale
+    per token and group. Else by torch's packed product, with activations in bfloat16, or, where it
+    is missing or the slow reference, row by row with weights widened anew.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(len(weight))
         codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
         self.scales, self.bias = torch.cat(scales, 1), bias                # [groups, outputs, 2]
-        self.packed, all_codes = has_int4_product(), torch.cat(codes)
-        if self.packed:
+        self.in_features, all_codes = weight.shape[1], torch.cat(codes)
+        found = kernels() if weight.dtype == torch.bfloat16 else None
+        self.kernels = found if found is not None and found.int8 else None
+        self.packed = self.kernels is None and has_int4_product()
+        if self.kernels is not None:
+            scale, offset = self.scales.float().transpose(0, 1).unbind(2)   # [outputs, groups]
+            self.weight = nibbles(all_codes)
+            self.scales = grouped(scale.half(), (offset - 8 * scale).half())
+            self._padded_bias = None if bias is None else rounded(bias.bfloat16())
+            self.native = Linear.of_4_bits(
+                self.weight, self.scales, None, self._padded_bias, self.in_features, self.out_features
+            )
+        elif self.packed:
             self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(all_codes, 1)
         else:
             pairs = all_codes.to(torch.uint8).view(len(weight), -1, 2)
             self.weight = pairs[..., 0] | pairs[..., 1] << 4               # [outputs, inputs / 2]
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.kernels is not None and self.native is not None:
+            return self.kernels.multiply(self.native, inputs)
         rows = inputs.reshape(-1, inputs.shape[-1]).to(self.scales.dtype).contiguous()
         outputs = self._packed_product(rows) if self.packed else self._by_rows(rows)
         outputs = outputs.to(inputs.dtype)
@@ -126,8 +139,9 @@ class Int4Linear(JointLinear):
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are."""
     found = kernels()
+    ours = found is not None and found.int8 and dtype == torch.bfloat16
     if kind == "int4":
-        return None if has_int4_product() else "torch has no quick 4-bit product for this processor"
+        return None if ours or has_int4_product() else "torch has no quick 4-bit product for this processor"
     if found is None or not found.int8:
         return "there is no 8-bit kernel for this machine, see draftproof doctor"
     return None if dtype == torch.bfloat16 else f"our 8-bit kernel reads bfloat16, not {dtype}"
