@@ -32,3 +32,5 @@ def test_doctor_promises_in_words_and_in_json(call: Call, target: str) -> None:
     found = json.loads(call("doctor", target, "--json").out)
     assert {"versions", "device", "dtype", "threads", "memory_gib", "bf16_native", "promise", "same", "differ"} <= found.keys()
     assert found["dtype"] == "float32"
+    assert {"layers", "attention", "sampling", "int8", "int4"} <= found["paths"].keys()
+    assert all(told.splitlines()[0] in said.out for told in ("layers", "attention"))

@@ -63,6 +63,7 @@ def _facts(target: Target) -> dict[str, Any]:
     import torch
 
     from draftproof.model.device import Device
+    from draftproof.model.paths import paths
 
     device = Device(target.device)
     fast, slow = _milliseconds(torch.bfloat16, target.device), _milliseconds(torch.float32, target.device)
@@ -80,6 +81,7 @@ def _facts(target: Target) -> dict[str, Any]:
         "memory_gib": dict(zip(("free", "total"), (size / 2**30 for size in device.memory()), strict=True)),
         "bf16_native": device.bf16_is_native,
         "kernels": _kernels(),
+        "paths": paths(target),
         "bf16_ms": fast,
         "fp32_ms": slow,
         "context": target.context,
@@ -125,6 +127,8 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
     page.add_row("bfloat16", _bf16(facts))
     page.add_row("kernels", facts["kernels"])
+    for what, told in facts["paths"].items():
+        page.add_row(what, told)
     trees = "reads chains and trees" if facts["reads_trees"] else "reads chains only"
     page.add_row("model", f"{facts['model']}, {found.dtype}, {facts['context']} tokens of context, {trees}")
     for line in lost:

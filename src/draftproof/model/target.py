@@ -132,6 +132,11 @@ class Target:
         return self._fast is not None and self._fast.fused is not None
 
     @property
+    def is_fast(self) -> bool:
+        """Whether a `FastForward` reads, in place of the model's own forward."""
+        return self._fast is not None
+
+    @property
     def position_bytes(self) -> tuple[int, int]:
         """Bytes the cache holds per position, and those it would hold as the model computes them."""
         return self.new_cache(1, 1).nbytes, self._new_cache(1, 1, KVLayer).nbytes

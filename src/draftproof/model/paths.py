@@ -1,0 +1,52 @@
+"""Which code serves a model on this machine, why, and what would change it: for `draftproof doctor`."""
+
+from __future__ import annotations
+
+import torch
+
+from draftproof.model.fast_forward import FAMILIES
+from draftproof.model.fused_forward import NODES
+from draftproof.model.quantized_linear import slow_because
+from draftproof.model.target import Target
+from draftproof.native.kernels import kernels, library
+
+
+def paths(target: Target) -> dict[str, str]:
+    """By what is computed, one sentence each."""
+    build, host = library().build, target.device.type == "cpu"
+    layers, fused = _layers(target), target.skips_absent
+    sdpa = "torch's scaled_dot_product_attention"
+    told = {
+        "layers": layers,
+        "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond" if fused else sdpa,
+        "sampling": "torch's operators" if not host or kernels() is None else f"our {build} kernels",
+    }
+    if not host:
+        return told
+    for kind, quick in (("int8", f"our {build} kernel"), ("int4", "torch's packed product")):
+        slow = slow_because(kind, target.dtype)
+        told[kind] = quick if slow is None else f"right, and not quicker than the original: {slow}"
+    return told
+
+
+def _layers(target: Target) -> str:
+    """What multiplies, and why it is not our kernels."""
+    found, name = kernels(), type(target.model).__name__
+    own = "torch's operators in a short forward" if target.is_fast else "the model's own forward in transformers"
+    if target.skips_absent:
+        return f"our {library().build} kernels, a read in one call"
+    if any(getattr(one, "native", None) is not None for one in target.model.modules()):
+        return f"{own}, with linear layers by our {library().build} kernels"
+    if target.device.type != "cpu":
+        reason = ""
+    elif found is None:
+        reason = f": {library().reason}"
+    elif not found.bf16:
+        reason = f": the kernels for {library().build} have no bfloat16 product; a processor with AVX2 does"
+    elif target.dtype != torch.bfloat16:
+        reason = f": our kernels read bfloat16, not {str(target.dtype).removeprefix('torch.')}; give --dtype bfloat16"
+    elif name not in FAMILIES:
+        reason = f": {name} is none of the families that our kernels read whole"
+    else:
+        reason = ": its layers are not packed, or of sizes that our kernels do not read; give the model by name"
+    return own + reason
