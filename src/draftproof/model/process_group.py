@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftproof.errors import BadInput, DraftproofError, RankLost
-from draftproof.model.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -100,7 +99,10 @@ ALONE = ProcessGroup()
 
 
 def form_group() -> ProcessGroup:
-    """The group that a launcher such as torchrun started this process for; formed once, watched until the end."""
+    """The group that a launcher such as torchrun started this process for; formed once.
+
+    When a rank ends, collectives of the others fail, and torchrun ends those that wait otherwise.
+    """
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if missing and not dist.is_initialized():
         raise BadInput(
@@ -127,14 +129,10 @@ def _connect() -> None:
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankLost(f"the ranks did not meet at {where}: {str(error).strip().splitlines()[0]}; start all again") from error
-    vigil = Watchdog(dist.get_rank(), dist.get_world_size())
-    vigil.begin()
-    atexit.register(_part, vigil)
+    atexit.register(_leave)
 
 
-def _part(vigil: Watchdog) -> None:
-    """Say goodbye, so that nobody takes the end of this rank for its loss."""
-    vigil.end()
+def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
