@@ -96,7 +96,8 @@ class Files:
     def _gguf(self, file: Path, bits: int, model: Path) -> Path:
         """`file` itself if it has about so many bits per weight, else what llama-quantize makes."""
         weights = sum(one.stat().st_size for one in model.glob("*.safetensors")) / 2
-        if weights and abs(8 * file.stat().st_size / weights - bits) < bits / 3:
+        stored = 8 * file.stat().st_size / weights if weights else 0.0
+        if bits == (4 if stored < 6.5 else 8 if stored < 10 else 16):
             return file
         made = self.folder / f"{file.stem}-{GGUF_TYPES[bits]}.gguf"
         server = self.given.llama_server
@@ -225,10 +226,11 @@ def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
     """The quickest of each number of bits in bold."""
     shown = Table(title_justify="left", pad_edge=False, **style)
-    names = ("engine", "bits", "mode", "threads", "tokens/s", "decode, tokens/s",
-             "first token, s", "tokens/ round", "same text")
+    names = ("engine", "bits", "mode", "threads", "tokens/s", "decode,|tokens/s",
+             "first|token,|s", "tokens/|round", "same|text")
     for place, name in enumerate(names):
-        shown.add_column(name, justify="left" if place in (0, 2) else "right")
+        broken = name.replace("|", " " if style.get("box") is MARKDOWN else "\n")
+        shown.add_column(broken, justify="left" if place in (0, 2) else "right", no_wrap=True)
     best = {row["bits"]: max(one["tokens/s"] for one in rows if one["bits"] == row["bits"])
             for row in rows}
     for row in rows:
@@ -322,7 +324,7 @@ def main() -> None:
     machine = f"{processor()}, {cores} cores; load average {load:.1f} before"
     notes = [*missing, machine]
     if rows:
-        console.print(table(rows, title=title, box=SIMPLE_HEAD, padding=(0, 1)))
+        console.print(table(rows, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)))
     console.print("\n".join(notes), style="dim", markup=False)
     if not rows:
         raise SystemExit("nothing was measured")

@@ -55,14 +55,6 @@ def test_transformers_write_the_same_greedy_text(batch: int) -> None:
         assert found.tokens == wanted and found.first_token
 
 
-def test_transformers_sample_by_the_same_seed() -> None:
-    method = Transformers("transformers", tiny.fresh("llama").double())
-    first, again, other = (
-        method.write(PROMPTS[:1], dp.Sampling(temperature=1.0, seed=seed, max_new_tokens=12), 1,
-                     time.perf_counter) for seed in (5, 5, 6))
-    assert first.tokens == again.tokens != other.tokens
-
-
 def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -> None:
     target, draft = folders
     drafters = ["suffix", "self-layers:1"]
