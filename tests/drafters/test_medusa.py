@@ -324,7 +324,7 @@ def test_a_target_that_cannot_read_trees_is_drafted_a_chain_by_pairs() -> None:
         drafted = stage.propose(budget)
         assert drafted.is_chain and drafted.tokens.shape == (3, length + 1)
         for step in range(length):
-            choice = head.behind(drafted.tokens[:, step], stage.logits[:, step]).argmax(-1)
+            choice = head.given_previous(drafted.tokens[:, step], stage.logits[:, step]).argmax(-1)
             assert torch.equal(choice, drafted.tokens[:, step + 1])
     asked = Scene(head, Sampling()).propose(9, trees=False)
     assert asked.is_chain and torch.equal(asked.tokens, drafted.tokens)
@@ -340,7 +340,7 @@ def test_ranks_of_a_fixed_tree_are_those_behind_the_parent() -> None:
             for path in MEDUSA_TREE[:budget]:
                 text = [int(stage.prefix.root[row])]
                 for step, rank in enumerate(path):
-                    law = head.behind(torch.tensor(text[-1:]), stage.logits[row, step][None])[0]
+                    law = head.given_previous(torch.tensor(text[-1:]), stage.logits[row, step][None])[0]
                     text.append(int(law.argsort(descending=True)[rank]))
                 wanted.add(tuple(text[1:]))
             assert set(drafted_paths(drafted, row)) == wanted
@@ -388,11 +388,11 @@ def test_it_remembers_the_last_committed_state_of_each_row() -> None:
     assert torch.equal(drafter.hidden[:3], wanted)
     drafter.select([2, 0, 0, 1])
     assert torch.equal(drafter.hidden[:4], wanted[[2, 0, 0, 1]])
-    drafter.observe(Commit([3, 1], places[:2], places[:2], torch.tensor([2, 3]), hidden[:2]))
-    assert torch.equal(drafter.hidden[:4], torch.stack([wanted[2], hidden[1, 2, 0], wanted[0], hidden[0, 1, 0]]))
+    drafter.observe(Commit([1, 2], places[:2], places[:2], torch.tensor([3, 2]), hidden[:2]))
+    assert torch.equal(drafter.hidden[:4], torch.stack([wanted[2], hidden[0, 2, 0], hidden[1, 1, 0], wanted[1]]))
     for count in (4, 2):
         drafter.observe(Commit([2], places[:1], places[:1], torch.tensor([count]), hidden[2:]))
-        assert torch.equal(drafter.hidden[2], hidden[2, count - 1, 0]) and torch.equal(drafter.hidden[1], hidden[1, 2, 0])
+        assert torch.equal(drafter.hidden[2], hidden[2, count - 1, 0]) and torch.equal(drafter.hidden[1], hidden[0, 2, 0])
 
 
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE, "pairs"], ids=["dynamic", "fixed", "pairs"])

@@ -36,7 +36,6 @@ class Says(Drafter):
 
     name = "says"
     default_budget = 4
-    free = True
 
     def __init__(self, paths: list[list[int]], confidence: Sequence[float] | None = None) -> None:
         self.paths, self.confidence = paths, confidence
@@ -169,10 +168,9 @@ def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
 
 def test_a_portfolio_wants_what_its_members_want() -> None:
     both = Portfolio([TokenRecycling(), Medusa(medusa_head(), target())])
-    assert both.wants_top == TokenRecycling.wants_top and both.hidden_layers == (-1,) and not both.free
+    assert both.wants_top == TokenRecycling.wants_top and both.hidden_layers == (-1,)
     assert both.deepest == max(TokenRecycling.deepest or 0, medusa_head().config.num_heads)
     assert Portfolio([PromptLookup(), TokenRecycling()]).deepest is None
-    assert Portfolio([PromptLookup(), TokenRecycling()]).free
 
 
 def test_a_member_that_knows_is_not_held_back_by_one_that_errs() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,12 @@ from draftproof.model.fused_forward import Tables
 from draftproof.model.packed_linear import pack_linears
 
 PADDING = 512
-"""Rows, or one in a hundred, by which tables of one tokenizer differ: they are padded."""
+"""Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
 M = TypeVar("M", bound=nn.Module)
 
 
 class Drafter(ABC):
-    """Turns what became true into a tree of what may come next.
+    """Drafts a tree of tokens that may follow each row's committed text.
 
     A drafter's memory has one place per running row, in the batch's order. It must either choose
     its tokens deterministically (given the text and the sampler's noise) or, when `frontier.drawn`
@@ -41,15 +41,13 @@ class Drafter(ABC):
     """The most tokens per row and round when nobody says; how many of them pay is measured."""
     deepest: int | None = None
     """The longest path it drafts, in tokens, if less than the budget; noise is made so far."""
-    free: bool = False
-    """Proposing costs next to nothing and leaves no trace: it may be asked for nothing."""
     ops: Ops = TORCH
     """What it computes with, since `start`."""
 
     def unread(self, pending: int = 0) -> int:
-        """Committed tokens, over all rows, that it must read before it can propose.
+        """Committed tokens, over all rows, that it must read before it can propose. Default: none.
 
-        pending: tokens of each row that it has yet to be told of. Default: none."""
+        pending: tokens of each row that `observe` has yet to bring."""
         return 0
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -57,9 +55,9 @@ class Drafter(ABC):
         self.ops = ops
 
     def observe(self, commit: Commit) -> None:
-        """Learn what became true: each row's prompt first, then every round. Default: nothing.
+        """Learn what was committed: each row's prompt first, then every round. Default: nothing.
 
-        Of rounds in which it was not asked, several may come as one commit."""
+        Rows are consecutive. Rounds in which it was not asked may come several as one commit."""
 
     @abstractmethod
     def propose(self, frontier: Frontier) -> TokenTree:
@@ -120,8 +118,8 @@ class DraftHead(nn.Module, ABC):
         Returns how many bigrams it keeps. Default: none."""
         return 0
 
-    def behind(self, parents: Tensor, logits: Tensor) -> Tensor:
-        """A step's logits [P, V] given the tokens before, `parents` [P]. Default: as they are."""
+    def given_previous(self, previous: Tensor, logits: Tensor) -> Tensor:
+        """A step's logits [P, V] given the tokens before it, [P]. Default: as they are."""
         return logits
 
     @abstractmethod
@@ -147,12 +145,10 @@ class LastHidden(Drafter):
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "it reads the target's last hidden states"
-        states = commit.hidden[:, :, 0]                                                 # [b, D, H]
-        last = (commit.count - 1)[:, None, None].expand(-1, 1, states.shape[-1])
-        first, end = commit.rows[0], commit.rows[-1] + 1
-        slices = end - first == len(commit.rows) and list(commit.rows) == list(range(first, end))
-        rows = slice(first, end) if slices else list(commit.rows)       # no copy to the device
-        self.hidden[rows] = states.gather(1, last)[:, 0].to(self.hidden.dtype)
+        rows, width = commit.hidden.shape[:2]
+        starts = torch.arange(0, rows * width, width, device=commit.count.device)
+        last = commit.hidden[:, :, 0].flatten(0, 1).index_select(0, starts + commit.count - 1)
+        self.hidden[commit.rows[0] : commit.rows[-1] + 1] = last
 
     def select(self, rows: Sequence[int]) -> None:
         self.hidden[: len(rows)] = self.hidden[list(rows)]
@@ -189,6 +185,22 @@ def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = 
         return everything.index_copy(-1, token_map, logits)
     lacks = vocab_size - logits.shape[-1]
     return F.pad(logits, (0, lacks), value=-torch.inf) if lacks > 0 else logits[..., :vocab_size]
+
+
+def filled(kind: Callable[[Any], M], form: object, state: Mapping[str, Tensor], name: str) -> M:
+    """A module of this form holding these very tensors; raises DrafterMismatch if they differ."""
+    with torch.device("meta"):
+        module = kind(form)
+    for key, empty in module.state_dict().items():
+        if key not in state:
+            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
+        if state[key].shape != empty.shape:
+            given, wanted = tuple(state[key].shape), tuple(empty.shape)
+            raise DrafterMismatch(
+                f"{key} of {name} has shape {given}, {wanted} was expected; fetch it again"
+            )
+    module.load_state_dict({key: state[key] for key in module.state_dict()}, assign=True)
+    return module
 
 
 def decoding_copy(module: nn.Module, empty: M, vocabulary: Vocabulary) -> M:

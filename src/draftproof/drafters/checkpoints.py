@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.drafters import weight_files
-from draftproof.drafters.base import DraftHead, Vocabulary, lm_head_of, must_fit
+from draftproof.drafters.base import DraftHead, Vocabulary, filled, lm_head_of, must_fit
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.weight_files import CONFIG, first_line
@@ -31,7 +31,6 @@ Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 Names = dict[str, str]
 """Our name of each tensor, and the file's."""
-Head = TypeVar("Head", bound=DraftHead)
 
 OWN = "draftproof"
 """Our own layout."""
@@ -177,7 +176,7 @@ def _medusa(config: Config, names: Names, state: Tensors, vocabulary: Vocabulary
     state |= projections
     if token_map is not None:
         state["token_map"] = token_map
-    return _filled(MedusaHead, form, state, "the set of Medusa heads")
+    return filled(MedusaHead, form, state, "the set of Medusa heads")
 
 
 def _projections(config: Config, state: Tensors, heads: int) -> Tensors:
@@ -207,10 +206,6 @@ def _token_map(ids: Tensor | None, rows: int, vocabulary: Vocabulary) -> Tensor 
             f"{vocabulary.name} has {known}; use heads trained for this target"
         )
     return ids.to(torch.int64)
-
-
-def _own_medusa(head: MedusaHead) -> tuple[Config, Tensors]:
-    return {"speculator_type": "medusa", **asdict(head.config)}, dict(head.state_dict())
 
 
 def _numbered(head: MedusaHead, layout: str) -> tuple[Config, Tensors]:
@@ -299,15 +294,7 @@ def _redrafter(
         state["projection.weight"], state["projection.bias"] = weight.contiguous(), bias
     last = f"lm_head.{layers}"
     state = {name.replace("projection", last): tensor for name, tensor in state.items()}
-    return _filled(ReDrafterHead, form, state, "the recurrent drafter")
-
-
-def _own_redrafter(head: ReDrafterHead) -> tuple[Config, Tensors]:
-    """All that is the head's own: a projection shared with the target is not."""
-    config = {"speculator_type": "redrafter", **asdict(head.config)}
-    skip = f"lm_head.{head.config.num_layers}." if head.config.share_lm_head else "-"
-    state = head.state_dict()
-    return config, {name: state[name] for name in state if not name.startswith(skip)}
+    return filled(ReDrafterHead, form, state, "the recurrent drafter")
 
 
 def _apple(head: ReDrafterHead) -> tuple[Config, Tensors]:
@@ -338,20 +325,13 @@ def _apple(head: ReDrafterHead) -> tuple[Config, Tensors]:
 # Both -----------------------------------------------------------------------------------------
 
 
-def _filled(kind: Callable[[Any], Head], form: object, state: Tensors, name: str) -> Head:
-    """A head of this form that holds these very tensors."""
-    with torch.device("meta"):
-        head = kind(form)
-    for key, empty in head.state_dict().items():
-        if key not in state:
-            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
-        if state[key].shape != empty.shape:
-            given, wanted = tuple(state[key].shape), tuple(empty.shape)
-            raise DrafterMismatch(
-                f"{key} of {name} has shape {given}, {wanted} was expected; fetch it again"
-            )
-    head.load_state_dict({key: state[key] for key in head.state_dict()}, assign=True)
-    return head
+def _own(head: MedusaHead | ReDrafterHead) -> tuple[Config, Tensors]:
+    """Our own layout: all weights but a recurrent drafter's projection shared with the target."""
+    form, state = head.config, dict(head.state_dict())
+    if isinstance(head, ReDrafterHead) and form.share_lm_head:
+        for kind in ("weight", "bias"):
+            del state[f"lm_head.{form.num_layers}.{kind}"]
+    return {"speculator_type": head.kind, **asdict(form)}, state
 
 
 def _base_model(config: Config) -> str:
@@ -362,9 +342,9 @@ READERS = {"redrafter": (_redrafter_names, _redrafter), "medusa": (_medusa_names
 """By kind, the names of a head's tensors in a file, and the head they make with the settings."""
 WRITERS: dict[str, dict[str, Callable[[Any], tuple[Config, Tensors]]]] = {
     "medusa": {
-        OWN: _own_medusa, "vllm": _vllm,
+        OWN: _own, "vllm": _vllm,
         "tgi": partial(_numbered, layout="tgi"), "legacy": partial(_numbered, layout="legacy"),
     },
-    "redrafter": {OWN: _own_redrafter, "apple": _apple},
+    "redrafter": {OWN: _own, "apple": _apple},
 }  # fmt: skip
 """By kind and layout, the settings and tensors of a checkpoint."""

@@ -21,7 +21,7 @@ from draftproof.errors import BadInput
 
 
 class Teacher:
-    """The target's law at places [B, s, V], computed when first asked for; steps share `whole`'s."""
+    """The target's law at places [B, s, V], computed when first needed; steps share `whole`'s."""
 
     def __init__(self, logits: Tensor, whole: Teacher | None = None, start: int = 0) -> None:
         self.logits, self.whole, self.start = logits, whole, start

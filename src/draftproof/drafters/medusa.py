@@ -7,7 +7,6 @@ one. Bigrams, where they were counted, correct each choice by the one before.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary, decoding_copy, lm_head_of, must_fit, over_vocabulary  # fmt: skip
+from draftproof.drafters import base
+from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary
 from draftproof.drafters.bigram import WEIGHT, Bigrams, BigramTable, bigram_tree
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
@@ -116,7 +116,7 @@ class MedusaHead(DraftHead):
         head.to(vocabulary.device, torch.promote_types(vocabulary.dtype, torch.float32))
         for one in head.each():
             if one.proj is not None:
-                one.proj.weight.data.copy_(lm_head_of(vocabulary)[0])
+                one.proj.weight.data.copy_(base.lm_head_of(vocabulary)[0])
         return head
 
     def unshared(self, vocabulary: Vocabulary) -> MedusaHead:
@@ -130,13 +130,6 @@ class MedusaHead(DraftHead):
         own.config = replace(self.config, share_lm_head=False, bias=True, vocab_size=size)
         return own
 
-    def unpaired(self) -> MedusaHead:
-        """The same heads as if no bigrams had been counted."""
-        other = copy.copy(self)
-        other._modules = {**self._modules, "pairs": None}
-        other.config = replace(self.config, pairs=0)
-        return other
-
     @property
     def steps(self) -> int:
         return self.config.num_heads
@@ -147,7 +140,7 @@ class MedusaHead(DraftHead):
             inner = head(hidden[:, : max(hidden.shape[1] - 2 - step, 0)])
             own = head.proj
             logits = vocabulary.unembed(inner.to(vocabulary.dtype)) if own is None else own(inner)
-            yield over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
+            yield base.over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
 
     def count(self, first: Tensor, second: Tensor) -> int:
         self.pairs = Bigrams.counted(first, second, self.config.vocab_size)
@@ -155,11 +148,11 @@ class MedusaHead(DraftHead):
         self.config = replace(self.config, pairs=count)
         return count
 
-    def behind(self, parents: Tensor, logits: Tensor) -> Tensor:
+    def given_previous(self, previous: Tensor, logits: Tensor) -> Tensor:
         if self.pairs is None:
             return logits
         table = self.pairs.table(logits.shape[-1], logits.device)
-        return logits + WEIGHT * table.all_gains(parents).to(logits.dtype)
+        return logits + WEIGHT * table.all_gains(previous).to(logits.dtype)
 
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
@@ -184,7 +177,7 @@ class Medusa(LastHidden):
         tree: str | Sequence[Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(vocabulary)
-        must_fit("the set of Medusa heads", head.config, vocabulary)
+        base.must_fit("the set of Medusa heads", head.config, vocabulary)
         self.config, trees = head.config, vocabulary.reads_trees
         self.tree = _tree(tree if tree is not None else self.config.tree, self.config, vocabulary)
         heads = self.config.num_heads
@@ -192,7 +185,7 @@ class Medusa(LastHidden):
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
         with torch.device("meta"):
             empty = MedusaHead(self.config).heads
-        decoding_copy(head.heads, empty, vocabulary)
+        base.decoding_copy(head.heads, empty, vocabulary)
         self.heads = [cast(Head, one) for one in empty]
         place, vocab_size = vocabulary.device, vocabulary.vocab_size
         self.token_map = head.token_map.to(place) if head.token_map is not None else None
@@ -220,8 +213,9 @@ class Medusa(LastHidden):
 
     def logits(self, rows: int, heads: int) -> Tensor:
         """[rows, heads, V] what the first heads say of the first rows."""
-        logits = self.ops.run(heads_logits, self, self.hidden[:rows], heads)
-        return over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map).transpose(0, 1)
+        vocab_size, hidden = self.vocabulary.vocab_size, self.hidden[:rows]
+        logits = self.ops.run(heads_logits, self, hidden, heads).transpose(0, 1)
+        return base.over_vocabulary(logits, vocab_size, self.token_map)
 
 
 def prepare_heads(

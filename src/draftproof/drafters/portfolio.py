@@ -1,6 +1,6 @@
-"""Several drafters as one: their proposals are merged, each believed as far as it was right.
+"""Several drafters as one: their proposals are merged, weighted by how often each was right.
 
-Every member proposes in every round, and every proposal is compared with the text that came,
+Every member proposes in every round, and every proposal is compared with the committed text,
 whether the target read it or not (full information, arXiv 2510.20064). From these comparisons the
 chances that members give are corrected, per row (`Counts.corrected`), and the likeliest nodes of
 all are what the target reads. Knows no member by name.
@@ -28,10 +28,10 @@ from draftproof.errors import BadInput, DrafterMismatch
 CLASSES, LEVELS = 32, 16
 """Kinds of node of a member: by its chance, in `LEVELS` steps, or else by its place in the tree."""
 FADE, FADE_ALL = 0.98, 0.998
-"""What is left of a count after a round: of a row's own, and of those over rows and requests."""
+"""Decay of counts per round: of a row's own, and of those over all rows and requests."""
 TRUST, TRUST_ALL = 4.0, 4.0
-"""How many comparisons the rate over all rows weighs against a row's own, and a member's own
-chance against the rate over all rows."""
+"""Weight, in comparisons, of the rate over all rows as prior of a row's own, and of a member's
+confidence as prior of the rate over all rows."""
 UNKNOWN = 0.4
 """The chance of a node after its parent, at first, from a member that gives none."""
 
@@ -51,7 +51,7 @@ class Portfolio(Drafter):
         for member in members:
             if member.has_kv_cache:
                 raise DrafterMismatch(
-                    f"{member.name} rereads the tree it drafted and cannot share one; use it alone"
+                    f"{member.name} keeps a KV cache of its own tree; use it alone"
                 )
         if not members:
             raise BadInput("a portfolio of no drafters was asked for; give it at least one")
@@ -59,17 +59,16 @@ class Portfolio(Drafter):
         layers = {layer for member in members for layer in member.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
         self.wants_top = max(member.wants_top for member in members)
-        self.free = all(member.free for member in members)
         deepest = [member.deepest for member in members if member.deepest is not None]
         self.deepest = max(deepest) if len(deepest) == len(members) else None
         self._counts: Counts | None = None
-        self._asked: Asked | None = None
+        self._proposed: Proposed | None = None
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         for member in self.members:
             member.start(rows, capacity, ops)
-        self._asked = None
+        self._proposed = None
         if self._counts is not None:
             self._counts = self._counts.select([])
 
@@ -82,26 +81,27 @@ class Portfolio(Drafter):
             self._counts = Counts(everyone[None][:0], everyone)
         if commit.rows[-1] == len(self._counts.rows):
             self._counts = self._counts.joined()
-            self._asked = self._asked.joined() if self._asked is not None else None
+            self._proposed = self._proposed.joined() if self._proposed is not None else None
 
     def propose(self, frontier: Frontier) -> TokenTree:
         counts, prefix, budget = self._counts, frontier.prefix, frontier.budget
         if budget == 0 or counts is None:
             return TokenTree.root(prefix.root)
         everyone = counts.all.clone()           # before: a row does not depend on its neighbours
-        if self._asked is not None:
-            self.ops.run(judge, counts, self._asked, prefix)
+        if self._proposed is not None:
+            self.ops.run(judge, counts, self._proposed, prefix)
         asked = replace(frontier, budget=budget + budget // 2, drawn=False)     # some are dropped
         trees = [member.propose(asked) for member in self.members]
         pool, tree = self.ops.run(merge_trees, trees, counts, everyone, budget + 1)
-        self._asked = Asked(*pool, prefix.position)
+        self._proposed = Proposed(*pool, prefix.position)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:
         for member in self.members:
             member.select(rows)
         self._counts = self._counts.select(rows) if self._counts is not None else None
-        self._asked = self._asked.select(rows) if self._asked is not None and rows else None
+        last = self._proposed
+        self._proposed = last.select(rows) if last is not None and rows else None
 
     def _for(self, member: Drafter, commit: Commit) -> Commit:
         """The commit with the hidden layers this member wants, in its order."""
@@ -112,11 +112,11 @@ class Portfolio(Drafter):
         return replace(commit, hidden=torch.stack(wanted, 2) if wanted else None)
 
 
-class Asked(NamedTuple):
+class Proposed(NamedTuple):
     """What all members proposed, side by side, and the kind of each node.
 
     texts: [B, M] tokens as the C library keeps them, or [B, M, D], see `TokenTree.texts`. position:
-    [B] of the roots; beyond all text for rows that were not asked.
+    [B] of the roots; beyond all text for rows without a proposal.
     """
 
     texts: Tensor
@@ -124,12 +124,12 @@ class Asked(NamedTuple):
     kinds: Tensor           # [B, M]
     position: Tensor
 
-    def select(self, rows: Sequence[int]) -> Asked:
+    def select(self, rows: Sequence[int]) -> Proposed:
         order = torch.tensor(list(rows), dtype=torch.int64, device=self.position.device)
-        return Asked(*(part[order] for part in self))
+        return Proposed(*(part[order] for part in self))
 
-    def joined(self) -> Asked:
-        """With a row more that was not asked."""
+    def joined(self) -> Proposed:
+        """With a new row without a proposal."""
         more = self.select([*range(len(self.position)), 0])
         beyond = torch.arange(len(more.position), device=more.position.device) == len(self.position)
         return more._replace(position=torch.where(beyond, 1 << 30, more.position))
@@ -156,25 +156,25 @@ class Counts(NamedTuple):
 
     def corrected(self, given: Tensor, kinds: Tensor, everyone: Tensor) -> Tensor:
         """[B, M] the chance of each node after its parent: its row's rate for its kind, with the
-        rate of `everyone` [C, 2] as prior, and with the member's own word as prior to that."""
+        rate of `everyone` [C, 2] as prior, and with the member's confidence as prior to that."""
         right, count = everyone[kinds].unbind(-1)                                       # [B, M]
         prior = (right + TRUST_ALL * given) / (count + TRUST_ALL)
         right, count = self.rows.gather(1, kinds[..., None].expand(-1, -1, 2)).unbind(-1)
         return (right + TRUST * prior) / (count + TRUST)
 
 
-def judge(counts: Counts, asked: Asked, prefix: Prefix) -> None:
-    """Count, in place, what was right of what members proposed, now that the text has come."""
-    texts, parents, position = asked.texts, asked.parents, prefix.position              # [B, M, D]
-    place = asked.position[:, None] + torch.arange(texts.shape[2], device=position.device)
+def judge(counts: Counts, proposed: Proposed, prefix: Prefix) -> None:
+    """Count, in place, which nodes of the last proposals the committed text confirms."""
+    texts, parents, position = proposed.texts, proposed.parents, prefix.position
+    place = proposed.position[:, None] + torch.arange(texts.shape[2], device=position.device)
     known = place <= position[:, None]                                                  # [B, D]
-    came = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-    matches = ((texts == came[:, None]) & known[:, None]) | (texts == NOTHING)
+    committed = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
+    matches = ((texts == committed[:, None]) & known[:, None]) | (texts == NOTHING)
     right, depth = matches.all(-1), (texts != NOTHING).sum(-1) - 1                      # [B, M]
     there = (parents >= 0) & (texts != ABSENT).all(-1) & known.gather(1, depth)
     compared = there & right.gather(1, parents.clamp(min=0))
     seen = torch.stack([right & compared, compared], -1).float()                        # [B, M, 2]
-    kinds = asked.kinds[..., None].expand_as(seen)
+    kinds = proposed.kinds[..., None].expand_as(seen)
     new = torch.zeros_like(counts.rows).scatter_add_(1, kinds, seen)
     counts.rows.mul_(FADE).add_(new)
     counts.all.mul_(FADE_ALL).add_(new.sum(0))
@@ -204,10 +204,10 @@ def _path_chances(tree: TokenTree) -> Tensor:
 def _first_kinds(
     members: tuple[tuple[int, bool], ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[M] the lowest kind of each node and if its chance counts; of (nodes, tells chances)."""
+    """[M] the lowest kind of each node, and if its chance adds to it; of (nodes, has chances)."""
     kinds = [
-        index * CLASSES + (0 if told else min(node, CLASSES - 1))
-        for index, (nodes, told) in enumerate(members) for node in range(nodes)
+        index * CLASSES + (0 if chances else min(node, CLASSES - 1))
+        for index, (nodes, chances) in enumerate(members) for node in range(nodes)
     ]  # fmt: skip
-    by_chance = [told for nodes, told in members for _ in range(nodes)]
+    by_chance = [chances for nodes, chances in members for _ in range(nodes)]
     return torch.tensor(kinds, device=device), torch.tensor(by_chance, device=device)

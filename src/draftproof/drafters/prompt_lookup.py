@@ -29,12 +29,11 @@ class PromptLookup(Drafter):
     """Proposes what followed the longest, latest earlier occurrences of the text's last tokens.
 
     longest, shortest: sizes of the n-gram that must match. No match, no draft. Where a continuation
-    runs into the end of the text it begins again, as if the text went round in a circle.
+    runs into the end of the text it begins again, as if the text repeated itself.
     """
 
     name = "prompt-lookup"
     default_budget = 7
-    free = True
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
@@ -54,15 +53,15 @@ class PromptLookup(Drafter):
 def match_prompt(
     prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool
 ) -> TokenTree:
-    """What followed earlier occurrences of each text's end; the best alone if not `trees`.
+    """What followed earlier occurrences of each text's end; a chain of the best if not `trees`.
 
     sizes: the longest and shortest match, occurrences looked at, and drafted from.
     """
     start, length = _matches(prefix, *sizes)
     ahead = torch.arange(budget, device=start.device)                               # [K]
     start = torch.minimum(start, prefix.position[:, None])                          # [B, W]
-    circle = prefix.position[:, None] + 1 - start                                   # to the end
-    place = start[..., None] + ahead % circle[..., None]                            # [B, W, K]
+    period = prefix.position[:, None] + 1 - start                                   # to the end
+    place = start[..., None] + ahead % period[..., None]                            # [B, W, K]
     drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
     drafted = torch.where(length[..., None] > 0, drafted, ABSENT)
     root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)

@@ -23,7 +23,8 @@ from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary, decoding_copy, lm_head_of, must_fit, over_vocabulary  # fmt: skip
+from draftproof.drafters import base
+from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary
 from draftproof.errors import BadInput
 from draftproof.model.fused_forward import Tables
 
@@ -34,7 +35,7 @@ WIDTH, LENGTH = 2, 5
 NODES = 12
 """Draft tokens per row and round when nobody says."""
 TREES = ("nodes", "beams")
-"""What becomes of a beam search: its most likely nodes, or its surviving beams as published."""
+"""The tree of a beam search: its likeliest nodes, or its final beams as published."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class ReDrafterHead(DraftHead):
             consumed = embedded[:, step + 1 : step + 1 + rows]                  # token t + 1 + step
             state = self.advance(consumed, None if state is None else state[:, :rows])
             logits = self.logits(context[:, :rows], state)
-            yield over_vocabulary(logits, vocabulary.vocab_size)
+            yield base.over_vocabulary(logits, vocabulary.vocab_size)
 
     def drafter(self, vocabulary: Vocabulary) -> ReDrafter:
         return ReDrafter(self, vocabulary)
@@ -178,8 +179,7 @@ class ReDrafterHead(DraftHead):
         if bool(self.projection.bias.any()):
             raise BadInput("the target's LM head adds a bias, which a head's own cannot; share it")
         own = ReDrafterHead(replace(self.config, share_lm_head=False)).to(self.projection.weight)
-        state = self.state_dict()
-        own.load_state_dict({name: state[name] for name in own.state_dict()})
+        own.load_state_dict(self.state_dict(), strict=False)
         return own
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class ReDrafterHead(DraftHead):
 
         Embeddings are often tiny: the recurrence begins by making them as large as hidden states.
         """
-        hidden, (table, bias) = self.config.hidden_size, lm_head_of(vocabulary)
+        hidden, (table, bias) = self.config.hidden_size, base.lm_head_of(vocabulary)
         for parameter in self.lm_head[:-1].parameters():
             parameter.zero_()
         self.projection.weight.zero_()[:, :hidden] = table
@@ -215,10 +215,9 @@ class ReDrafter(LastHidden):
     Beams are ranked with the target's own noise, filters and penalties, each by its own path: they
     are what the target is likely to choose, not merely what is likely.
 
-    width, length: beams, and tokens drafted in each (None: five, or as many as the head was trained
-    for); Apple's "beam length" counts the root as well. tree: "nodes" drafts, of all tokens weighed,
-    those on the most likely paths; "beams" the beams that survive, shared prefixes merged, as
-    published. For a target that cannot read trees it drafts a chain.
+    width, length: beams, and tokens of each (None: five, or as many as the head was trained for);
+    Apple's "beam length" counts the root as well. tree: "nodes" drafts the likeliest of all nodes
+    searched; "beams" the final beams, merged, as published. A chain for targets that read no trees.
     """
 
     name = "redrafter"
@@ -229,7 +228,7 @@ class ReDrafter(LastHidden):
     ) -> None:  # fmt: skip
         super().__init__(vocabulary)
         shared, tokens = head.config.share_lm_head, vocabulary.vocab_size
-        must_fit("the recurrent drafter", head.config, vocabulary, padded=not shared)
+        base.must_fit("the recurrent drafter", head.config, vocabulary, padded=not shared)
         length = length if length is not None else min(head.steps, LENGTH)
         if not 1 <= width <= tokens or length < 1:
             raise BadInput(
@@ -245,7 +244,7 @@ class ReDrafter(LastHidden):
             empty = ReDrafterHead(head.config)
         if shared:
             empty.lm_head[-1] = nn.Identity()                   # the target's own is not copied
-        self.head = decoding_copy(head, empty, vocabulary)
+        self.head = base.decoding_copy(head, empty, vocabulary)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
@@ -284,7 +283,7 @@ class ReDrafter(LastHidden):
         logits = self.head.logits(self.hidden[: len(state), None].expand_as(state), state)
         if self.head.config.share_lm_head:
             logits = self.vocabulary.unembed(logits)
-        logits = over_vocabulary(logits, self.vocabulary.vocab_size)
+        logits = base.over_vocabulary(logits, self.vocabulary.vocab_size)
         paths = Paths(frontier.prefix, *beams.tree())
         steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]
         scores = beams.scores[..., None] + steps

@@ -1,7 +1,7 @@
 """Suffix decoding: what followed when a text ended like this, this one or an earlier one.
 
 The paper (arXiv 2411.04975) counts in suffix trees on the host. Here the counts lie in a hash index
-of fixed size beside the text: for every context of the sizes in `SIZES` the successors seen, how
+of fixed size next to the text: for every context of the sizes in `SIZES` the successors seen, how
 often, and where last; what follows a successor is read off the text at that place. A round is a
 handful of gathers for all rows: memory is bounded, and what is oldest is overwritten.
 
@@ -33,7 +33,7 @@ SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 SLOTS = 4
 """Successors kept per context; two that meet in one slot push each other out."""
 OWN = 2
-"""Occurrences that one in the row's own text counts for, beside the one it is."""
+"""How many more occurrences one in the row's own text counts for."""
 PATHS = 12
 """Continuations that are merged into the tree."""
 
@@ -41,14 +41,12 @@ PATHS = 12
 class SuffixDrafter(Drafter):
     """Proposes the likeliest continuations by counting: in this text, other rows', earlier ones.
 
-    memory: tokens of text to remember; a batch sets aside room for twice its rows, if that is more.
-    The index takes 160 bytes per token. Earlier requests change how fast a text comes, never the
-    text.
+    memory: tokens of text to remember, at least twice the rows of a batch; the index takes 160
+    bytes per token. Earlier requests change how fast a text is generated, never the text.
     """
 
     name = "suffix"
     default_budget = 8
-    free = True
 
     def __init__(self, memory: int = 1 << 16) -> None:
         if memory < 1:
@@ -86,7 +84,7 @@ class SuffixDrafter(Drafter):
         used, copies = self._places.used, [row in rows[:place] for place, row in enumerate(rows)]
         self._places.used = [used[row] for row in rows]
         for place, copy in enumerate(copies):
-            if copy:                                        # it goes on in a place of its own
+            if copy:                                        # it continues elsewhere
                 self._places.used[place] = self._places.next()
         self._rows = self._rows.select(rows, self._places.used, copies)
 
@@ -102,7 +100,7 @@ class SuffixDrafter(Drafter):
 def learn_text(
     index: SuffixIndex, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor
 ) -> None:
-    """Learn `count` [b] of tokens [b, D] that stand from `end` [b] on; `tail` [b, L] is before.
+    """Learn `count` [b] of tokens [b, D] that follow `end` [b]; `tail` [b, L] is before.
 
     Tail and end move on, in place."""
     index.learn(tail, end, tokens, count)
@@ -116,18 +114,18 @@ def continue_text(
 ) -> TokenTree:
     """The tree of the `paths` likeliest continuations of each row's text, its root included.
 
-    own: occurrences that one in the row's own text counts for, beside the one it is.
+    own: how many more occurrences one in the row's own text counts for.
     """
     root, end = prefix.root, rows.end[:, None]
-    index.text[rows.end] = root                             # where it will stand if committed
+    index.text[rows.end] = root                             # its place if committed
     context = torch.cat([rows.tail, root[:, None]], 1)[:, 1:]
     confidence, place = index.successors(context, rows, own)
     confidence, best = confidence.sort(dim=1, descending=True, stable=True)
     confidence, best = confidence[:, :paths], best[:, :paths]                           # [B, W]
     place = place.gather(1, best)
     ahead = torch.arange(budget, device=root.device)                                    # [K]
-    circle = torch.where(place >= rows.begin[:, None], end + 1 - place, 0)[..., None]
-    ahead = torch.where(circle > 0, ahead % circle.clamp(min=1), ahead)     # its end begins it
+    period = torch.where(place >= rows.begin[:, None], end + 1 - place, 0)[..., None]
+    ahead = torch.where(period > 0, ahead % period.clamp(min=1), ahead)     # repeat own text
     drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
     drafted = torch.where(confidence[..., None] > 0, drafted, ABSENT)                   # [B, W, K]
     texts = torch.cat([root[:, None, None].expand(-1, drafted.shape[1], 1), drafted], -1)
@@ -243,7 +241,7 @@ class SuffixIndex:
         self.tags[entry], self.places[entry] = tag, place[..., None].expand_as(entry)
 
     def successors(self, context: Tensor, rows: Rows, own: float) -> tuple[Tensor, Tensor]:
-        """Of `context` [B, L], by size and slot, the chances of successors and where they stand.
+        """Of `context` [B, L], by size and slot, the chances and places of successors.
 
         Both [B, O * S], the largest contexts first."""
         slot, none = self._hash(context, torch.full_like(context[:, :1], ABSENT))       # [B, O]

@@ -39,7 +39,6 @@ class TokenRecycling(Drafter):
 
     name = "recycling"
     default_budget = 8
-    free = True
     wants_top = BEST
     deepest = DEPTH
 
@@ -92,7 +91,7 @@ class TokenRecycling(Drafter):
 
 
 def recycle(table: SuccessorTable, tail: Tensor, seen: Successors) -> None:
-    """Learn what came out at each node of trees; `tail` [b, 2]: the tokens before the roots."""
+    """Learn the successors of each node of trees; `tail` [b, 2]: the tokens before the roots."""
     tokens, parents = seen.tree.tokens, seen.tree.parents
     before = torch.where(parents < 0, tail[:, 1:], tokens.gather(1, parents.clamp(min=0)))
     table.learn(before, tokens, seen.tokens, seen.logits.float().softmax(-1).nan_to_num(0.0))
@@ -131,7 +130,7 @@ def likely_successors(
         above = tokens.gather(1, best.indices)
         found = table.find(*table.place(before.gather(1, best.indices), above))[0]      # [B, w]
         fan = few if level else BEST
-        steps = best.values[..., None] * table.confidence[found, :fan]                  # [B, w, fan]
+        steps = best.values[..., None] * table.confidence[found, :fan]                 # [B, w, fan]
         parents = (best.indices + start)[..., None].expand_as(steps).reshape(rows, -1)
         start += tokens.shape[1]
         before = above[..., None].expand_as(steps).reshape(rows, -1)

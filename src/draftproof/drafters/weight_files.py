@@ -75,7 +75,7 @@ def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[st
 
 
 def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
-    """The tensors of these names in a file; None: all names, without numbers where that is cheap."""
+    """The tensors of these names in a file; None: all names, without values where that is cheap."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:

@@ -210,7 +210,7 @@ def ranks_of(head: DraftHead, target: Target, text: Written) -> Tensor:
         first, last = text.prompt + 1 + step, len(text.tokens)           # what this step predicts
         if first < last:
             here = logits[0, first - step - 2 : last - step - 2]
-            here = head.behind(tokens[0, first - 1 : last - 1], here)
+            here = head.given_previous(tokens[0, first - 1 : last - 1], here)
             scores = _gumbel_logits(here, text.sampling, first)
             own = scores.gather(-1, tokens[0, first:last, None])
             found[: last - first, step] = (scores > own).sum(-1).clamp(max=RANKS).cpu()
