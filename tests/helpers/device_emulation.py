@@ -4,7 +4,7 @@ A Gaudi (hpu) runs graphs compiled for shapes. Inside a round nothing may be rea
 but what is declared, no shape may depend on data, nothing may be written through a view of a part,
 no number may need more than 32 bits, nothing may come from the host, and, once warm, no graph may
 be new. The device's arithmetic cannot be emulated. Ground: Gaudi's documentation of HPU graphs,
-dynamic shapes and data types; docs/gaudi.md has the rules.
+dynamic shapes and data types; docs/devices.md has the rules.
 """
 
 from __future__ import annotations
