@@ -1,4 +1,5 @@
-"""Drafters for tests: one that knows the answer, one that guesses, one that errs; and the list of all to try."""
+"""Drafters for tests: one that knows the answer, one that guesses, one that errs; and all others.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import VOCAB, prompts, target
+from tiny import CPU, VOCAB, paths_of, prompts, sampler_of, target
+from torch import Tensor
 
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.losses import head_loss
@@ -61,7 +63,7 @@ class Oracle(Drafter):
 
 
 class Guess(Drafter):
-    """Random trees of another shape in every round and row: tokens repeat, nodes are absent, rows are ragged."""
+    """Random trees of another shape in every round and row: with absent nodes, ragged."""
 
     name = "guess"
     default_budget = 6
@@ -96,7 +98,10 @@ class Hinted(Drafter):
         right = known[:, :4]
         noise = torch.randint(VOCAB, (len(known), 2, 4), generator=self.dice)
         noise[:, :, 0], noise[:, 0, 1] = right[:, :1], right[:, 1]
-        right = torch.where(torch.rand(right.shape, generator=self.dice) < 0.15, (right + 1).clamp(max=VOCAB - 1), right)
+        right = torch.where(
+            torch.rand(right.shape, generator=self.dice) < 0.15, (right + 1).clamp(max=VOCAB - 1),
+            right
+        )
         right[:, 0] = known[:, 0]
         return TokenTree.from_paths(torch.cat([noise, right[:, None]], 1), 9)
 
@@ -113,10 +118,12 @@ class Fading(Budget):
 
 
 class Watch(Drafter):
-    """Passes everything on to `inner` and checks what must hold of any drafter: roots, budget, order, raggedness."""
+    """Passes everything on to `inner` and checks what must hold of any drafter."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.hidden_layers, self.default_budget = inner, inner.name, inner.hidden_layers, inner.default_budget
+        self.inner, self.name, self.hidden_layers, self.default_budget = (
+            inner, inner.name, inner.hidden_layers, inner.default_budget
+        )
         self.wants_top = inner.wants_top
         self.observed: list[list[int]] = []
 
@@ -148,12 +155,14 @@ class Watch(Drafter):
 
 
 def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
-    """The root at node 0, parents first, no more than the budget, and nothing below an absent node."""
+    """The root first, parents before children, within the budget, nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
     allowed = frontier.budget if tree.confidence is None and tree.turns is None else frontier.room
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
-    assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (tree.parents[:, 0] == -1).all()
+    assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (
+        tree.parents[:, 0] == -1
+    ).all()
     orphan = (tree.tokens.gather(1, tree.parents.clamp(min=0)) == ABSENT) & (tree.tokens != ABSENT)
     assert not orphan[:, 1:].any()
     assert (tree.tokens >= ABSENT).all() and (tree.tokens < VOCAB + 100).all()
@@ -162,19 +171,65 @@ def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     assert (tree.depths.amax() if tree.tokens.shape[1] else 0) <= tree.depth_limit
 
 
+def frontier_of(
+    texts: Sequence[Sequence[int]], budget: int, *params: Sampling, trees: bool = True,
+    ops: Ops = CPU,
+    capacity: int = 64,
+) -> Frontier:  # fmt: skip
+    """Texts whose last token is the root, with scratch after them; greedy if nothing is said."""
+    rows = params if len(params) == len(texts) else (params or (Sampling(),)) * len(texts)
+    return Frontier(
+        paths_of(texts, capacity=capacity).prefix, sampler_of(*rows, ops=ops), budget, trees=trees
+    )
+
+
+def commit_of(
+    rows: Sequence[int], texts: Sequence[Sequence[int]], hidden: Tensor | None = None
+) -> Commit:
+    """Ragged pieces of text, with tokens after them that must not be read."""
+    width = max(map(len, texts))
+    tokens = torch.tensor([[*text, *[1] * (width - len(text))] for text in texts])
+    count = torch.tensor([len(text) for text in texts])
+    return Commit(rows, tokens, torch.arange(width).expand(len(rows), -1), count, hidden)
+
+
+def proposed(
+    drafter: Drafter, texts: Sequence[Sequence[int]], budget: int = 6, trees: bool = True
+) -> TokenTree:
+    """A well-formed proposal after texts whose last token is the root, all before it observed."""
+    frontier = frontier_of(texts, budget, trees=trees)
+    tree = drafter.propose(frontier)
+    assert_well_formed(tree, frontier)
+    return tree
+
+
+def drafted(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
+    """The paths of a row's nodes, root excluded, in node order, and their confidence."""
+    given = tree.confidence[row].tolist() if tree.confidence is not None else [
+        1.0
+    ] * tree.tokens.shape[1]
+    texts = [
+        tuple(token for token in text if token != NOTHING)[1:] for text in tree.texts[row].tolist()
+    ]
+    there = tree.present[row].tolist()
+    return {text: one for text, one, here in zip(texts, given, there, strict=True) if here and text}
+
+
 def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
     """A small draft model that agrees with the target now and then."""
     return target(name, seed, **overrides)
 
 
 def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
-    """The head, after it has learnt by heart what `target()` writes behind `prompts(8)`, greedily and at temperature 1."""
+    """The head, fitted to what `target()` writes after `prompts(8)`, at temperatures 0 and 1."""
     asked, params = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
     done = Engine(target()).generate(asked, max_new_tokens=40, sampling=params, batch_size=16)
     texts = [torch.tensor([*prompt, *one.tokens]) for prompt, one in zip(asked, done, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=ABSENT)
     with torch.no_grad():
-        features = target().features(tokens, (tokens != ABSENT).double(), hidden_layers=head.hidden_layers)
+        features = target().features(
+            tokens, (tokens != ABSENT).double(), hidden_layers=head.hidden_layers
+        )
     descent = torch.optim.Adam(head.parameters(), lr=rate)
     for _ in range(rounds):
         descent.zero_grad()
@@ -216,21 +271,35 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "prompt-lookup": lambda target: PromptLookup(),
     "suffix": lambda target: SuffixDrafter(memory=300),
     "recycling": lambda target: TokenRecycling(memory=50),
-    "portfolio": lambda target: Portfolio([PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]),
-    "portfolio, medusa": lambda target: Portfolio([SuffixDrafter(memory=300), Medusa(medusa_head(), target)]),
+    "portfolio": lambda target: Portfolio(
+        [PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]
+    ),
+    "portfolio, medusa": lambda target: Portfolio(
+        [SuffixDrafter(memory=300), Medusa(medusa_head(), target)]
+    ),
     "draft chain": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size),
-    "draft tree": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size, TreeShape.branching((2, 2, 1))),
-    "smaller vocabulary": lambda target: DraftModel(draft_of(vocab_size=VOCAB - 9), target.vocab_size),
+    "draft tree": lambda target: DraftModel(
+        draft_of(num_hidden_layers=1), target.vocab_size, TreeShape.branching((2, 2, 1))
+    ),
+    "smaller vocabulary": lambda target: DraftModel(
+        draft_of(vocab_size=VOCAB - 9), target.vocab_size
+    ),
     "larger vocabulary": lambda target: DraftModel(
         draft_of(vocab_size=VOCAB + 7), target.vocab_size, TreeShape.branching((3, 1))
     ),
     "target itself": lambda target: DraftModel(target, target.vocab_size),
-    "target itself, tree": lambda target: DraftModel(target, target.vocab_size, TreeShape.branching((2, 2, 1))),
+    "target itself, tree": lambda target: DraftModel(
+        target, target.vocab_size, TreeShape.branching((2, 2, 1))
+    ),
     "medusa": lambda target: Medusa(medusa_head(), target),
     "medusa, pairs": lambda target: Medusa(paired_head(), target),
-    "medusa, fixed tree": lambda target: Medusa(medusa_head(share_lm_head=True), target, MEDUSA_TREE),
+    "medusa, fixed tree": lambda target: Medusa(
+        medusa_head(share_lm_head=True), target, MEDUSA_TREE
+    ),
     "redrafter": lambda target: ReDrafter(redrafter_head(), target),
-    "redrafter, beams": lambda target: ReDrafter(redrafter_head(share_lm_head=True), target, width=3, tree="beams"),
+    "redrafter, beams": lambda target: ReDrafter(
+        redrafter_head(share_lm_head=True), target, width=3, tree="beams"
+    ),
     "guess": lambda target: Guess(target.vocab_size),
 }
 
@@ -244,7 +313,9 @@ def without_lookup(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuOps, "run", Ops.run)
 
 
-def texts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[tuple[list[int], str]]:
+def texts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[
+    tuple[list[int], str]
+]:
     """Tokens and finish reason of each completion."""
     return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **params)]
 
@@ -261,19 +332,25 @@ def assert_counts(done: Completion) -> None:
     assert stats.emitted + 1 == len(done.tokens)
     assert stats.rounds <= stats.emitted or len(done.tokens) == 1
     assert stats.accepted <= min(stats.drafted, stats.emitted)
-    assert all(0 <= rate <= 1 for rate in stats.acceptance_by_position) and 0 <= stats.acceptance <= 1
+    assert all(
+        0 <= rate <= 1 for rate in stats.acceptance_by_position
+    ) and 0 <= stats.acceptance <= 1
 
 
 _kernels = kernels()
-needs_kernels = pytest.mark.skipif(_kernels is None or not _kernels.bf16, reason="no kernels for it here")
+needs_kernels = pytest.mark.skipif(
+    _kernels is None or not _kernels.bf16, reason="no kernels for it here"
+)
 
 
 def packed_target(tied: bool = True) -> Target:
     """A small target in bfloat16 whose draft heads our kernels can read."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
+        tie_word_embeddings=tied,
     )  # fmt: skip
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     pack_linears(own)

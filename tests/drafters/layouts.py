@@ -29,7 +29,10 @@ def weights(heads: int = 3, layers: int = 1, vocab: int = VOCAB, size: int = SIZ
         return torch.randn(*shape, generator=dice, dtype=torch.float64) / 4
 
     return [
-        ([some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)], some(vocab, size))
+        (
+            [some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)],
+            some(vocab, size)
+        )
         for _ in range(heads)
     ]  # fmt: skip
 
@@ -48,13 +51,26 @@ def named(given: Heads, block: str, projection: str | None = None) -> Tensors:
 
 numbered = partial(named, block="{H}.{L}.linear.{K}", projection="{H}.{N}.weight")
 blocks_alone = partial(named, block="{H}.{L}.linear.{K}")
-merged = partial(named, block="medusa_head.{H}.{L}.linear.{K}", projection="medusa_head.{H}.{N}.weight")
+merged = partial(
+    named, block="medusa_head.{H}.{L}.linear.{K}", projection="medusa_head.{H}.{N}.weight"
+)
 vllm = partial(named, block="blocks.{H}.layers.{L}.{K}", projection="lm_heads.{H}.weight")
-vllm_inside = partial(named, block="medusa_heads.blocks.{H}.layers.{L}.{K}", projection="medusa_heads.lm_heads.{H}.weight")
-ranked = partial(named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}", projection="medusa_heads.{H}.lm_head.weight")
-BASE = {f"model.layers.{layer}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for layer in range(3)}
+vllm_inside = partial(
+    named, block="medusa_heads.blocks.{H}.layers.{L}.{K}",
+    projection="medusa_heads.lm_heads.{H}.weight"
+)
+ranked = partial(
+    named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
+    projection="medusa_heads.{H}.lm_head.weight"
+)
+BASE = {
+    f"model.layers.{layer}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for layer in range(3)
+}
 TABLE = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-VLLM = {"model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3, "num_hidden_layers": 1}
+VLLM = {
+    "model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3,
+    "num_hidden_layers": 1
+}
 
 
 def without(tensors: Tensors, part: str) -> Tensors:
@@ -62,10 +78,15 @@ def without(tensors: Tensors, part: str) -> Tensors:
 
 
 def no_bias(given: Heads) -> Heads:
-    return [(matrices, [torch.zeros_like(one) for one in biases], last) for matrices, biases, last in given]
+    return [
+        (matrices, [torch.zeros_like(one) for one in biases], last)
+        for matrices, biases, last in given
+    ]
 
 
-def folder_of(path: Path, config: Config, tensors: Tensors, file: str = "model.safetensors") -> Path:
+def folder_of(
+    path: Path, config: Config, tensors: Tensors, file: str = "model.safetensors"
+) -> Path:
     path.mkdir(exist_ok=True, parents=True)
     (path / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -75,7 +96,10 @@ def folder_of(path: Path, config: Config, tensors: Tensors, file: str = "model.s
     return path
 
 
-def made(layers: int = 1, share: bool = False, bias: bool = True, rows: int | None = None, pairs: bool = False) -> MedusaHead:
+def made(
+    layers: int = 1, share: bool = False, bias: bool = True, rows: int | None = None,
+    pairs: bool = False
+) -> MedusaHead:
     form = MedusaConfig(3, layers, SIZE, VOCAB, share, bias, "org/base", rows, MEDUSA_TREE)
     head = MedusaHead(form).double()
     torch.manual_seed(layers)

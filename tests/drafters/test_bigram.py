@@ -123,8 +123,12 @@ def test_a_tree_holds_the_likeliest_paths(bigrams: Bigrams, budget: int, ops: Op
         assert chances == pytest.approx([values[path] for path in best], abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=needs_kernels)])
-def test_nothing_has_a_chance_where_a_head_is_broken_or_all_is_forbidden(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.bfloat16, marks=needs_kernels)]
+)
+def test_nothing_has_a_chance_where_a_head_is_broken_or_all_is_forbidden(
+    dtype: torch.dtype
+) -> None:
     logits = logits_of(dtype)
     logits[0, 1], logits[1, 0] = torch.nan, -torch.inf
     logits[2, :, 2:] = -torch.inf                               # what is forbidden stays so
@@ -162,15 +166,21 @@ def test_broken_bigrams_are_refused(harm: str) -> None:
 
 
 WIDE = TreeShape(tuple(path for path in CHOICES["mc_sim_7b_63"] if len(path) <= HEADS))
-SHAPES = {"chain": TreeShape.chain(HEADS), "wide": WIDE, "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0)))}
+SHAPES = {
+    "chain": TreeShape.chain(HEADS), "wide": WIDE,
+    "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0)))
+}
 
 
 @needs_kernels
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @pytest.mark.parametrize(("nodes", "vocab", "shape"), [
-    (1, 40, None), (12, 40, None), (63, 40, None), (20, 331, None), *((0, 40, name) for name in SHAPES)
+    (1, 40, None), (12, 40, None), (63, 40, None), (20, 331, None),
+    *((0, 40, name) for name in SHAPES)
 ])  # fmt: skip
-def test_c_drafts_what_torch_drafts(nodes: int, vocab: int, shape: str | None, temperature: float) -> None:
+def test_c_drafts_what_torch_drafts(
+    nodes: int, vocab: int, shape: str | None, temperature: float
+) -> None:
     logits, wanted = logits_of(torch.bfloat16, vocab), SHAPES.get(shape or "")
     logits[1, :, 7] = -torch.inf
     nodes = nodes or len(wanted or ()) - 1

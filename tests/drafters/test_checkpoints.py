@@ -34,7 +34,9 @@ from draftproof.drafters.redrafter import ReDrafterConfig, ReDrafterHead
 from draftproof.errors import BadInput, DrafterMismatch, DraftproofError, ModelNotFound
 
 
-def test_a_crash_leaves_nothing_that_reads_as_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_leaves_nothing_that_reads_as_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether there was a head before or not, whether weights or settings were being written."""
     write, put = weight_files.save, weight_files.replace
 
@@ -79,7 +81,9 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"gguf.*draftproof, vllm, tgi, legacy"):
         write_head(made(), tmp_path, "gguf")
     (tmp_path / "new").touch()                                          # files follow the umask
-    assert len({file.stat().st_mode for file in (*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new")}) == 1
+    assert len(
+        {file.stat().st_mode for file in (*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new")}
+    ) == 1
 
 
 # Mistakes -------------------------------------------------------------------------------------
@@ -99,7 +103,10 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
         "wide": ({}, numbered(weights(size=48)), ("48", "32")),
         "large": ({}, numbered(weights(vocab=4096)), ("4096", "40")),
         "shared": ({"vocab_size": 4096}, blocks_alone(weights()), ("4096", "40")),
-        "gap": ({}, {name: one for name, one in tensors.items() if name[:2] != "1."}, ("lack", "heads.1")),
+        "gap": (
+            {}, {name: one for name, one in tensors.items() if name[:2] != "1."},
+            ("lack", "heads.1")
+        ),
         "odd": ({}, tensors | {"2.0.linear.bias": torch.zeros(7)}, ("(7,)", "(32,)")),
         "uneven": ({}, tensors | {"2.1.weight": torch.zeros(9, SIZE)}, ("different sizes",)),
     }
@@ -107,7 +114,8 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
         refused(folder_of(tmp_path / name, config, given), DrafterMismatch, *words)
     file = folder_of(tmp_path / "cut", head, tensors) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
-    assert is_head(tmp_path / "cut")                                    # it says so; reading says what is wrong
+    # it says so; reading says what is wrong
+    assert is_head(tmp_path / "cut")
     refused(tmp_path / "cut", ModelNotFound, "model.safetensors", "cannot be read")
     (folder_of(tmp_path / "settings", {}, tensors) / "config.json").write_text("{")
     refused(tmp_path / "settings", ModelNotFound, "config.json", "cannot be read")
@@ -137,8 +145,12 @@ def test_models_are_no_heads(tmp_path: Path) -> None:
     assert not is_head(folder_of(tmp_path / "model", {"model_type": "llama"}, BASE))
     table = {"lm_head.weight": torch.zeros(VOCAB, SIZE)}
     assert not is_head(folder_of(tmp_path / "table", {"model_type": "llama"}, BASE | table))
-    assert not is_head(folder_of(tmp_path / "numbers", {}, numbered(weights()) | {"norm.weight": torch.ones(1)}))
-    assert not is_head(folder_of(tmp_path / "other", {"speculator_type": "eagle"}, numbered(weights())))
+    assert not is_head(
+        folder_of(tmp_path / "numbers", {}, numbered(weights()) | {"norm.weight": torch.ones(1)})
+    )
+    assert not is_head(
+        folder_of(tmp_path / "other", {"speculator_type": "eagle"}, numbered(weights()))
+    )
     assert not is_head(tmp_path) and not is_head(tmp_path / "nowhere")
 
 
@@ -173,7 +185,9 @@ def assert_same(folder: Path, head: ReDrafterHead, form: ReDrafterConfig | None 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_recurrent_drafter_is_written_and_read(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_recurrent_drafter_is_written_and_read(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Ours; a projection shared with the target is not written."""
     head = random_head(**FORMS[form]).to(dtype)
     write_head(head, tmp_path)
@@ -196,32 +210,45 @@ def test_apples_layout_is_written_and_read(form: str, tmp_path: Path) -> None:
     write_head(head, tmp_path, "apple")
     assert_same(tmp_path, head)
     config, wanted = json.loads((tmp_path / "config.json").read_text()), head.config
-    theirs = {"vocab_size": VOCAB, "hidden_size": SIZE, "exit_dim": wanted.exit_dim, "rnn": wanted.rnn}
+    theirs = {
+        "vocab_size": VOCAB, "hidden_size": SIZE, "exit_dim": wanted.exit_dim, "rnn": wanted.rnn
+    }
     theirs |= {"model_type": "recurrent_drafting_drafter", "num_draft_layers": wanted.num_layers}
     assert theirs.items() <= config.items()
     names = set(load_file(tmp_path / "model.safetensors"))
-    blocks = {f"lm_head.{one}.linear.{kind}" for one in range(wanted.num_layers) for kind in ("weight", "bias")}
+    blocks = {
+        f"lm_head.{one}.linear.{kind}" for one in range(wanted.num_layers) for kind in (
+            "weight", "bias"
+        )
+    }
     rest = {"rnn_u.weight", "rnn_u.bias", "rnn_w.weight"} if wanted.rnn else set()
     narrow = {"input_proj.weight", "input_proj.bias"} if wanted.exit_dim != 2 * SIZE else set()
     assert names == blocks | rest | narrow | {f"lm_head.{wanted.num_layers}.weight"}
 
 
 RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "as it is": (), "older": (("input_proj.", "input_projs."), ("lm_head.", "lm_heads.")), "numbered": (("lm_head.", "0."),),
+    "as it is": (), "older": (("input_proj.", "input_projs."), ("lm_head.", "lm_heads.")),
+    "numbered": (("lm_head.", "0."),),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.pt"])
 @pytest.mark.parametrize("rename", RENAMES)
 @pytest.mark.parametrize("form", ["published", "two blocks", "narrow", "sums"])
-def test_every_family_of_apples_names_is_read(form: str, rename: str, file: str, tmp_path: Path) -> None:
+def test_every_family_of_apples_names_is_read(
+    form: str, rename: str, file: str, tmp_path: Path
+) -> None:
     """How many blocks there are is read off the tensors."""
     head = random_head(**{**FORMS[form], "steps": 5})
-    settings = {"model_type": "recurrent_drafting_drafter", "hidden_size": SIZE, "num_draft_layers": 9}
+    settings = {
+        "model_type": "recurrent_drafting_drafter", "hidden_size": SIZE, "num_draft_layers": 9
+    }
     tensors = head.state_dict()
     for old, new in RENAMES[rename]:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    assert_same(folder_of(tmp_path, settings, tensors, file), head, replace(head.config, base_model=""))
+    assert_same(
+        folder_of(tmp_path, settings, tensors, file), head, replace(head.config, base_model="")
+    )
 
 
 @pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
@@ -229,10 +256,21 @@ def test_the_drafter_of_a_tensorrt_llm_checkpoint_is_read(form: str, tmp_path: P
     """Beside the base model's tensors, and run as that engine runs it."""
     head = random_head(**FORMS[form])
     last = f"lm_head.{head.config.num_layers}.weight"
-    tensors = {f"drafter.{name.replace('lm_head.', 'layers.')}": one for name, one in head.state_dict().items() if name != last}
-    tensors |= {"drafter.lm_head.weight": head.projection.weight.detach(), "base_model.lm_head.weight": torch.zeros(VOCAB, SIZE)}
-    settings = {"architecture": "ReDrafterForCausalLM", "redrafter_num_layers": 1, "redrafter_draft_len_per_beam": 4}
-    form_ = replace(head.config, rnn_activation="none", skip_u_at_first_step=True, steps=4, base_model="")
+    tensors = {
+        f"drafter.{name.replace('lm_head.', 'layers.')}": one
+        for name, one in head.state_dict().items() if name != last
+    }
+    tensors |= {
+        "drafter.lm_head.weight": head.projection.weight.detach(),
+        "base_model.lm_head.weight": torch.zeros(VOCAB, SIZE)
+    }
+    settings = {
+        "architecture": "ReDrafterForCausalLM", "redrafter_num_layers": 1,
+        "redrafter_draft_len_per_beam": 4
+    }
+    form_ = replace(
+        head.config, rnn_activation="none", skip_u_at_first_step=True, steps=4, base_model=""
+    )
     assert_same(folder_of(tmp_path, settings, tensors, "rank0.safetensors"), head, form_)
 
 
@@ -243,8 +281,13 @@ def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         refused(tmp_path / layout, DrafterMismatch, "64 numbers", "32")
     write_head(ReDrafterHead(ReDrafterConfig(SIZE, 5000, 64)), tmp_path / "many")
     refused(tmp_path / "many", DrafterMismatch, "5000 tokens", str(VOCAB))
-    settings, whole = {"model_type": "recurrent_drafting_drafter"}, random_head(num_layers=2).state_dict()
-    for missing, word in (("rnn_u.bias", "rnn_u.bias"), ("lm_head.0.linear.bias", "lm_head.0"), ("lm_head.2.weight", "draft")):
+    settings, whole = {"model_type": "recurrent_drafting_drafter"}, random_head(
+        num_layers=2
+    ).state_dict()
+    for missing, word in (
+        ("rnn_u.bias", "rnn_u.bias"), ("lm_head.0.linear.bias", "lm_head.0"),
+        ("lm_head.2.weight", "draft")
+    ):
         tensors = {name: tensor for name, tensor in whole.items() if name != missing}
         refused(folder_of(tmp_path / missing, settings, tensors), DraftproofError, word)
     odd = {**whole, "rnn_w.weight": torch.zeros(SIZE, 31)}
@@ -252,7 +295,8 @@ def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_as_large_as_published() -> None:
-    """For a model of 7 billion parameters: 67.1 M in the block, 262 M in the projection, 33.6 M in the recurrence."""
+    """For a model of 7 billion parameters: 67.1 M in the block, 262 M in the projection, 33.6 M in
+    the recurrence."""
     with torch.device("meta"):
         head = ReDrafterHead(ReDrafterConfig(4096, 32000, 8192))
     parts = (head.lm_head[0], head.projection, torch.nn.ModuleList([head.rnn_u, head.rnn_w]))

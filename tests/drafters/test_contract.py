@@ -1,17 +1,21 @@
-"""What any drafter must keep: a new one is added to `DRAFTERS` in drafting.py and held to all of this."""
+"""The laws of any drafter: a new one joins `DRAFTERS` in drafting.py and is held to all of this."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import drafting
 import pytest
 import torch
-from drafting import DRAFTERS, LEARNERS, Fading, Guess, Hinted, Oracle, Watch, assert_well_formed, texts
-from tiny import CPU, VOCAB, prompts, sampler_of, target
+from drafting import DRAFTERS, Guess, Oracle, Watch, commit_of, texts
+from tiny import CPU, VOCAB, build, prompts, sampler_of, target
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
@@ -19,19 +23,75 @@ from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.model.target import Target
 
 any_drafter = pytest.mark.parametrize("name", DRAFTERS)
+HEADS = [name for name in DRAFTERS if name.startswith(("medusa", "redrafter"))]
+MODEL_FREE = ["prompt-lookup", "suffix", "recycling", "portfolio"]
 CAPACITY = 96
 
 
+def _penalise(tokens: Tensor, scores: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[-1]) + tokens[:, -1:]
+    return torch.where(places % 3 == 0, scores - 1.0, scores)
+
+
+PARAMS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=0.5, seed=1),
+    Sampling(temperature=0.9, top_k=4, seed=2),
+    Sampling(temperature=1.1, top_p=0.7, seed=3),
+    Sampling(temperature=1.0, min_p=0.2, seed=4),
+    Sampling(repetition_penalty=1.4),
+    Sampling(temperature=0.8, presence_penalty=0.9, frequency_penalty=0.5, seed=6),
+    Sampling(no_repeat_ngram=2),
+    Sampling(logit_bias={3: 2.5, 5: float("-inf"), 7: -4.0}),
+    Sampling(banned_words=[[5], [1, 2]]),
+    Sampling(min_new_tokens=9, stop_tokens=tuple(range(0, VOCAB, 6))),
+    Sampling(temperature=1.0, min_new_tokens=6, stop_tokens=[1, 2, 3], seed=7),
+    Sampling(processors=[_penalise]),
+]
+
+
+@lru_cache(maxsize=1)
+def plain_texts() -> list[tuple[list[int], str]]:
+    params = [one for one in PARAMS for _ in range(2)]
+    return texts(Engine(target()), prompts(len(params)), max_new_tokens=24, sampling=params)
+
+
+@any_drafter
+def test_the_text_is_that_of_plain_decoding(name: str) -> None:
+    """Every sampling parameter, ragged prompts, in fewer rows than texts: rows join and leave."""
+    params = [one for one in PARAMS for _ in range(2)]
+    engine = Engine(target(), Watch(DRAFTERS[name](target())))
+    options = {"max_new_tokens": 24, "sampling": params, "batch_size": 5}
+    assert texts(engine, prompts(len(params)), **options) == plain_texts()
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heads_that_know_the_text_are_accepted(name: str, temperature: float) -> None:
+    """Equality would mean little if nothing were accepted: heads draft what they were fitted to."""
+    engine, want = Engine(target(), DRAFTERS[name](target())), Sampling(
+        temperature=temperature, seed=5
+    )
+    done = engine.generate(prompts(8), max_new_tokens=40, sampling=want)
+    assert sum(one.stats.accepted for one in done) > sum(one.stats.rounds for one in done)
+
+
 class Stage:
-    """A batch without a target: texts, the roots behind them, and a drafter that has observed them."""
+    """A batch without a target: texts, the roots after them, and a drafter that observed them."""
 
     def __init__(self, drafter: Drafter, texts: list[list[int]], drawn: bool = False) -> None:
         self.drafter, self.drawn = drafter, drawn
-        self.sampler = sampler_of(*[Sampling(temperature=1.0, seed=row) for row in range(len(texts))])
+        self.sampler = sampler_of(
+            *[Sampling(temperature=1.0, seed=row) for row in range(len(texts))]
+        )
         self.tokens = torch.zeros(len(texts), CAPACITY, dtype=torch.int64)
         self.position = torch.tensor([len(text) - 1 for text in texts])
         drafter.start(8, CAPACITY, CPU)
@@ -41,21 +101,24 @@ class Stage:
 
     def propose(self, budget: int) -> TokenTree:
         with torch.inference_mode():
-            frontier = Frontier(Prefix(self.tokens.clone(), self.position.clone()), self.sampler, budget, self.drawn)
+            prefix = Prefix(self.tokens.clone(), self.position.clone())
+            frontier = Frontier(prefix, self.sampler, budget, self.drawn)
             tree = self.drafter.propose(frontier)
-        assert_well_formed(tree, frontier)
+        drafting.assert_well_formed(tree, frontier)
         return tree
 
     def commit(self, tree: TokenTree, seed: int) -> None:
-        """Accept a random node of each row and go on with a random root."""
+        """Accept a random node of each row and continue with a random root."""
         dice = torch.Generator().manual_seed(seed)
         score = torch.where(tree.present, torch.rand(tree.tokens.shape, generator=dice), -1.0)
         last = score.argmax(1)
         count = tree.depths.gather(1, last[:, None])[:, 0] + 1
-        accepted = Accepted(tree.path_to(last), count, torch.randint(VOCAB - 12, (len(last),), generator=dice))
-        committed = torch.arange(CAPACITY) < self.position[:, None]
-        before = torch.where(committed, _weights(self.tokens, torch.arange(CAPACITY)), 0).sum(1, keepdim=True)
-        there = _weights(tree.tokens, self.position[:, None] + tree.depths)                     # [B, N]
+        root = torch.randint(VOCAB - 12, (len(last),), generator=dice)
+        accepted = Accepted(tree.path_to(last), count, root)
+        committed, places = torch.arange(CAPACITY) < self.position[:, None], torch.arange(CAPACITY)
+        before = torch.where(committed, _weights(self.tokens, places), 0).sum(1, keepdim=True)
+        # [B, N]
+        there = _weights(tree.tokens, self.position[:, None] + tree.depths)
         hidden = _states(self.drafter, before + (tree.ancestors * there[:, None]).sum(-1))
         commit = Commit.of(range(len(last)), tree, Reading(torch.zeros(1), hidden), accepted)
         with torch.inference_mode():
@@ -71,43 +134,26 @@ class Stage:
         self.tokens, self.position = self.tokens[rows], self.position[rows]
         self.sampler = Sampler([self.sampler.rows[row] for row in rows], ops=CPU)
 
+    def join(self, text: list[int]) -> None:
+        self.drafter.observe(_prompt(self.drafter, len(self.position), text[:-1]))
+        self.tokens = torch.cat(
+            [self.tokens, torch.tensor([[*text, *[0] * (CAPACITY - len(text))]])]
+        )
+        self.position = torch.cat([self.position, torch.tensor([len(text) - 1])])
+        self.sampler = Sampler([*self.sampler.rows, self.sampler.rows[0]], ops=CPU)
+
     def texts(self) -> list[list[int]]:
-        return [row[: place + 1].tolist() for row, place in zip(self.tokens, self.position.tolist(), strict=True)]
+        position = self.position.tolist()
+        return [row[: place + 1].tolist() for row, place in zip(self.tokens, position, strict=True)]
 
 
 def long_enough(count: int, seed: int) -> list[list[int]]:
     return [[*text, 3, 1] for text in prompts(count, seed, vocab=VOCAB - 12)]
 
 
-@any_drafter
-@pytest.mark.parametrize("drawn", [False, True])
-def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
-    """After any history of commits and selections a drafter proposes what a fresh one does: memory is never stale."""
-    if name == "guess" or name in LEARNERS:
-        return
-    stage = Stage(DRAFTERS[name](target()), long_enough(4, 1), drawn)
-    for round_, budget in enumerate((4, 10, 0, 0, 3, 10, 1, 0, 10, 10)):
-        tree = stage.propose(budget)
-        other = Stage(DRAFTERS[name](target()), stage.texts(), drawn)
-        other.sampler = stage.sampler
-        fresh = other.propose(budget)
-        assert torch.equal(tree.tokens, fresh.tokens) and torch.equal(tree.parents, fresh.parents), round_
-        if tree.draft_probs is not None:
-            torch.testing.assert_close(tree.draft_probs, fresh.draft_probs, rtol=0, atol=1e-9)
-        stage.commit(tree, seed=round_)
-        if round_ in (3, 6):
-            stage.select([2, 0, 1, 1] if round_ == 3 else [3, 1])
-        if round_ == 7:
-            stage.drafter.observe(_prompt(stage.drafter, 2, [1, 2, 3, 4]))
-            stage.tokens = torch.cat([stage.tokens, torch.tensor([[1, 2, 3, 4, 5, *[0] * (CAPACITY - 5)]])])
-            stage.position = torch.cat([stage.position, torch.tensor([4])])
-            stage.sampler = Sampler([*stage.sampler.rows, stage.sampler.rows[0]], ops=CPU)
-
-
 def _prompt(drafter: Drafter, row: int, text: list[int]) -> Commit:
-    whole, tokens = torch.arange(len(text))[None], torch.tensor([text])
-    hidden = _states(drafter, _weights(tokens, whole).cumsum(1))
-    return Commit([row], tokens, whole, torch.tensor([len(text)]), hidden)
+    weights = _weights(torch.tensor([text]), torch.arange(len(text)))
+    return commit_of([row], [text], _states(drafter, weights.cumsum(1)))
 
 
 def _weights(tokens: Tensor, places: Tensor) -> Tensor:
@@ -116,16 +162,41 @@ def _weights(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def _states(drafter: Drafter, sums: Tensor) -> Tensor | None:
-    """[B, N, T, H] hidden states that depend on the text [B, N] stands for, at the layers the drafter taps."""
+    """[B, N, T, H] hidden states at the drafter's layers that depend on the text's sum [B, N]."""
     if not drafter.hidden_layers:
         return None
-    waves = torch.arange(1, target().hidden_size + 1) * torch.arange(1, len(drafter.hidden_layers) + 1)[:, None]      # [T, H]
+    layers = torch.arange(1, len(drafter.hidden_layers) + 1)[:, None]
+    waves = torch.arange(1, target().hidden_size + 1) * layers                              # [T, H]
     return torch.sin(sums[:, :, None, None].double() * waves * 0.7)
 
 
 @any_drafter
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
+    """After any commits and selections it proposes what a fresh one does: no stale memory."""
+    if name == "guess" or name in drafting.LEARNERS:
+        return
+    stage = Stage(DRAFTERS[name](target()), long_enough(4, 1), drawn)
+    for round_, budget in enumerate((4, 10, 0, 0, 3, 10, 1, 0, 10, 10)):
+        tree = stage.propose(budget)
+        other = Stage(DRAFTERS[name](target()), stage.texts(), drawn)
+        other.sampler = stage.sampler
+        fresh = other.propose(budget)
+        assert torch.equal(tree.tokens, fresh.tokens) and torch.equal(
+            tree.parents, fresh.parents
+        ), round_
+        if tree.draft_probs is not None:
+            torch.testing.assert_close(tree.draft_probs, fresh.draft_probs, rtol=0, atol=1e-9)
+        stage.commit(tree, seed=round_)
+        if round_ in (3, 6):
+            stage.select([2, 0, 1, 1] if round_ == 3 else [3, 1])
+        if round_ == 7:
+            stage.join([1, 2, 3, 4, 5])
+
+
+@any_drafter
 def test_select_commutes_with_propose(name: str) -> None:
-    """Proposing and then choosing rows equals choosing rows and then proposing; repeated rows included."""
+    """Proposing and then choosing rows equals choosing rows first; repeated rows too."""
     if name == "guess":
         return
     for rows in ([2, 0], [1], [0, 0, 2, 1, 2], [3, 2, 1, 0]):
@@ -142,11 +213,11 @@ def test_select_commutes_with_propose(name: str) -> None:
 def test_the_budget_is_respected(name: str, budget: int) -> None:
     stage = Stage(DRAFTERS[name](target()), long_enough(3, 4))
     for round_ in range(3):
-        stage.commit(stage.propose(budget), seed=round_)  # propose() checks the tree
+        stage.commit(stage.propose(budget), seed=round_)                # propose() checks the tree
 
 
 DRAWERS = ("draft", "smaller vocabulary", "larger vocabulary", "target itself")
-"""How they begin that can draw; the others always choose."""
+"""How names begin of drafters that can draw; the others always choose."""
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith(DRAWERS)])
@@ -162,11 +233,36 @@ def test_drawn_tokens_carry_the_law_they_were_drawn_from(name: str) -> None:
 
 
 @any_drafter
-def test_going_plain_for_a_while_and_back(name: str) -> None:
+def test_plain_rounds_in_between_change_nothing(name: str) -> None:
     asked, want = prompts(5, seed=6), Sampling(temperature=0.8, seed=2)
     wanted = texts(Engine(target()), asked, max_new_tokens=30, sampling=want)
-    engine = Engine(target(), Watch(DRAFTERS[name](target())), budget=Fading(10))
+    engine = Engine(target(), Watch(DRAFTERS[name](target())), budget=drafting.Fading(10))
     assert texts(engine, asked, max_new_tokens=30, sampling=want) == wanted
+
+
+@pytest.mark.parametrize("name", [*MODEL_FREE, *HEADS])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_round_reads_nothing_back(name: str, temperature: float) -> None:
+    """Observing and proposing run on tensors that have no values."""
+    drafter, want = DRAFTERS[name](target()), Sampling(
+        temperature=temperature, repetition_penalty=1.2
+    )
+    frontier = drafting.frontier_of([[5, 1, 7], [4, 4]], 7, want, ops=TORCH)
+    drafter.start(4, 64, TORCH)
+    hidden = torch.zeros(
+        1, 4, len(drafter.hidden_layers), target().hidden_size, dtype=torch.float64
+    )
+    for row in range(2):
+        drafter.observe(commit_of([row], [[1, 2, 3, 4]], hidden))
+    with torch.inference_mode():
+        drafter.propose(frontier)                                       # what is made once is made
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        states = torch.zeros(2, 2, *hidden.shape[2:], dtype=torch.float64)
+        count = torch.ones(2, dtype=torch.int64)
+        places = torch.zeros(2, 2, dtype=torch.int64)
+        drafter.observe(Commit(range(2), places, places, count, states))
+        prefix = Prefix(torch.zeros(2, 64, dtype=torch.int64), count)
+        assert drafter.propose(Frontier(prefix, frontier.sampler, 7)).tokens.shape[0] == 2
 
 
 def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
@@ -174,47 +270,77 @@ def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
     wanted = [tokens for tokens, _ in texts(Engine(target()), asked, max_new_tokens=25)]
     known = {tuple(prompt): answer for prompt, answer in zip(asked, wanted, strict=True)}
     for wrong in (False, True):
-        done = Engine(target(), Watch(Oracle(known, wrong)), budget=5).generate(asked, max_new_tokens=25)
+        engine = Engine(target(), Watch(Oracle(known, wrong)), budget=5)
+        done = engine.generate(asked, max_new_tokens=25)
         assert [one.tokens for one in done] == wanted
         for one in done:
-            assert one.stats.accepted == (0 if wrong else 20) and one.stats.rounds == (24 if wrong else 4)
-    done = Engine(target(), Watch(Hinted(Oracle(known)))).generate(asked, max_new_tokens=25)
+            assert (one.stats.accepted, one.stats.rounds) == ((0, 24) if wrong else (20, 4))
+    done = Engine(target(), Watch(drafting.Hinted(Oracle(known)))).generate(
+        asked, max_new_tokens=25
+    )
     assert [one.tokens for one in done] == wanted and all(one.stats.accepted > 8 for one in done)
 
 
-def test_the_target_as_its_own_draft_is_accepted_whole() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_target_as_its_own_draft_is_accepted_whole(rule: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=4)):
-        for rule in RULES:
-            drafter = DraftModel(target(), VOCAB)
-            done = Engine(target(), drafter, acceptance=rule, budget=4).generate(
-                prompts(3, seed=8), max_new_tokens=21, sampling=sampling
-            )
-            assert all(one.stats.rounds == 4 and one.stats.accepted == 16 for one in done), (rule, sampling.temperature)
+        engine = Engine(target(), DraftModel(target(), VOCAB), acceptance=rule, budget=4)
+        done = engine.generate(prompts(3, seed=8), max_new_tokens=21, sampling=sampling)
+        assert all(
+            one.stats.rounds == 4 and one.stats.accepted == 16 for one in done
+        ), sampling.temperature
 
 
-def test_absent_nodes_are_harmless() -> None:
-    """Ragged trees with gaps, in every rule: `Guess` proposes them, the text stays."""
-    asked = prompts(6, seed=9)
-    for rule in RULES:
-        wanted = texts(Engine(target()), asked, max_new_tokens=20, sampling=Sampling(temperature=1.0))
-        assert (
-            texts(
-                Engine(target(), Watch(Guess()), acceptance=rule), asked, max_new_tokens=20, sampling=Sampling(temperature=1.0)
-            )
-            == wanted
-        )
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_chosen_tokens(rule: str) -> None:
+    """Ragged trees with gaps, and the trees of heads: the text stays."""
+    asked, want = prompts(6, seed=9), Sampling(temperature=1.0)
+    wanted = texts(Engine(target()), asked, max_new_tokens=20, sampling=want)
+    for drafter in (Guess(), DRAFTERS["redrafter"](target())):
+        engine = Engine(target(), Watch(drafter), acceptance=rule, budget=8)
+        assert texts(engine, asked, max_new_tokens=20, sampling=want) == wanted
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match="n-grams"):
-        PromptLookup(longest=2, shortest=3)
+@pytest.mark.usefixtures("lookup")
+@pytest.mark.parametrize("name", MODEL_FREE)
+def test_a_target_of_chains_gets_chains(name: str) -> None:
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
+    own = Target(build("MptConfig", initializer_range=0.4, **sizes))
+    assert not own.reads_trees
+    asked, engine = prompts(4, seed=9), Engine(own, Watch(DRAFTERS[name](own)), budget=5)
+    wanted = texts(Engine(own), asked, max_new_tokens=30)
+    done = engine.generate(asked, max_new_tokens=30)
+    assert [(one.tokens, one.finish_reason) for one in done] == wanted
+    assert sum(one.stats.accepted for one in done) > 0
 
-    class NoTrees:
-        name, vocab_size, context, reads_trees = "no-trees", 5, 9, False
 
-    model: Any = NoTrees()
-    with pytest.raises(DrafterMismatch, match="trees"):
-        DraftModel(model, 5, TreeShape.branching((2,)))
-    DraftModel(model, 5, TreeShape.chain(3))
-    with pytest.raises(DrafterMismatch, match="children"):
-        DraftModel(target(), VOCAB, TreeShape.branching((VOCAB + 1,)))
+@pytest.mark.usefixtures("lookup")
+@pytest.mark.parametrize(("kind", "least"), [(SuffixDrafter, 4), (TokenRecycling, 1.5)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_second_time_much_is_known(kind: Any, least: float, temperature: float) -> None:
+    """The same requests again: the same text, in fewer rounds."""
+    want = Sampling(temperature=temperature, seed=3)
+    asked, options = prompts(5, seed=5), {"max_new_tokens": 40, "sampling": want}
+    wanted = [one.tokens for one in Engine(target()).generate(asked, **options)]
+    engine, rates = Engine(target(), Watch(kind()), budget=7), []
+    for _ in range(2):
+        done = engine.generate(asked, **options, batch_size=3)
+        assert [one.tokens for one in done] == wanted
+        rates.append(sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done))
+    assert rates[1] > least and rates[1] > (2 * rates[0] if least == 4 else rates[0] + 0.1)
+
+
+class NoTrees:
+    name, vocab_size, context, reads_trees = "no-trees", 5, 9, False
+
+
+@pytest.mark.parametrize(("make", "why"), [
+    (lambda: PromptLookup(longest=2, shortest=3), "n-grams"),
+    (lambda: SuffixDrafter(memory=0), "memory"),
+    (lambda: TokenRecycling(memory=0), "memory"),
+    (lambda: DraftModel(NoTrees(), 5, TreeShape.branching((2,))), "trees"),
+    (lambda: DraftModel(target(), VOCAB, TreeShape.branching((VOCAB + 1,))), "children"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(make: Any, why: str) -> None:
+    with pytest.raises((BadInput, DrafterMismatch), match=why):
+        make()

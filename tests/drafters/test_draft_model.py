@@ -34,8 +34,10 @@ VOCAB = 96
 def model(layers: int) -> Target:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256,
+        eos_token_id=None,
         tie_word_embeddings=True,
     )  # fmt: skip
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -47,14 +49,16 @@ FAMILIES = {
     "divided logits": (
         "Granite",
         {
-            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
         },
     ),
     "heads that do not turn": ("SmolLM3", {"no_rope_layers": [0, 1]}),
     "windows and angles of two kinds": (
         "Gemma3",
         {
-            "head_dim": 16, "sliding_window": 70, "layer_types": ["full_attention", "sliding_attention"],
+            "head_dim": 16, "sliding_window": 70,
+            "layer_types": ["full_attention", "sliding_attention"],
             "query_pre_attn_scalar": 16,
         },
     ),
@@ -64,8 +68,10 @@ FAMILIES = {
 def of_kind(family: str) -> Target:
     name, extra = FAMILIES[family]
     own = of_family(
-        name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
+        name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
+        pad_token_id=None, **extra,
     ).to(torch.bfloat16)  # fmt: skip
     pack_linears(own)
     return Target(own)
@@ -77,7 +83,8 @@ class Recording(DraftModel):
     def __init__(self, draft: Target, in_calls: bool = False) -> None:
         super().__init__(draft, VOCAB)
         self.in_calls, self.at_once, self.drafted = in_calls, 0, list[TokenTree]()
-        self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []     # reads of each row, and keys up to there
+        # reads of each row, and keys up to there
+        self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = super().propose(frontier)
@@ -85,9 +92,16 @@ class Recording(DraftModel):
         assert isinstance(self.cache, KVCache)
         assert self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
-        ends = [length + own for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
-        keys = [layer.keys[row, :, :end].clone() for layer in self.cache.layers for row, end in enumerate(ends)]
-        self.told.append((tree.shared(frontier.budget) if tree.turns is None else tree, reads, keys))
+        ends = [
+            length + own for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)
+        ]
+        keys = [
+            layer.keys[row, :, :end].clone() for layer in self.cache.layers
+            for row, end in enumerate(ends)
+        ]
+        self.told.append(
+            (tree.shared(frontier.budget) if tree.turns is None else tree, reads, keys)
+        )
         return tree
 
     def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
@@ -100,7 +114,9 @@ def written(
     drafter: Recording | None, target: Target, params: Sequence[Sampling], budget: Budget, rows: int
 ) -> list[tuple[object, ...]]:
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
-    done = Engine(target, drafter, budget=budget).generate(prompts, max_new_tokens=30, sampling=params[:rows], batch_size=rows)
+    done = Engine(target, drafter, budget=budget).generate(
+        prompts, max_new_tokens=30, sampling=params[:rows], batch_size=rows
+    )
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 
@@ -116,7 +132,8 @@ class Shared(Budget):
 
 COOL, HOT = Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)
 BUDGETS = {
-    "one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2), "two shared": Shared(2, 6, 1e-9),
+    "one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2),
+    "two shared": Shared(2, 6, 1e-9),
     "three shared": Shared(3, 10, 0.02),
 }  # fmt: skip
 
@@ -128,17 +145,27 @@ BUDGETS = {
     [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
     ids=["greedy", "cool", "hot", "each its own"],
 )
-def test_a_chain_drafted_in_one_call_is_that_of_many(params: Sequence[Sampling], budget: Budget, rows: int) -> None:
+def test_a_chain_drafted_in_one_call_is_that_of_many(
+    params: Sequence[Sampling], budget: Budget, rows: int
+) -> None:
     target, draft = model(3), model(1)
     once, often = Recording(draft), Recording(draft, in_calls=True)
     found = written(once, target, params, budget, rows)
     assert found == written(often, target, params, budget, rows)
-    assert [one[0] for one in found] == [one[0] for one in written(None, target, params, Fixed(0), rows)]
+    assert [one[0] for one in found] == [
+        one[0] for one in written(None, target, params, Fixed(0), rows)
+    ]
     assert once.at_once == len(once.told) > 0 and not often.at_once
     for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tree.tokens, same.tokens)
-        assert all(max(1, size) <= own <= other for own, size, other in zip(reads, tree.sizes, often_read, strict=True))
-        assert all(torch.equal(ours, theirs[:, : ours.shape[1]]) for ours, theirs in zip(keys, alike, strict=True))
+        assert all(
+            max(1, size) <= own <= other
+            for own, size, other in zip(reads, tree.sizes, often_read, strict=True)
+        )
+        assert all(
+            torch.equal(ours, theirs[:, : ours.shape[1]])
+            for ours, theirs in zip(keys, alike, strict=True)
+        )
         if tree.turns is not None and same.turns is not None:
             assert torch.equal(tree.turns * tree.present, same.turns * same.present)
     if rows > 1 and isinstance(budget, Shared):
@@ -149,27 +176,39 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(params: Sequence[Sampling],
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_drafts_by_its_own_law(family: str) -> None:
-    """For itself it is right nearly always, however it is drawn: what rounds otherwise decides little."""
+    """For itself it is right nearly always, however it is drawn: what rounds otherwise decides
+    little."""
     target = of_kind(family)
     for params in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
         texts = written(drafter, target, params, Fixed(4), 1)
-        assert [one[0] for one in texts] == [one[0] for one in written(None, target, params, Fixed(0), 1)]
+        assert [one[0] for one in texts] == [
+            one[0] for one in written(None, target, params, Fixed(0), 1)
+        ]
         assert drafter.at_once == len(drafter.told) > 0
         depth = [tree.sizes[0] for tree in drafter.drafted]
-        assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(depth) == 4
+        assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(
+            depth
+        ) == 4
 
 
 @pytest.mark.parametrize("in_calls", [True, False], ids=["token by token", "in one call"])
 def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
-    """A batch counts what stands by these; of the most that may be drafted nothing is left to share, and it is told as well."""
+    """A batch counts what stands by these; of the most that may be drafted nothing is left to
+    share, and it is told as well."""
     target, numbers = model(3), list[list[list[int]]]()
     for count in (2, 6):
         drafter = Recording(model(1), in_calls)
         written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
         first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
         assert first.turns is not None
-        numbers.append([[turn for turn in row if 0 < turn <= 2] for row in (first.turns * first.present).tolist()])
+        numbers.append(
+            [
+                [turn for turn in row if 0 < turn <= 2] for row in (
+                    first.turns * first.present
+                ).tolist()
+            ]
+        )
     assert numbers[0] == numbers[1] and sum(map(len, numbers[0])) == 6
 
 
@@ -181,11 +220,19 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
         drafter.start(1, 64, CPU)
         prompt = torch.tensor([[5, 1, 7, 2]])
         everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
-        drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything))
-        prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead, longest=3)
+        drafter.observe(
+            Commit.of(
+                [0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything
+            )
+        )
+        prefix = Prefix(
+            torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead, longest=3
+        )
         params = SamplingParams(Sampling(temperature=0.9, seed=3), prompt_length=4)
         with torch.inference_mode():
-            chains.append(drafter.propose(Frontier(prefix, Sampler([params], ops=CPU), budget=6)).tokens)
+            chains.append(
+                drafter.propose(Frontier(prefix, Sampler([params], ops=CPU), budget=6)).tokens
+            )
         assert drafter.at_once
     assert torch.equal(*chains)
 
@@ -203,19 +250,27 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
         return propose(frontier)
 
     drafter.propose = broken  # type: ignore[method-assign]
-    Engine(target, drafter, budget=4).generate([[5, 1, 7], [4, 4, 9]], max_new_tokens=12, batch_size=2)
+    Engine(target, drafter, budget=4).generate(
+        [[5, 1, 7], [4, 4, 9]], max_new_tokens=12, batch_size=2
+    )
     both = [tree.tokens for tree, *_ in drafter.told if len(tree.tokens) == 2]
     assert drafter.at_once and len(both) > 1
-    for tokens in both[1:]:                                             # the first proposal reads the prompts anew
+    # the first proposal reads the prompts anew
+    for tokens in both[1:]:
         assert (tokens[0] != ABSENT).all() and (tokens[1, 1:] == ABSENT).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperature: float) -> None:
-    """Along texts of the embedded target, its draft model's first choice is the target's as often as its chance says."""
+    """Along texts of the embedded target, its draft model's first choice is the target's as often
+    as its chance says."""
     engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
-    draft, begin = cast(DraftModel, engine.drafter).model, engine.codec.encode if engine.codec else list
-    prompts = ("Once upon a time", "Lily and Tom", "The big dog", "One day, Ben") * (2 if temperature else 1)
+    draft, begin = cast(
+        DraftModel, engine.drafter
+    ).model, engine.codec.encode if engine.codec else list
+    prompts = ("Once upon a time", "Lily and Tom", "The big dog", "One day, Ben") * (
+        2 if temperature else 1
+    )
     params = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
     texts = engine.generate(prompts, max_new_tokens=96, sampling=params)
     chances, hits = [], []
@@ -225,7 +280,9 @@ def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperatur
         with torch.inference_mode():
             logits = draft.read(tree, draft.new_cache(1, 128)).logits
         paths = Paths(Prefix(text, torch.tensor([0])), tree)
-        confidence, choices = Sampler([SamplingParams(wished, first)], ops=CPU).best(logits, paths, 1, CONFIDENCE_SCALE)
+        confidence, choices = Sampler([SamplingParams(wished, first)], ops=CPU).best(
+            logits, paths, 1, CONFIDENCE_SCALE
+        )
         chances.append(confidence[0, first - 1 :, 0].exp())
         hits.append(choices[0, first - 1 :, 0] == text[0, first:])
     supposed, came = torch.cat(chances), torch.cat(hits).float()

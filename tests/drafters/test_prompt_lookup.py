@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from drafting import Watch, assert_well_formed
-from tiny import prompts, sampler_of, target
+from drafting import Watch, assert_well_formed, frontier_of
+from tiny import prompts, target
 
 from draftproof.core.messages import Frontier
-from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
@@ -17,18 +18,21 @@ from draftproof.engine.engine import Engine
 pytestmark = pytest.mark.usefixtures("lookup")
 
 
-def frontier(texts: list[list[int]], budget: int, trees: bool, seed: int = 0, longest: bool = False) -> Frontier:
-    """Rows with noise behind their text."""
-    tokens = torch.randint(3, (len(texts), 40), generator=torch.Generator().manual_seed(seed))
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor(text)
-    position = torch.tensor([len(text) - 1 for text in texts])
+def frontier(
+    texts: list[list[int]], budget: int, trees: bool, seed: int = 0, longest: bool = False
+) -> Frontier:
+    """Rows with noise after their text."""
+    asked = frontier_of(texts, budget, trees=trees, capacity=40)
+    tokens, position = asked.prefix.tokens, asked.prefix.position
+    noise = torch.randint(3, tokens.shape, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.where(torch.arange(40) <= position[:, None], tokens, noise)
     prefix = Prefix(tokens, position, longest=int(position.max()) if longest else None)
-    return Frontier(prefix, sampler_of(*[Sampling()] * len(texts)), budget, trees=trees)
+    return replace(asked, prefix=prefix)
 
 
 def search(text: list[int], longest: int, shortest: int) -> list[tuple[int, int]]:
-    """Length and end of every earlier match of the text's last tokens, the longest and then the most recent first."""
+    """Length and end of every earlier match of the text's last tokens, longest and most recent
+    first."""
     found = []
     for end in range(1, len(text)):
         size = 0
@@ -47,7 +51,10 @@ def goes_on(text: list[int], end: int, budget: int) -> list[int]:
 def cases() -> list[tuple[list[int], int, int]]:
     dice = torch.Generator().manual_seed(0)
     sizes = [(1 + case % 17, 1 + case % 4, 1 + case % (1 + case % 4)) for case in range(200)]
-    return [(torch.randint(3, (size,), generator=dice).tolist(), longest, shortest) for size, longest, shortest in sizes]
+    return [
+        (torch.randint(3, (size,), generator=dice).tolist(), longest, shortest)
+        for size, longest, shortest in sizes
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,9 @@ def cases() -> list[tuple[list[int], int, int]]:
         ([9, 1, 2, 3, 1, 2, 3], 7, [1, 2, 3, 1, 2, 3, 1]),
     ],
 )
-def test_a_chain_continues_the_longest_latest_match(text: list[int], budget: int, wanted: list[int]) -> None:
+def test_a_chain_continues_the_longest_latest_match(
+    text: list[int], budget: int, wanted: list[int]
+) -> None:
     tree = PromptLookup().propose(frontier([text, text], budget, trees=False))
     assert tree.is_chain and tree.tokens[:, 1:].tolist() == [wanted] * 2
 
@@ -72,11 +81,15 @@ def test_a_chain_is_the_plain_search() -> None:
         asked = frontier([text], 5, trees=False, seed=len(text))
         found = search(text, longest, shortest)
         wanted = goes_on(text, found[0][1], 5) if found else [ABSENT] * 5
-        assert PromptLookup(longest, shortest).propose(asked).tokens[0, 1:].tolist() == wanted, (text, longest, shortest)
+        assert PromptLookup(longest, shortest).propose(asked).tokens[0, 1:].tolist() == wanted, (
+            text, longest, shortest
+        )
 
 
-def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[tuple[int, ...], float]:
-    """The odds of every beginning of the best continuations, each taken if none before it is right."""
+def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[
+    tuple[int, ...], float
+]:
+    """The chance of every beginning of the best continuations, each if none before it is right."""
     confidence: dict[tuple[int, ...], float] = {}
     left = 1.0
     for size, end in search(text, longest, shortest)[:PLACES]:
@@ -84,7 +97,9 @@ def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[t
         path = goes_on(text, end, budget)
         for depth in range(budget):
             holds *= (size + depth) / (size + depth + 3)
-            confidence[tuple(path[: depth + 1])] = confidence.get(tuple(path[: depth + 1]), 0.0) + holds
+            confidence[tuple(path[: depth + 1])] = confidence.get(
+                tuple(path[: depth + 1]), 0.0
+            ) + holds
         left *= 3 / (size + 3)
     return confidence
 
@@ -97,7 +112,10 @@ def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
         assert_well_formed(tree, asked)
         confidence = by_hand(text, longest, shortest, 6)
         assert tree.confidence is not None
-        said = [float(value) for value, there in zip(tree.confidence[0, 1:], tree.present[0, 1:], strict=True) if there]
+        said = [
+            float(value) for value,
+            there in zip(tree.confidence[0, 1:], tree.present[0, 1:], strict=True) if there
+        ]
         assert said == pytest.approx(sorted(confidence.values(), reverse=True)[:6])
         for node in range(1, 1 + len(said)):
             path = tuple(token for token in tree.texts[0, node].tolist() if token >= 0)[1:]
@@ -106,11 +124,14 @@ def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
     assert branched > 30, "no tree had two branches: it tests chains"
 
 
-def test_rows_do_not_see_each_other_nor_what_lies_behind_their_text() -> None:
+def test_rows_do_not_see_each_other_nor_what_lies_after_their_text() -> None:
     texts = [text for text, _, _ in cases()[10:16]]
     for trees in (False, True):
         together = PromptLookup().propose(frontier(texts, 5, trees, seed=1))
-        assert torch.equal(together.tokens, PromptLookup().propose(frontier(texts, 5, trees, seed=2, longest=True)).tokens)
+        assert torch.equal(
+            together.tokens,
+            PromptLookup().propose(frontier(texts, 5, trees, seed=2, longest=True)).tokens
+        )
         for row, text in enumerate(texts):
             alone = PromptLookup().propose(frontier([text], 5, trees))
             assert torch.equal(alone.tokens[0], together.tokens[row])
@@ -118,7 +139,9 @@ def test_rows_do_not_see_each_other_nor_what_lies_behind_their_text() -> None:
 
 def test_no_budget_no_draft() -> None:
     asked = frontier([[4, 4, 4]], 0, trees=True)
-    assert torch.equal(PromptLookup().propose(asked).tokens, TokenTree.root(asked.prefix.root).tokens)
+    assert torch.equal(
+        PromptLookup().propose(asked).tokens, TokenTree.root(asked.prefix.root).tokens
+    )
 
 
 def test_what_repeats_is_accepted() -> None:

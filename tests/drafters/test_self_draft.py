@@ -1,4 +1,5 @@
-"""Self-drafts: the target's own weights in fewer bits, or its first layers; no text changes, no weight is copied."""
+"""Self-drafts: the target's own weights in fewer bits, or its first layers; no text changes, no
+weight is copied."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ DRAFTS = [
 
 
 @pytest.mark.parametrize("options", DRAFTS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, seed=3)], ids=["greedy", "sampled"]
+)
 def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None:
     asked = prompts(5, seed=3)
     wanted = texts(Engine(target()), asked, max_new_tokens=16, sampling=sampling)
@@ -44,28 +47,41 @@ def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None
 def test_greedy_self_drafts_change_no_text_under_any_rule(options: dict, rule: str) -> None:
     asked = prompts(4, seed=4)
     wanted = texts(Engine(target()), asked, max_new_tokens=16)
-    assert texts(Engine(target(), SelfDraft(target(), **options), acceptance=rule), asked, max_new_tokens=16) == wanted
+    assert texts(
+        Engine(target(), SelfDraft(target(), **options), acceptance=rule), asked, max_new_tokens=16
+    ) == wanted
 
 
 def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
     asked = prompts(8, seed=5)
     shares = [
-        accepted_share(Engine(target(), SelfDraft(target(), **options), budget=4).generate(asked, max_new_tokens=40))
+        accepted_share(
+            Engine(target(), SelfDraft(target(), **options), budget=4).generate(
+                asked, max_new_tokens=40
+            )
+        )
         for options in ({"quantize": "int8"}, {"layers": 1}, {})
     ]
     assert shares[1] < 0.6 < shares[0] <= shares[2]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3", "opt", "falcon", "qwen2-sliding"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gpt2", "gemma3", "opt", "falcon", "qwen2-sliding"]
+)
 def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
-    """Logits of N layers are the target's own head and norm behind the hidden state it taps at layer N."""
+    """Logits of N layers are the target's own head and norm behind the hidden state it taps at
+    layer N."""
     own = target(family)
     short = own.first_layers(1)
-    tree = TokenTree.shaped(torch.tensor([[3, 1, 4, 1, 5]]), TreeShape.from_digits(["0", "1", "10", "11"]))
+    tree = TokenTree.shaped(
+        torch.tensor([[3, 1, 4, 1, 5]]), TreeShape.from_digits(["0", "1", "10", "11"])
+    )
     with torch.inference_mode():
         wanted = own.read(tree, own.new_cache(1, 64), hidden_layers=(1,)).hidden
         found = short.read(tree, short.new_cache(1, 64), hidden_layers=(-1,))
-        norm = {"gpt2": "ln_f", "falcon": "ln_f", "opt": "decoder.final_layer_norm"}.get(family, "norm")
+        norm = {"gpt2": "ln_f", "falcon": "ln_f", "opt": "decoder.final_layer_norm"}.get(
+            family, "norm"
+        )
         normed = own.model.base_model.get_submodule(norm)(wanted[:, :, 0])
         torch.testing.assert_close(found.hidden[:, :, 0], normed, rtol=0, atol=1e-9)
         torch.testing.assert_close(found.logits, own.unembed(normed), rtol=0, atol=1e-9)
@@ -75,7 +91,9 @@ def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
 def test_the_first_layers_are_no_second_copy() -> None:
     own = target()
     short = SelfDraft(own, layers=1).model.model
-    assert {one.data_ptr() for one in short.parameters()} < {one.data_ptr() for one in own.model.parameters()}
+    assert {one.data_ptr() for one in short.parameters()} < {
+        one.data_ptr() for one in own.model.parameters()
+    }
     assert weight_bytes(torch.nn.ModuleList([own.model, short])) == weight_bytes(own.model)
     assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
 
@@ -95,7 +113,9 @@ def test_a_packed_target_drafts_for_itself() -> None:
         pytest.skip("nothing is packed on this machine")
     own, asked = Target(packed), prompts(4, seed=6)
     for options in ({"quantize": "int8"}, {"layers": 1}):
-        done = Engine(own, Watch(SelfDraft(own, **options)), budget=3).generate(asked, max_new_tokens=20)
+        done = Engine(own, Watch(SelfDraft(own, **options)), budget=3).generate(
+            asked, max_new_tokens=20
+        )
         assert sum(one.stats.accepted for one in done) > 0
 
 
@@ -109,8 +129,13 @@ def test_the_cache_of_a_self_draft_is_its_own() -> None:
 
 def test_names() -> None:
     assert self_draft_options("self-layers:4") == (4, None)
-    assert self_draft_options("self-int8") == (None, "int8") and self_draft_options("self-int4") == (None, "int4")
-    for wrong in ("self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3", "self-int3", "self-draft"):
+    assert self_draft_options("self-int8") == (None, "int8") and self_draft_options(
+        "self-int4"
+    ) == (None, "int4")
+    for wrong in (
+        "self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3", "self-int3",
+        "self-draft"
+    ):
         with pytest.raises(BadInput, match="self-int8, self-int4, or self-layers:N"):
             self_draft_options(wrong)
     for count in (0, 2, 9):
@@ -119,7 +144,9 @@ def test_names() -> None:
 
 
 def test_self_drafts_are_loaded_by_name() -> None:
-    own = load(model("llama"), drafter="self-layers:1", budget=3, draft_tree=TreeShape.branching((2, 1)))
+    own = load(
+        model("llama"), drafter="self-layers:1", budget=3, draft_tree=TreeShape.branching((2, 1))
+    )
     assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == TreeShape.branching((2, 1))
     own = load(model("llama"), drafter="self-int8")
     assert isinstance(own.drafter, SelfDraft) and own.drafter.name == "self-draft"

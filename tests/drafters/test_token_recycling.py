@@ -1,4 +1,4 @@
-"""Token Recycling: what the target found likely comes back, from rejected nodes too, for the pair before the token alone."""
+"""Token Recycling: drafts what the target found likely, at rejected nodes too; pairs first."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import Watch, assert_well_formed
-from tiny import CPU, prompts, sampler_of, target
+from drafting import commit_of, drafted, proposed
+from tiny import CPU, prompts, target
 
 from draftproof.core.messages import Commit, Frontier, Successors
-from draftproof.core.params import Sampling
-from draftproof.core.prefix import Prefix
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.token_recycling import BEST, DEPTH, READ, TokenRecycling
 from draftproof.engine.engine import Engine
-from draftproof.errors import BadInput
 
 Best = dict[int, float]
 pytestmark = pytest.mark.usefixtures("lookup")
 
 
-def told(row: int, text: Sequence[int]) -> Commit:
-    whole = torch.arange(len(text))[None]
-    return Commit([row], torch.tensor([text]), whole, torch.tensor([len(text)]))
-
-
 def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int = 0) -> Commit:
-    """A tree was read in one row and the nodes `path` stood; behind each node its `best` tokens came out, by odds."""
+    """A tree was read in one row and `path` accepted; `best` tokens after each node."""
     nodes = tree.tokens.shape[1]
     width = max(map(len, best.values()))
-    tokens, logits = torch.zeros(1, nodes, width, dtype=torch.int64), torch.full((1, nodes, width), -30.0)
+    tokens, logits = torch.zeros(1, nodes, width, dtype=torch.int64), torch.full(
+        (1, nodes, width), -30.0
+    )
     for node, successors in best.items():
         for rank, (token, confidence) in enumerate(successors.items()):
             tokens[0, node, rank], logits[0, node, rank] = token, torch.tensor(confidence).log()
@@ -45,31 +39,14 @@ def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int =
 def on(row: int, text: Sequence[int]) -> Commit:
     """The text goes on, and the target tells nothing."""
     none = torch.tensor([[ABSENT]])
-    return replace(told(row, text), successors=Successors(TokenTree.chain(none), none[..., None], torch.zeros(1, 1, 1)))
-
-
-def propose(drafter: Drafter, texts: list[list[int]], budget: int = 8, trees: bool = True) -> TokenTree:
-    tokens = torch.full((len(texts), 40), 2)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor(text)
-    prefix = Prefix(tokens, torch.tensor([len(text) - 1 for text in texts]))
-    asked = Frontier(prefix, sampler_of(*[Sampling()] * len(texts)), budget, trees=trees)
-    tree = drafter.propose(asked)
-    assert_well_formed(tree, asked)
-    return tree
-
-
-def paths_of(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
-    assert tree.confidence is not None
-    texts = [tuple(token for token in text[1:] if token != NOTHING) for text in tree.texts[row].tolist()]
-    there = tree.present[row].tolist()
-    return {text: confidence for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True) if here and text}
+    nothing = Successors(TokenTree.chain(none), none[..., None], torch.zeros(1, 1, 1))
+    return replace(commit_of([row], [text]), successors=nothing)
 
 
 def started(memory: int = 1 << 12) -> TokenRecycling:
     drafter = TokenRecycling(memory)
     drafter.start(4, 64, CPU)
-    drafter.observe(told(0, [30]))
+    drafter.observe(commit_of([0], [[30]]))
     return drafter
 
 
@@ -81,12 +58,12 @@ def even(*tokens: int) -> Best:
 
 
 def test_what_came_out_comes_back_with_its_odds_along_the_paths() -> None:
-    """Single tokens: 5 → 6 or 7, 6 → 8 or 9; the tree is the product, the likeliest first."""
+    """5 before 6 or 7, 6 before 8 or 9: the tree is the product, the likeliest first."""
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[5, 6]]))
     drafter.observe(read(tree, [0], {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}))
     drafter.observe(on(0, [31]))
-    found = paths_of(propose(drafter, [[30, 5, 31, 5]], budget=4))
+    found = drafted(proposed(drafter, [[30, 5, 31, 5]], budget=4))
     assert found == pytest.approx({(6,): 0.6, (6, 8): 0.54, (7,): 0.4, (6, 9): 0.06}, rel=1e-4)
     assert list(found) == [(6,), (6, 8), (7,), (6, 9)]
 
@@ -94,48 +71,58 @@ def test_what_came_out_comes_back_with_its_odds_along_the_paths() -> None:
 def test_rejected_nodes_teach_and_absent_ones_do_not() -> None:
     drafter = started()
     tree = TokenTree.shaped(torch.tensor([[5, 11, 12, ABSENT]]), TreeShape.branching((3,)))
-    drafter.observe(read(tree, [0, 1], {0: even(11, 12), 1: even(13, 14), 2: even(15, 16), 3: even(17, 18)}))
-    assert (15,) in paths_of(propose(drafter, [[30, 5, 11, 12]])), "12 was rejected, and read"
+    drafter.observe(
+        read(tree, [0, 1], {0: even(11, 12), 1: even(13, 14), 2: even(15, 16), 3: even(17, 18)})
+    )
+    assert (15,) in drafted(proposed(drafter, [[30, 5, 11, 12]])), "12 was rejected, and read"
     for strange in range(32):
-        assert (17,) not in paths_of(propose(drafter, [[30, 5, 11, strange]]))
+        assert (17,) not in drafted(proposed(drafter, [[30, 5, 11, strange]]))
 
 
 def test_the_pair_before_the_token_alone_and_the_newest_before_the_old() -> None:
     drafter = started()
-    drafter.observe(read(TokenTree.chain(torch.tensor([[5, 6]])), [0, 1], {0: even(6, 7), 1: even(8, 9)}))
-    drafter.observe(read(TokenTree.chain(torch.tensor([[4, 6]])), [0, 1], {0: even(6, 7), 1: even(20, 21)}))
-    assert (20,) in paths_of(propose(drafter, [[30, 5, 6, 4, 6]])), "the last token is 6, the newest of it"
+    drafter.observe(
+        read(TokenTree.chain(torch.tensor([[5, 6]])), [0, 1], {0: even(6, 7), 1: even(8, 9)})
+    )
+    drafter.observe(
+        read(TokenTree.chain(torch.tensor([[4, 6]])), [0, 1], {0: even(6, 7), 1: even(20, 21)})
+    )
+    assert (20,) in drafted(
+        proposed(drafter, [[30, 5, 6, 4, 6]])
+    ), "the last token is 6, the newest of it"
     drafter.observe(on(0, [5]))
-    alone = propose(drafter, [[30, 5, 6, 4, 6, 5, 6]])
-    assert (8,) in paths_of(alone) and (20,) not in paths_of(alone), "behind 5, 6 came 8"
+    alone = proposed(drafter, [[30, 5, 6, 4, 6, 5, 6]])
+    assert (8,) in drafted(alone) and (20,) not in drafted(alone), "after 5, 6 came 8"
     drafter.observe(on(0, [6]))
     drafter.observe(on(0, [3]))
-    assert (20,) in paths_of(propose(drafter, [[30, 5, 6, 4, 6, 5, 6, 3, 6]])), "behind 3, 6 nothing came: 6 alone"
+    assert (20,) in drafted(
+        proposed(drafter, [[30, 5, 6, 4, 6, 5, 6, 3, 6]])
+    ), "after 3, 6 nothing came: 6 alone"
 
 
 def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
-    """In both rows, in one commit: never the tokens of one with the odds of another."""
+    """In both rows, in one commit: never the tokens of one with the confidence of another."""
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[6, 6, 6]]))
     drafter.observe(read(tree, [0], {0: even(7, 8), 1: even(9, 10), 2: even(11, 12)}))
-    found = paths_of(propose(drafter, [[30, 6, 1, 6]]))
+    found = drafted(proposed(drafter, [[30, 6, 1, 6]]))
     assert {path[0] for path in found} == {11, 12}
 
 
 def test_a_prompt_teaches_its_own_order() -> None:
-    """A token read in a prompt goes to the front with odds of a half; what was known moves back."""
+    """A token read in a prompt comes first with a chance of a half; others move back."""
     drafter = started()
-    drafter.observe(told(0, [5, 6, 7, 5, 8, 7]))
-    found = paths_of(propose(drafter, [[30, 5, 6, 7, 5, 8, 7, 1, 5]], budget=2))
+    drafter.observe(commit_of([0], [[5, 6, 7, 5, 8, 7]]))
+    found = drafted(proposed(drafter, [[30, 5, 6, 7, 5, 8, 7, 1, 5]], budget=2))
     assert found[(8,)] == pytest.approx(READ)
     drafter.observe(on(0, [5]))
-    drafter.observe(told(0, [6]))
-    found = paths_of(propose(drafter, [[30, 5, 6, 7, 5, 8, 7, 5, 6, 1, 5]], budget=8))
+    drafter.observe(commit_of([0], [[6]]))
+    found = drafted(proposed(drafter, [[30, 5, 6, 7, 5, 8, 7, 5, 6, 1, 5]], budget=8))
     assert found[(6,)] == pytest.approx(READ) and found[(8,)] == pytest.approx(READ * (1 - READ))
 
 
 def test_a_small_memory_forgets_but_never_mixes() -> None:
-    """Two slots, many tokens: whatever is proposed came out behind that very token."""
+    """Two slots, many tokens: whatever is proposed came out after that very token."""
     dice = torch.Generator().manual_seed(0)
     drafter = started(memory=2)
     known: dict[int, set[int]] = {}
@@ -146,15 +133,16 @@ def test_a_small_memory_forgets_but_never_mixes() -> None:
         for node, token in enumerate(tokens[0].tolist()):
             known.setdefault(token, set()).update(best[node])
         root = int(torch.randint(30, (), generator=dice))
-        tree = propose(drafter, [[30, root]])
+        tree = proposed(drafter, [[30, root]])
         children = tree.tokens[0][(tree.parents[0] == 0) & tree.present[0]].tolist()
         assert set(children) <= known.get(root, set()) and len(set(children)) == len(children)
 
 
 def test_a_chain_for_targets_of_chains() -> None:
     drafter = started()
-    drafter.observe(read(TokenTree.chain(torch.tensor([[5, 6]])), [0], {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}))
-    tree = propose(drafter, [[30, 5, 31, 5]], budget=3, trees=False)
+    best = {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}
+    drafter.observe(read(TokenTree.chain(torch.tensor([[5, 6]])), [0], best))
+    tree = proposed(drafter, [[30, 5, 31, 5]], budget=3, trees=False)
     assert tree.is_chain and tree.tokens[0, :3].tolist() == [5, 6, 8]
 
 
@@ -176,7 +164,8 @@ class Ask(Drafter):
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
 def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
-    """The best tokens behind every node of the tree read, of rounds and not of prompts; nothing to who does not ask."""
+    """The best tokens after every node read in rounds, not in prompts; nothing to who does not ask.
+    """
     drafter = Ask(wants)
     reads: list[Any] = []
 
@@ -193,35 +182,22 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
     Engine(noted, drafter, budget=3).generate(prompts(2, seed=1), max_new_tokens=6)
     assert len(reads) == len(drafter.commits) > 4
     known = [commit.successors for commit in drafter.commits]
-    assert [one is None for one in known] == [True] * 2 + [wants == 0] * (len(known) - 2), "two prompts, then rounds"
+    assert [one is None for one in known] == [True] * 2 + [wants == 0] * (
+        len(known) - 2
+    ), "two prompts, then rounds"
     for (tree, logits), one in zip(reads, known, strict=True):
         if one is not None:
             assert torch.equal(one.tokens, logits.sort(-1, descending=True).indices[..., :wants])
             assert torch.equal(one.tree.tokens, tree.tokens)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "sampled"])
-def test_the_second_time_much_is_known(sampling: Sampling) -> None:
-    """The same requests again: the text is the same, and the target's own leavings are accepted."""
-    asked = prompts(5, seed=5)
-    wanted = [one.tokens for one in Engine(target()).generate(asked, max_new_tokens=40, sampling=sampling)]
-    engine = Engine(target(), Watch(TokenRecycling()), budget=7)
-    rates = []
-    for _ in range(2):
-        done = engine.generate(asked, max_new_tokens=40, sampling=sampling, batch_size=3)
-        assert [one.tokens for one in done] == wanted
-        rates.append(sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done))
-    assert rates[1] > 1.5 and rates[1] > rates[0] + 0.1
-
-
 def test_it_keeps_to_its_depth() -> None:
     drafter = started()
     for node in range(8):
-        drafter.observe(read(TokenTree.chain(torch.tensor([[5]])), [0], {0: {5: 0.99, 6 + node: 0.01}}))
-    assert int(propose(drafter, [[30, *[5] * 9]], budget=30).depths.max()) == DEPTH == TokenRecycling.deepest
+        drafter.observe(
+            read(TokenTree.chain(torch.tensor([[5]])), [0], {0: {5: 0.99, 6 + node: 0.01}})
+        )
+    assert int(
+        proposed(drafter, [[30, *[5] * 9]], budget=30).depths.max()
+    ) == DEPTH == TokenRecycling.deepest
     assert BEST >= 4
-
-
-def test_a_memory_of_nothing_is_refused_here_too() -> None:
-    with pytest.raises(BadInput, match="memory"):
-        TokenRecycling(memory=0)
