@@ -98,10 +98,8 @@ class Hinted(Drafter):
         right = known[:, :4]
         noise = torch.randint(VOCAB, (len(known), 2, 4), generator=self.dice)
         noise[:, :, 0], noise[:, 0, 1] = right[:, :1], right[:, 1]
-        right = torch.where(
-            torch.rand(right.shape, generator=self.dice) < 0.15, (right + 1).clamp(max=VOCAB - 1),
-            right
-        )
+        errs = torch.rand(right.shape, generator=self.dice) < 0.15
+        right = torch.where(errs, (right + 1).clamp(max=VOCAB - 1), right)
         right[:, 0] = known[:, 0]
         return TokenTree.from_paths(torch.cat([noise, right[:, None]], 1), 9)
 
@@ -121,10 +119,8 @@ class Watch(Drafter):
     """Passes everything on to `inner` and checks what must hold of any drafter."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.hidden_layers, self.default_budget = (
-            inner, inner.name, inner.hidden_layers, inner.default_budget
-        )
-        self.wants_top = inner.wants_top
+        self.inner, self.name, self.default_budget = inner, inner.name, inner.default_budget
+        self.hidden_layers, self.wants_top = inner.hidden_layers, inner.wants_top
         self.observed: list[list[int]] = []
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -160,9 +156,8 @@ def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     allowed = frontier.budget if tree.confidence is None and tree.turns is None else frontier.room
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
-    assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all() and (
-        tree.parents[:, 0] == -1
-    ).all()
+    assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all()
+    assert (tree.parents[:, 0] == -1).all()
     orphan = (tree.tokens.gather(1, tree.parents.clamp(min=0)) == ABSENT) & (tree.tokens != ABSENT)
     assert not orphan[:, 1:].any()
     assert (tree.tokens >= ABSENT).all() and (tree.tokens < VOCAB + 100).all()
@@ -173,14 +168,12 @@ def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
 
 def frontier_of(
     texts: Sequence[Sequence[int]], budget: int, *params: Sampling, trees: bool = True,
-    ops: Ops = CPU,
-    capacity: int = 64,
+    ops: Ops = CPU, capacity: int = 64,
 ) -> Frontier:  # fmt: skip
     """Texts whose last token is the root, with scratch after them; greedy if nothing is said."""
     rows = params if len(params) == len(texts) else (params or (Sampling(),)) * len(texts)
-    return Frontier(
-        paths_of(texts, capacity=capacity).prefix, sampler_of(*rows, ops=ops), budget, trees=trees
-    )
+    prefix = paths_of(texts, capacity=capacity).prefix
+    return Frontier(prefix, sampler_of(*rows, ops=ops), budget, trees=trees)
 
 
 def commit_of(
@@ -205,14 +198,13 @@ def proposed(
 
 def drafted(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
     """The paths of a row's nodes, root excluded, in node order, and their confidence."""
-    given = tree.confidence[row].tolist() if tree.confidence is not None else [
-        1.0
-    ] * tree.tokens.shape[1]
-    texts = [
-        tuple(token for token in text if token != NOTHING)[1:] for text in tree.texts[row].tolist()
-    ]
-    there = tree.present[row].tolist()
-    return {text: one for text, one, here in zip(texts, given, there, strict=True) if here and text}
+    confidence = tree.confidence if tree.confidence is not None else torch.ones(tree.tokens.shape)
+    found = {}
+    for text, chance in zip(tree.texts[row].tolist(), confidence[row].tolist(), strict=True):
+        path = tuple(token for token in text[1:] if token != NOTHING)
+        if path and ABSENT not in path:
+            found[path] = chance
+    return found
 
 
 def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
@@ -264,6 +256,12 @@ def redrafter_head(share_lm_head: bool = False) -> ReDrafterHead:
     return head
 
 
+def _draft_model(target: Target, *branches: int, **overrides: Any) -> DraftModel:
+    """A small draft model for this target that drafts chains, or trees of so many branches."""
+    shape = TreeShape.branching(branches) if branches else None
+    return DraftModel(draft_of(**overrides), target.vocab_size, shape)
+
+
 MEDUSA_TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,))
 
 DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
@@ -271,35 +269,19 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "prompt-lookup": lambda target: PromptLookup(),
     "suffix": lambda target: SuffixDrafter(memory=300),
     "recycling": lambda target: TokenRecycling(memory=50),
-    "portfolio": lambda target: Portfolio(
-        [PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]
-    ),
-    "portfolio, medusa": lambda target: Portfolio(
-        [SuffixDrafter(memory=300), Medusa(medusa_head(), target)]
-    ),
-    "draft chain": lambda target: DraftModel(draft_of(num_hidden_layers=1), target.vocab_size),
-    "draft tree": lambda target: DraftModel(
-        draft_of(num_hidden_layers=1), target.vocab_size, TreeShape.branching((2, 2, 1))
-    ),
-    "smaller vocabulary": lambda target: DraftModel(
-        draft_of(vocab_size=VOCAB - 9), target.vocab_size
-    ),
-    "larger vocabulary": lambda target: DraftModel(
-        draft_of(vocab_size=VOCAB + 7), target.vocab_size, TreeShape.branching((3, 1))
-    ),
-    "target itself": lambda target: DraftModel(target, target.vocab_size),
-    "target itself, tree": lambda target: DraftModel(
-        target, target.vocab_size, TreeShape.branching((2, 2, 1))
-    ),
+    "portfolio": lambda target: Portfolio([PromptLookup(), SuffixDrafter(300), TokenRecycling(50)]),
+    "portfolio, medusa": lambda target: Portfolio([SuffixDrafter(300), DRAFTERS["medusa"](target)]),
+    "draft chain": lambda target: _draft_model(target, num_hidden_layers=1),
+    "draft tree": lambda target: _draft_model(target, 2, 2, 1, num_hidden_layers=1),
+    "smaller vocabulary": lambda target: _draft_model(target, vocab_size=VOCAB - 9),
+    "larger vocabulary": lambda target: _draft_model(target, 3, 1, vocab_size=VOCAB + 7),
+    "target itself": lambda target: DraftModel(target, VOCAB),
+    "target itself, tree": lambda target: DraftModel(target, VOCAB, TreeShape.branching((2, 2, 1))),
     "medusa": lambda target: Medusa(medusa_head(), target),
     "medusa, pairs": lambda target: Medusa(paired_head(), target),
-    "medusa, fixed tree": lambda target: Medusa(
-        medusa_head(share_lm_head=True), target, MEDUSA_TREE
-    ),
+    "medusa, fixed tree": lambda target: Medusa(medusa_head(True), target, MEDUSA_TREE),
     "redrafter": lambda target: ReDrafter(redrafter_head(), target),
-    "redrafter, beams": lambda target: ReDrafter(
-        redrafter_head(share_lm_head=True), target, width=3, tree="beams"
-    ),
+    "redrafter, beams": lambda target: ReDrafter(redrafter_head(True), target, tree="beams"),
     "guess": lambda target: Guess(target.vocab_size),
 }
 
@@ -313,9 +295,9 @@ def without_lookup(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuOps, "run", Ops.run)
 
 
-def texts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[
-    tuple[list[int], str]
-]:
+def texts(
+    engine: Engine, prompts: Sequence[Sequence[int]], **params: Any
+) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of each completion."""
     return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **params)]
 
@@ -332,25 +314,21 @@ def assert_counts(done: Completion) -> None:
     assert stats.emitted + 1 == len(done.tokens)
     assert stats.rounds <= stats.emitted or len(done.tokens) == 1
     assert stats.accepted <= min(stats.drafted, stats.emitted)
-    assert all(
-        0 <= rate <= 1 for rate in stats.acceptance_by_position
-    ) and 0 <= stats.acceptance <= 1
+    assert all(0 <= rate <= 1 for rate in (*stats.acceptance_by_position, stats.acceptance))
 
 
 _kernels = kernels()
-needs_kernels = pytest.mark.skipif(
-    _kernels is None or not _kernels.bf16, reason="no kernels for it here"
-)
+_lacking = _kernels is None or not _kernels.bf16
+needs_kernels = pytest.mark.skipif(_lacking, reason="no kernels for it here")
 
 
-def packed_target(tied: bool = True) -> Target:
+def packed_target(tied: bool = True, layers: int = 2) -> Target:
     """A small target in bfloat16 whose draft heads our kernels can read."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-        vocab_size=96, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
-        tie_word_embeddings=tied,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=96, initializer_range=0.3,
+        max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     pack_linears(own)

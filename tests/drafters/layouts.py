@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 
 SIZE = 32
+SAFE, TGI, LEGACY = "model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 Heads = list[tuple[list[Tensor], list[Tensor], Tensor]]
@@ -63,9 +64,7 @@ ranked = partial(
     named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
     projection="medusa_heads.{H}.lm_head.weight"
 )
-BASE = {
-    f"model.layers.{layer}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for layer in range(3)
-}
+BASE = {f"model.layers.{one}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for one in range(3)}
 TABLE = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 VLLM = {
     "model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3,
@@ -78,10 +77,7 @@ def without(tensors: Tensors, part: str) -> Tensors:
 
 
 def no_bias(given: Heads) -> Heads:
-    return [
-        (matrices, [torch.zeros_like(one) for one in biases], last)
-        for matrices, biases, last in given
-    ]
+    return [(one, [torch.zeros_like(bias) for bias in two], last) for one, two, last in given]
 
 
 def folder_of(
@@ -98,8 +94,8 @@ def folder_of(
 
 def made(
     layers: int = 1, share: bool = False, bias: bool = True, rows: int | None = None,
-    pairs: bool = False
-) -> MedusaHead:
+    pairs: bool = False,
+) -> MedusaHead:  # fmt: skip
     form = MedusaConfig(3, layers, SIZE, VOCAB, share, bias, "org/base", rows, MEDUSA_TREE)
     head = MedusaHead(form).double()
     torch.manual_seed(layers)
@@ -110,4 +106,3 @@ def made(
     if pairs:
         head.count(torch.tensor([1, 1, 3, 3, 3]), torch.tensor([2, 2, 0, 0, 0]))
     return head
-LEGACY = "medusa_lm_head.pt"

@@ -81,9 +81,8 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"gguf.*draftproof, vllm, tgi, legacy"):
         write_head(made(), tmp_path, "gguf")
     (tmp_path / "new").touch()                                          # files follow the umask
-    assert len(
-        {file.stat().st_mode for file in (*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new")}
-    ) == 1
+    files = [*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new"]
+    assert len({file.stat().st_mode for file in files}) == 1
 
 
 # Mistakes -------------------------------------------------------------------------------------
@@ -99,14 +98,12 @@ def refused(folder: Path, kind: type[DraftproofError], *words: str) -> None:
 
 def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path) -> None:
     tensors, head = numbered(weights()), {"speculator_type": "medusa"}
+    gap = {name: tensor for name, tensor in tensors.items() if name[:2] != "1."}
     cases: dict[str, tuple[Config, Tensors, tuple[str, ...]]] = {
         "wide": ({}, numbered(weights(size=48)), ("48", "32")),
         "large": ({}, numbered(weights(vocab=4096)), ("4096", "40")),
         "shared": ({"vocab_size": 4096}, blocks_alone(weights()), ("4096", "40")),
-        "gap": (
-            {}, {name: one for name, one in tensors.items() if name[:2] != "1."},
-            ("lack", "heads.1")
-        ),
+        "gap": ({}, gap, ("lack", "heads.1")),
         "odd": ({}, tensors | {"2.0.linear.bias": torch.zeros(7)}, ("(7,)", "(32,)")),
         "uneven": ({}, tensors | {"2.1.weight": torch.zeros(9, SIZE)}, ("different sizes",)),
     }
@@ -114,8 +111,7 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
         refused(folder_of(tmp_path / name, config, given), DrafterMismatch, *words)
     file = folder_of(tmp_path / "cut", head, tensors) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
-    # it says so; reading says what is wrong
-    assert is_head(tmp_path / "cut")
+    assert is_head(tmp_path / "cut")                            # reading says what is wrong
     refused(tmp_path / "cut", ModelNotFound, "model.safetensors", "cannot be read")
     (folder_of(tmp_path / "settings", {}, tensors) / "config.json").write_text("{")
     refused(tmp_path / "settings", ModelNotFound, "config.json", "cannot be read")
@@ -210,22 +206,18 @@ def test_apples_layout_is_written_and_read(form: str, tmp_path: Path) -> None:
     write_head(head, tmp_path, "apple")
     assert_same(tmp_path, head)
     config, wanted = json.loads((tmp_path / "config.json").read_text()), head.config
-    theirs = {
-        "vocab_size": VOCAB, "hidden_size": SIZE, "exit_dim": wanted.exit_dim, "rnn": wanted.rnn
-    }
-    theirs |= {"model_type": "recurrent_drafting_drafter", "num_draft_layers": wanted.num_layers}
+    theirs = {"vocab_size": VOCAB, "hidden_size": SIZE, "exit_dim": wanted.exit_dim}
+    theirs |= {"rnn": wanted.rnn, "num_draft_layers": wanted.num_layers, **APPLE}
     assert theirs.items() <= config.items()
     names = set(load_file(tmp_path / "model.safetensors"))
-    blocks = {
-        f"lm_head.{one}.linear.{kind}" for one in range(wanted.num_layers) for kind in (
-            "weight", "bias"
-        )
-    }
+    linears = [f"lm_head.{one}.linear" for one in range(wanted.num_layers)]
+    blocks = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
     rest = {"rnn_u.weight", "rnn_u.bias", "rnn_w.weight"} if wanted.rnn else set()
     narrow = {"input_proj.weight", "input_proj.bias"} if wanted.exit_dim != 2 * SIZE else set()
     assert names == blocks | rest | narrow | {f"lm_head.{wanted.num_layers}.weight"}
 
 
+APPLE = {"model_type": "recurrent_drafting_drafter"}
 RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "as it is": (), "older": (("input_proj.", "input_projs."), ("lm_head.", "lm_heads.")),
     "numbered": (("lm_head.", "0."),),
@@ -240,15 +232,12 @@ def test_every_family_of_apples_names_is_read(
 ) -> None:
     """How many blocks there are is read off the tensors."""
     head = random_head(**{**FORMS[form], "steps": 5})
-    settings = {
-        "model_type": "recurrent_drafting_drafter", "hidden_size": SIZE, "num_draft_layers": 9
-    }
+    settings = {**APPLE, "hidden_size": SIZE, "num_draft_layers": 9}
     tensors = head.state_dict()
     for old, new in RENAMES[rename]:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    assert_same(
-        folder_of(tmp_path, settings, tensors, file), head, replace(head.config, base_model="")
-    )
+    folder = folder_of(tmp_path, settings, tensors, file)
+    assert_same(folder, head, replace(head.config, base_model=""))
 
 
 @pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
@@ -256,22 +245,15 @@ def test_the_drafter_of_a_tensorrt_llm_checkpoint_is_read(form: str, tmp_path: P
     """Beside the base model's tensors, and run as that engine runs it."""
     head = random_head(**FORMS[form])
     last = f"lm_head.{head.config.num_layers}.weight"
-    tensors = {
-        f"drafter.{name.replace('lm_head.', 'layers.')}": one
-        for name, one in head.state_dict().items() if name != last
-    }
-    tensors |= {
-        "drafter.lm_head.weight": head.projection.weight.detach(),
-        "base_model.lm_head.weight": torch.zeros(VOCAB, SIZE)
-    }
-    settings = {
-        "architecture": "ReDrafterForCausalLM", "redrafter_num_layers": 1,
-        "redrafter_draft_len_per_beam": 4
-    }
-    form_ = replace(
-        head.config, rnn_activation="none", skip_u_at_first_step=True, steps=4, base_model=""
-    )
-    assert_same(folder_of(tmp_path, settings, tensors, "rank0.safetensors"), head, form_)
+    tensors = {"base_model.lm_head.weight": torch.zeros(VOCAB, SIZE)}
+    for name, tensor in head.state_dict().items():
+        theirs = "lm_head.weight" if name == last else name.replace("lm_head.", "layers.")
+        tensors[f"drafter.{theirs}"] = tensor
+    settings = {"architecture": "ReDrafterForCausalLM", "redrafter_num_layers": 1}
+    settings |= {"redrafter_draft_len_per_beam": 4}
+    theirs = {"rnn_activation": "none", "skip_u_at_first_step": True, "steps": 4, "base_model": ""}
+    folder = folder_of(tmp_path, settings, tensors, "rank0.safetensors")
+    assert_same(folder, head, replace(head.config, **theirs))
 
 
 def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -281,13 +263,9 @@ def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         refused(tmp_path / layout, DrafterMismatch, "64 numbers", "32")
     write_head(ReDrafterHead(ReDrafterConfig(SIZE, 5000, 64)), tmp_path / "many")
     refused(tmp_path / "many", DrafterMismatch, "5000 tokens", str(VOCAB))
-    settings, whole = {"model_type": "recurrent_drafting_drafter"}, random_head(
-        num_layers=2
-    ).state_dict()
-    for missing, word in (
-        ("rnn_u.bias", "rnn_u.bias"), ("lm_head.0.linear.bias", "lm_head.0"),
-        ("lm_head.2.weight", "draft")
-    ):
+    whole, settings = random_head(num_layers=2).state_dict(), APPLE
+    words = {"rnn_u.bias": "rnn_u.bias", "lm_head.0.linear.bias": "lm_head.0"}
+    for missing, word in (words | {"lm_head.2.weight": "draft"}).items():
         tensors = {name: tensor for name, tensor in whole.items() if name != missing}
         refused(folder_of(tmp_path / missing, settings, tensors), DraftproofError, word)
     odd = {**whole, "rnn_w.weight": torch.zeros(SIZE, 31)}
@@ -295,8 +273,7 @@ def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_as_large_as_published() -> None:
-    """For a model of 7 billion parameters: 67.1 M in the block, 262 M in the projection, 33.6 M in
-    the recurrence."""
+    """For 7 billion parameters: 67.1 M in the block, 262 M projection, 33.6 M recurrence."""
     with torch.device("meta"):
         head = ReDrafterHead(ReDrafterConfig(4096, 32000, 8192))
     parts = (head.lm_head[0], head.projection, torch.nn.ModuleList([head.rnn_u, head.rnn_w]))

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-import transformers
+from drafting import packed_target
 from tiny import CPU, of_family
 from torch import Tensor
 
@@ -32,17 +32,7 @@ VOCAB = 96
 
 
 def model(layers: int) -> Target:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16, vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own)
-    return Target(own)
+    return packed_target(layers=layers)
 
 
 FAMILIES = {
@@ -69,9 +59,8 @@ def of_kind(family: str) -> Target:
     name, extra = FAMILIES[family]
     own = of_family(
         name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB, initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
-        pad_token_id=None, **extra,
+        num_key_value_heads=2, vocab_size=VOCAB, initializer_range=0.3,
+        max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
     ).to(torch.bfloat16)  # fmt: skip
     pack_linears(own)
     return Target(own)
@@ -114,9 +103,8 @@ def written(
     drafter: Recording | None, target: Target, params: Sequence[Sampling], budget: Budget, rows: int
 ) -> list[tuple[object, ...]]:
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
-    done = Engine(target, drafter, budget=budget).generate(
-        prompts, max_new_tokens=30, sampling=params[:rows], batch_size=rows
-    )
+    options = {"max_new_tokens": 30, "sampling": params[:rows], "batch_size": rows}
+    done = Engine(target, drafter, budget=budget).generate(prompts, **options)
     return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
 
 

@@ -13,8 +13,10 @@ from drafting import MEDUSA_TREE, accepted_share, medusa_head, texts
 from layouts import (
     BASE,
     LEGACY,
+    SAFE,
     SIZE,
     TABLE,
+    TGI,
     VLLM,
     Config,
     Heads,
@@ -46,14 +48,12 @@ from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound
 def assert_says(head: Any, given: Heads, shared: bool = False) -> None:
     """The head's logits are those of these weights, computed plainly."""
     assert isinstance(head, MedusaHead) and head.steps == len(given)
-    hidden = torch.randn(
-        1, 12, 1, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
+    dice = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, 12, 1, SIZE, generator=dice, dtype=torch.float64)
     features = Features(torch.zeros(1, 12, dtype=torch.int64), hidden, torch.ones(1, 12))
     with torch.no_grad():
-        for (matrices, biases, table), ours in zip(
-            given, head.predict(features, target()), strict=True
-        ):
+        said = head.predict(features, target())
+        for (matrices, biases, table), ours in zip(given, said, strict=True):
             state = hidden[0, : ours.shape[1], 0]
             for matrix, bias in zip(matrices, biases, strict=True):
                 state = state + torch.nn.functional.silu(state @ matrix.T + bias)
@@ -65,13 +65,9 @@ def assert_says(head: Any, given: Heads, shared: bool = False) -> None:
 
 # Reading Medusa heads -------------------------------------------------------------------------
 
-WRONG = {
-    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1
-}
+WRONG = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}
 SECOND = {"version": "2", "medusa_num_heads": 3, "medusa_num_layers": 1}
-TRT = {
-    "architecture": "MedusaForCausalLM", "num_medusa_heads": 2, "medusa_choices": [[0], [0, 0], [1]]
-}
+TRT = {"num_medusa_heads": 2, "medusa_choices": [[0], [0, 0], [1]]}
 OPT = {"model_type": "llama", "vocab_size": VOCAB, "medusa": {"num_medusa_heads": 2}}
 REPEATED: Heads = [([one[0]] * 2, [other[0]] * 2, last) for one, other, last in weights()]
 ORIGINAL = without(vllm(weights()), "lm_heads") | {"lm_heads.0.weight": TABLE}
@@ -80,36 +76,30 @@ KEPT = {**VLLM, "original_lm_head": True}
 
 LAYOUTS: dict[str, tuple[Config, Tensors, str, Heads, bool]] = {
     "v0.1 says 2 heads": (WRONG, numbered(weights(5)), LEGACY, weights(5), False),
-    "v0.1 safetensors": (
-        WRONG, numbered(weights(5)), "medusa_lm_head.safetensors", weights(5), False
-    ),
-    "version 2": (SECOND, blocks_alone(weights()), "medusa_lm_head.safetensors", weights(), True),
-    "two blocks alone": (
-        SECOND, blocks_alone(weights(4, 2)), "model.safetensors", weights(4, 2), True
-    ),
-    "distinct layers": ({}, numbered(weights(2, 3)), "model.safetensors", weights(2, 3), False),
-    "repeated layers": ({}, numbered(REPEATED), "model.safetensors", REPEATED, False),
+    "v0.1 safetensors": (WRONG, numbered(weights(5)), TGI, weights(5), False),
+    "version 2": (SECOND, blocks_alone(weights()), TGI, weights(), True),
+    "two blocks alone": (SECOND, blocks_alone(weights(4, 2)), SAFE, weights(4, 2), True),
+    "distinct layers": ({}, numbered(weights(2, 3)), SAFE, weights(2, 3), False),
+    "repeated layers": ({}, numbered(REPEATED), SAFE, REPEATED, False),
     "vllm": (
-        {**VLLM, "medusa_fc_bias": True}, vllm(weights(3, 2)), "model.safetensors", weights(3, 2),
-        False
+        {**VLLM, "medusa_fc_bias": True}, vllm(weights(3, 2)), SAFE, weights(3, 2), False,
     ),
-    "vllm, inside": (VLLM, vllm_inside(weights(3, 2)), "model.safetensors", weights(3, 2), False),
+    "vllm, inside": (VLLM, vllm_inside(weights(3, 2)), SAFE, weights(3, 2), False),
     "vllm, no bias": (
-        VLLM, without(vllm(weights()), "bias"), "model.safetensors", no_bias(weights()), False
+        VLLM, without(vllm(weights()), "bias"), SAFE, no_bias(weights()), False
     ),
-    "vllm, original head": (KEPT, ORIGINAL, "model.safetensors", weights(), True),
+    "vllm, original head": (KEPT, ORIGINAL, SAFE, weights(), True),
     "vllm, scaled head": (
-        {**KEPT, "logit_scale": 0.5}, ORIGINAL, "model.safetensors",
+        {**KEPT, "logit_scale": 0.5}, ORIGINAL, SAFE,
         [(one, other, TABLE * 0.5) for one, other, _ in weights()], False,
     ),
     "tensorrt-llm": (TRT, ranked(weights(2, 2)) | BASE, "rank0.safetensors", weights(2, 2), False),
-    "modelopt": (OPT, ranked(weights(2, 2)) | BASE, "model.safetensors", weights(2, 2), False),
+    "modelopt": (OPT, ranked(weights(2, 2)) | BASE, SAFE, weights(2, 2), False),
     "cut table": (
-        {}, numbered(weights(vocab=VOCAB - 3)), "model.safetensors", weights(vocab=VOCAB - 3), False
+        {}, numbered(weights(vocab=VOCAB - 3)), SAFE, weights(vocab=VOCAB - 3), False
     ),
     "padded table": (
-        {}, numbered(weights(vocab=VOCAB + 24)), "model.safetensors", weights(vocab=VOCAB + 24),
-        False
+        {}, numbered(weights(vocab=VOCAB + 24)), SAFE, weights(vocab=VOCAB + 24), False,
     ),
 }  # fmt: skip
 
@@ -126,11 +116,9 @@ def test_published_layouts_are_read(layout: str, tmp_path: Path) -> None:
 
 def test_pickles_beside_safetensors_and_of_old_formats_are_read(tmp_path: Path) -> None:
     folder_of(tmp_path / "both", {}, {"nonsense": torch.ones(1)}, LEGACY)
-    assert_says(
-        read_head(folder_of(tmp_path / "both", {}, numbered(weights())), target()), weights()
-    )
+    both = folder_of(tmp_path / "both", {}, numbered(weights()))
+    assert_says(read_head(both, target()), weights())
     old = folder_of(tmp_path / "old", {}, {}, LEGACY) / LEGACY
-    # before torch 1.6
     torch.save(numbered(weights()), old, _use_new_zipfile_serialization=False)
     assert_says(read_head(tmp_path / "old", target()), weights())
 
@@ -153,19 +141,17 @@ def test_vllm_heads_of_a_truncated_vocabulary(tmp_path: Path) -> None:
     """Rows of the mapped tokens alone are spread out; where all rows are there, all are used."""
     given, ids = weights(vocab=6), torch.tensor([1, 4, 9, 16, 25, 36])
     config = {**VLLM, "truncated_vocab_size": 6}
-    head = read_head(
-        folder_of(tmp_path / "few", config, vllm(given) | {"token_map": ids}), target()
-    )
+    few = folder_of(tmp_path / "few", config, vllm(given) | {"token_map": ids})
+    head = read_head(few, target())
     assert isinstance(head, MedusaHead) and head.config.draft_vocab_size == 6
     assert head.token_map is not None and torch.equal(head.token_map, ids)
     assert torch.equal(head.state_dict()["heads.1.proj.weight"], given[1][2])
     full = folder_of(tmp_path / "all", config, vllm(weights()) | {"token_map": ids})
     assert_says(read_head(full, target()), weights())
     ids = torch.tensor([1, 4, 9, 16, 25, 99])
+    folder = folder_of(tmp_path / "foreign", config, vllm(given) | {"token_map": ids})
     with pytest.raises(DrafterMismatch, match=r"up to 99.*has 40"):
-        read_head(
-            folder_of(tmp_path / "foreign", config, vllm(given) | {"token_map": ids}), target()
-        )
+        read_head(folder, target())
 
 
 def test_parts_for_several_devices_are_refused(tmp_path: Path) -> None:
@@ -197,18 +183,14 @@ def test_what_is_written_is_read(tmp_path: Path, form: Config, layout: str) -> N
     assert again.config.share_lm_head == head.config.share_lm_head
     assert not own or (again.config == head.config and again.state_dict().keys() == given.keys())
     for name, tensor in again.state_dict().items():
-        # some layouts want a bias
-        assert torch.equal(tensor, given.get(name, torch.zeros(SIZE)))
+        assert torch.equal(tensor, given.get(name, torch.zeros(SIZE)))      # a bias some want
         assert name in given or name.endswith("bias")
     assert all(name.startswith("pairs.") for name in given.keys() - again.state_dict().keys())
 
 
 def test_files_and_settings_are_called_as_their_readers_expect(tmp_path: Path) -> None:
     """Without the setting vLLM drops biases; its loader takes any "num" with "heads" for one."""
-    for layout, share, file in (
-        ("tgi", False, "medusa_lm_head.safetensors"), ("tgi", True, "medusa_lm_head.safetensors"),
-        ("legacy", False, LEGACY)
-    ):  # fmt: skip
+    for layout, share, file in (("tgi", False, TGI), ("tgi", True, TGI), ("legacy", False, LEGACY)):
         folder = tmp_path / f"{layout}-{share}"
         write_head(made(share=share), folder, layout)
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", file]
@@ -216,16 +198,12 @@ def test_files_and_settings_are_called_as_their_readers_expect(tmp_path: Path) -
         assert config["medusa_num_heads"] == 3 and config["medusa_num_layers"] == 1
         assert config.get("version") == ("2" if share else None)
     write_head(made(layers=2), tmp_path, "vllm")
-    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(
-        tmp_path / "model.safetensors"
-    )
-    assert config["medusa_fc_bias"] is True and config["model_type"] == "medusa" and not config[
-        "original_lm_head"
-    ]
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / SAFE)
+    assert config["medusa_fc_bias"] is True and config["model_type"] == "medusa"
+    assert not config["original_lm_head"]
     assert [key for key in config if "num" in key] == ["num_heads", "num_hidden_layers"]
-    assert tensors["blocks.2.layers.1.bias"].shape == (SIZE,) and tensors[
-        "lm_heads.2.weight"
-    ].shape == (VOCAB, SIZE)
+    assert tensors["blocks.2.layers.1.bias"].shape == (SIZE,)
+    assert tensors["lm_heads.2.weight"].shape == (VOCAB, SIZE)
     write_head(made(rows=7), tmp_path, "vllm")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["truncated_vocab_size"] == 7 and config["vocab_size"] == VOCAB
@@ -250,9 +228,8 @@ def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
         engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree, budget=nodes)
         done = engine.generate(prompts(8), max_new_tokens=20)
         assert [(one.tokens, one.finish_reason) for one in done] == plain
-        assert engine.drafter.default_budget == nodes and (
-            name == "four" or accepted_share(done) > 0.05
-        )
+        assert engine.drafter.default_budget == nodes
+        assert name == "four" or accepted_share(done) > 0.05
 
 
 def test_names_that_cannot_be_loaded_are_one_sentence(
@@ -267,10 +244,9 @@ def test_names_that_cannot_be_loaded_are_one_sentence(
     with pytest.raises(DrafterMismatch, match=r"48.*32"):
         load(model(), drafter=tmp_path / "wide")
     write_head(MedusaHead.fresh(target(), 4), tmp_path / "four")
-    for options in (
-        {"drafter": tmp_path / "four"}, {"assistant_model": model(num_hidden_layers=1)}
-    ):
+    draft = {"assistant_model": model(num_hidden_layers=1)}
+    for options in ({"drafter": tmp_path / "four"}, draft):
         with pytest.raises(BadInput, match="oak"):
             load(model(), draft_tree="oak", **options)
-    engine = load(model(), assistant_model=model(num_hidden_layers=1), draft_tree="zephyr_stage2")
+    engine = load(model(), **draft, draft_tree="zephyr_stage2")
     assert engine.budget.most == len(CHOICES["zephyr_stage2"])

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("lookup")
 
 
 class Says(Drafter):
-    """Always the same paths after the root, with odds or without."""
+    """Always the same paths after the root, with confidence or without."""
 
     name = "says"
     default_budget = 4
@@ -51,9 +51,7 @@ class Says(Drafter):
         paths = torch.tensor(self.paths).expand(len(root), -1, -1)
         paths = torch.cat([root.expand(-1, paths.shape[1], 1), paths], -1)
         if self.confidence is None:
-            return TokenTree.from_paths(
-                paths, frontier.budget + 1
-            ) if frontier.trees else TokenTree.chain(paths[:, 0])
+            return TokenTree.from_paths(paths, frontier.budget + 1)
         steps = torch.tensor(self.confidence)[:, None].expand(-1, paths.shape[2] - 1)
         votes = torch.cat([torch.ones(len(self.confidence), 1), steps.cumprod(-1)], -1)
         return TokenTree.from_paths(paths, frontier.budget + 1, votes.expand_as(paths))
@@ -69,8 +67,7 @@ class Row:
         self.tokens[0, :3] = torch.tensor([1, 2, 3])
 
     def round(self, truth: Sequence[int], budget: int = 4) -> dict[tuple[int, ...], float]:
-        """The drafter proposes, then the text turns out to go on with `truth`; what it proposed,
-        with its odds."""
+        """What the drafter proposes, with its confidence; then the text continues with `truth`."""
         prefix = Prefix(self.tokens.clone(), torch.tensor([self.size - 1]))
         tree = self.drafter.propose(Frontier(prefix, sampler_of(Sampling()), budget))
         committed = [int(self.tokens[0, self.size - 1]), *truth[:-1]]
@@ -80,16 +77,14 @@ class Row:
         return drafted(tree)
 
 
-def test_what_members_propose_is_merged_by_odds() -> None:
-    """Before anything is known each member's word counts: the likeliest of all, once each, with the
-    best of its odds."""
+def test_what_members_propose_is_merged_by_confidence() -> None:
+    """At first each member's confidence counts: the likeliest of all, with the best of theirs."""
     row = Row(Portfolio([Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [4, 4]], [0.6, 0.1])]))
     assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
 
 
-def test_who_was_right_is_believed_even_if_nobody_read_it() -> None:
-    """A member that boasts fills the tree, one that knows is cut off; it is compared all the same,
-    and takes over."""
+def test_a_right_member_is_believed_even_if_the_target_did_not_read_it() -> None:
+    """An overconfident member fills the tree; the right one is compared too, and takes over."""
     row = Row(Portfolio([Says([[5, 5], [6, 6]], [0.9, 0.85]), Says([[7, 8], [9, 9]], [0.3, 0.2])]))
     first = row.round([7, 8, 3], budget=2)
     assert set(first) == {(5,), (6,)}, "what is right is not read"
@@ -99,7 +94,7 @@ def test_who_was_right_is_believed_even_if_nobody_read_it() -> None:
     assert last[(7,)] > 0.6 > 0.3 > row.round([1])[(5,)]
 
 
-def test_a_member_that_gives_no_odds_is_judged_by_place() -> None:
+def test_a_member_without_confidence_is_judged_by_place() -> None:
     """Its second path is the right one: after some rounds the first is believed no more."""
     row = Row(Portfolio([Says([[5, 6], [7, 8]])]))
     row.round([7, 8, 1])
@@ -109,8 +104,7 @@ def test_a_member_that_gives_no_odds_is_judged_by_place() -> None:
 
 
 def test_what_never_came_to_be_known_is_not_judged() -> None:
-    """A node two deep says nothing where one token came; a node after a wrong one says nothing at
-    all."""
+    """Neither a node deeper than what was committed, nor one after a wrong node."""
     cases = (([7], 0), ([5], 0), ([5, 1], 0), ([5, 6], 1))
     for truth, right in cases:
         portfolio = Portfolio([Says([[5, 6]])])
@@ -123,8 +117,7 @@ def test_what_never_came_to_be_known_is_not_judged() -> None:
 
 
 def test_each_row_believes_by_what_it_saw() -> None:
-    """Two rows with other truths: neither believes what is right in the other; rows that move take
-    it along."""
+    """Two rows with other truths: neither believes what is right in the other; rows may move."""
     portfolio = Portfolio([Says([[5]], [0.5]), Says([[6]], [0.5])])
     portfolio.start(4, 200, CPU)
     tokens = torch.zeros(2, 200, dtype=torch.int64)
@@ -142,9 +135,8 @@ def test_each_row_believes_by_what_it_saw() -> None:
             portfolio.select([1, 0])
             rows = rows[::-1]
         if turn > 3:
-            assert tree.tokens[:, 1].tolist() == [
-                5 + mine for mine in ([1, 0] if turn in (6, 7, 8) else [0, 1])
-            ], turn
+            order = [6, 5] if turn in (6, 7, 8) else [5, 6]
+            assert tree.tokens[:, 1].tolist() == order, turn
 
 
 def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
@@ -156,16 +148,13 @@ def test_members_get_the_hidden_states_they_tap_and_never_draw() -> None:
     members = [Taps(), Taps(1), Taps(-1, 0)]
     alone = Taps(-1, 0, 1)
     asked = prompts(2, seed=3)
-    Engine(target(), Portfolio(members), acceptance="rejection", budget=2).generate(
-        asked, max_new_tokens=5
-    )
-    Engine(target(), alone, acceptance="rejection", budget=2).generate(asked, max_new_tokens=5)
+    for drafter in (Portfolio(members), alone):
+        engine = Engine(target(), drafter, acceptance="rejection", budget=2)
+        engine.generate(asked, max_new_tokens=5)
     columns = {-1: 0, 0: 1, 1: 2}
     assert len(alone.told) > 3 and all(frontier.drawn for frontier in alone.asked)
     for member in members:
-        assert len(member.told) == len(alone.told) and not any(
-            frontier.drawn for frontier in member.asked
-        )
+        assert not any(frontier.drawn for frontier in member.asked)
         for told, whole in zip(member.told, alone.told, strict=True):
             if not member.hidden_layers:
                 assert told.hidden is None

@@ -25,9 +25,8 @@ def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int =
     """A tree was read in one row and `path` accepted; `best` tokens after each node."""
     nodes = tree.tokens.shape[1]
     width = max(map(len, best.values()))
-    tokens, logits = torch.zeros(1, nodes, width, dtype=torch.int64), torch.full(
-        (1, nodes, width), -30.0
-    )
+    tokens = torch.zeros(1, nodes, width, dtype=torch.int64)
+    logits = torch.full(tokens.shape, -30.0)
     for node, successors in best.items():
         for rank, (token, confidence) in enumerate(successors.items()):
             tokens[0, node, rank], logits[0, node, rank] = token, torch.tensor(confidence).log()
@@ -57,7 +56,7 @@ def even(*tokens: int) -> Best:
     return dict(zip(tokens, confidence, strict=True))
 
 
-def test_what_came_out_comes_back_with_its_odds_along_the_paths() -> None:
+def test_what_was_likely_is_drafted_with_the_chances_of_paths() -> None:
     """5 before 6 or 7, 6 before 8 or 9: the tree is the product, the likeliest first."""
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[5, 6]]))
@@ -71,9 +70,8 @@ def test_what_came_out_comes_back_with_its_odds_along_the_paths() -> None:
 def test_rejected_nodes_teach_and_absent_ones_do_not() -> None:
     drafter = started()
     tree = TokenTree.shaped(torch.tensor([[5, 11, 12, ABSENT]]), TreeShape.branching((3,)))
-    drafter.observe(
-        read(tree, [0, 1], {0: even(11, 12), 1: even(13, 14), 2: even(15, 16), 3: even(17, 18)})
-    )
+    best = {node: even(11 + 2 * node, 12 + 2 * node) for node in range(4)}
+    drafter.observe(read(tree, [0, 1], best))
     assert (15,) in drafted(proposed(drafter, [[30, 5, 11, 12]])), "12 was rejected, and read"
     for strange in range(32):
         assert (17,) not in drafted(proposed(drafter, [[30, 5, 11, strange]]))
@@ -81,23 +79,18 @@ def test_rejected_nodes_teach_and_absent_ones_do_not() -> None:
 
 def test_the_pair_before_the_token_alone_and_the_newest_before_the_old() -> None:
     drafter = started()
-    drafter.observe(
-        read(TokenTree.chain(torch.tensor([[5, 6]])), [0, 1], {0: even(6, 7), 1: even(8, 9)})
-    )
-    drafter.observe(
-        read(TokenTree.chain(torch.tensor([[4, 6]])), [0, 1], {0: even(6, 7), 1: even(20, 21)})
-    )
-    assert (20,) in drafted(
-        proposed(drafter, [[30, 5, 6, 4, 6]])
-    ), "the last token is 6, the newest of it"
+    for first, last in ((5, 8), (4, 20)):
+        tree = TokenTree.chain(torch.tensor([[first, 6]]))
+        drafter.observe(read(tree, [0, 1], {0: even(6, 7), 1: even(last, last + 1)}))
+    newest = drafted(proposed(drafter, [[30, 5, 6, 4, 6]]))
+    assert (20,) in newest, "the last token is 6, the newest of it"
     drafter.observe(on(0, [5]))
     alone = proposed(drafter, [[30, 5, 6, 4, 6, 5, 6]])
     assert (8,) in drafted(alone) and (20,) not in drafted(alone), "after 5, 6 came 8"
     drafter.observe(on(0, [6]))
     drafter.observe(on(0, [3]))
-    assert (20,) in drafted(
-        proposed(drafter, [[30, 5, 6, 4, 6, 5, 6, 3, 6]])
-    ), "after 3, 6 nothing came: 6 alone"
+    newest = drafted(proposed(drafter, [[30, 5, 6, 4, 6, 5, 6, 3, 6]]))
+    assert (20,) in newest, "after 3, 6 nothing came: 6 alone"
 
 
 def test_of_one_token_read_twice_at_once_the_later_counts() -> None:

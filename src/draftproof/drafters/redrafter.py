@@ -266,8 +266,7 @@ class ReDrafter(LastHidden):
 
     def search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[Level]:
         """What a beam search after roots [B, 1] weighs, step by step."""
-        levels: list[Level] = []
-        zeros = torch.zeros_like(root)
+        levels, zeros = list[Level](), torch.zeros_like(root)
         beams = Beams(root[..., None], zeros.float(), None, zeros)
         for _ in range(length):
             levels.append(self._grow(beams, frontier, width))
