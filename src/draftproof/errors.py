@@ -56,3 +56,8 @@ class TokenizerMismatch(DrafterMismatch):
 
 class RankLost(DraftproofError):
     """Another process of a parallel run is gone."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another library raised, to be quoted in a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

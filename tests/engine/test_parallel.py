@@ -21,8 +21,7 @@ from two_ranks import NEW, PROMPTS, TEMPERATURES
 
 import draftproof as dp
 from draftproof.errors import BadInput
-from draftproof.model.process_group import ALONE, ProcessGroup
-from draftproof.model.tensor_parallel import load_sharded
+from draftproof.model.parallel import ALONE, ProcessGroup, load_sharded
 
 ROWS = 5
 PATIENCE = 120
@@ -181,7 +180,7 @@ def test_a_mistaken_use_is_one_sentence(engine: str, options: dict[str, str], se
 
 
 def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftproof.model.tensor_parallel.find_spec", lambda name: None)
+    monkeypatch.setattr("draftproof.model.parallel.find_spec", lambda name: None)
     with pytest.raises(BadInput, match="pip install 'draftproof\\[deepspeed\\]'"):
         dp.load("demo", parallel="deepspeed")
 

@@ -52,8 +52,8 @@ class Paper(Device):
 RECORDED: list[int] = []
 
 
-def on_paper(inner: Target) -> Target:
-    return cast(Target, GraphReplay(inner, Paper(torch.device("cpu"))))
+def on_paper(inner: Target) -> GraphReplay:
+    return GraphReplay(inner, Paper(torch.device("cpu")))
 
 
 MAKERS: dict[str, Callable[[], Drafter]] = {
@@ -80,8 +80,8 @@ def test_few_recordings_serve_many_prompts() -> None:
 
 
 def test_recordings_go_with_their_cache() -> None:
-    inner = GraphReplay(target(), Paper(torch.device("cpu")))
-    engine = Engine(cast(Target, inner), shapes=CLOSED)
+    inner = on_paper(target())
+    engine = Engine(inner, shapes=CLOSED)
     for _ in range(3):
         engine.generate(prompts(2), max_new_tokens=3)
         gc.collect()

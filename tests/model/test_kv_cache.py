@@ -1,18 +1,29 @@
-"""The cache holds exactly the committed tokens: after any rounds it reads on as if it had been filled afresh."""
+"""The cache holds exactly the committed tokens: after any rounds it reads on as if it had been filled afresh.
+
+Of quantised keys and values this holds bit for bit, and no number is off by more than half a step.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCAB, target
+from tiny import VOCAB, fresh, model, target
 from torch import Tensor
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.model.kv_cache import KVCache
+from draftproof.errors import BadInput
+from draftproof.model.kv_cache import LAYERS, KVCache, KVLayer, LayerShape, QuantizedKVLayer, tree_mask
 from draftproof.model.target import Target
 
 SHAPES = [TreeShape.branching((2, 2, 1)), TreeShape.chain(5), TreeShape.from_digits(["0", "1", "10", "100", "1000", "11"])]
+MASKED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 CAPACITY = 64
+any_kind = pytest.mark.parametrize("kind", LAYERS)
+any_cache = pytest.mark.parametrize("kind", [None, *LAYERS])
+
+
+def of_kind(kind: str | None, family: str = "llama") -> Target:
+    return target(family) if kind is None else Target(model(family), kv_cache=kind)
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +60,20 @@ def assert_reads_on(own: Target, cache: KVCache, texts: list[list[int]]) -> None
         torch.testing.assert_close(found[row], own.read(alone, fresh).logits[0], rtol=0, atol=1e-9)
 
 
+@any_cache
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "falcon"])
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
-def test_keep_equals_a_fresh_read(family: str, shape: TreeShape) -> None:
-    own, dice = target(family), torch.Generator().manual_seed(len(shape))
+def test_keep_equals_a_fresh_read(kind: str | None, family: str, shape: TreeShape) -> None:
+    own, dice = of_kind(kind, family), torch.Generator().manual_seed(len(shape))
     cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
-    for _ in range(6):
+    for _ in range(5):
         commit(own, cache, texts, dice, shape)
         assert_reads_on(own, cache, texts)
 
 
-def test_select_keeps_drops_and_repeats_rows() -> None:
-    own, dice = target(), torch.Generator().manual_seed(1)
+@any_cache
+def test_select_keeps_drops_and_repeats_rows(kind: str | None) -> None:
+    own, dice = of_kind(kind), torch.Generator().manual_seed(1)
     for rows in ([2, 0], [3, 3, 1, 0], [1], [0, 1, 2, 3], [3, 2, 1, 0], [], [2, 2, 2]):
         cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
         for _ in range(2):
@@ -75,17 +88,17 @@ def test_select_keeps_drops_and_repeats_rows() -> None:
             assert_reads_on(own, view, left)
 
 
-def test_a_view_leaves_the_other_rows_alone() -> None:
+@any_cache
+def test_a_view_leaves_the_other_rows_alone(kind: str | None) -> None:
     """Reading and keeping in a view: the other rows keep their bits, scratch included, and their lengths."""
-    own, dice = target(), torch.Generator().manual_seed(2)
+    own, dice = of_kind(kind), torch.Generator().manual_seed(2)
     cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
     commit(own, cache, texts, dice, SHAPES[0])
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    before = [[store.clone() for store in layer.stores] for layer in cache.layers]
     commit(own, cache.rows(1, 3), inner := texts[1:3], dice, SHAPES[1])
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        for row in (0, 3):
-            assert torch.equal(layer.keys[row], keys[row]) and torch.equal(layer.values[row], values[row])
-        assert not torch.equal(layer.keys[1], keys[1])
+    for layer, stores in zip(cache.layers, before, strict=True):
+        for store, old in zip(layer.stores, stores, strict=True):
+            assert torch.equal(store[[0, 3]], old[[0, 3]]) and not torch.equal(store[1], old[1])
     assert_reads_on(own, cache, [texts[0], *inner, texts[3]])
 
 
@@ -107,21 +120,162 @@ def test_scratch_never_leaks(family: str, garbage: float) -> None:
 
 def test_a_path_may_overlap_its_destination() -> None:
     """Nodes 1, 2, 4, 5 move to 1, 2, 3, 4: each from where it lay before the move."""
-    layer = _numbers(1, 8)
+    store = torch.arange(8, dtype=torch.float64).view(1, 1, -1, 1).repeat(1, 1, 1, 2)
+    layer = KVLayer(store, store.clone())
     cache = KVCache([layer], torch.tensor([2]))
     cache.keep(torch.tensor([[0, 2, 3, 5]]), torch.tensor([4]))
     assert layer.keys[0, 0, :, 0].tolist() == [0, 1, 2, 4, 5, 7, 6, 7] and cache.lengths.tolist() == [6]
 
 
-def test_storage_is_counted() -> None:
-    cache = target().new_cache(3, 32)
-    assert cache.capacity == 32 and cache.nbytes == sum(
-        store.nbytes for layer in cache.layers for store in (layer.keys, layer.values)
-    )
+# Quantised ---------------------------------------------------------------------------------------
 
 
-def _numbers(rows: int, capacity: int):
-    from draftproof.model.kv_cache import KVLayer
+def states(rows: int, nodes: int, heads: int = 2, dim: int = 8, seed: int = 0) -> Tensor:
+    """Random keys or values; some heads of some tokens a thousand times as large."""
+    dice = torch.Generator().manual_seed(seed)
+    loud = 10 ** (3 * torch.rand(rows, heads, nodes, 1, generator=dice))
+    return torch.randn(rows, heads, nodes, dim, generator=dice) * loud
 
-    store: Tensor = torch.arange(capacity, dtype=torch.float64).view(1, 1, -1, 1).repeat(rows, 1, 1, 2)
-    return KVLayer(store.clone(), store.clone())
+
+def layer_of(kind: str, rows: int = 2, dtype: torch.dtype = torch.float32) -> QuantizedKVLayer:
+    made = LAYERS[kind].empty(LayerShape(2, 8, 8), rows, 16, dtype, torch.device("cpu"))
+    assert isinstance(made, QuantizedKVLayer)
+    return made
+
+
+def written(layer: QuantizedKVLayer, slots: Tensor, keys: Tensor) -> Tensor:
+    """What is read back at `slots` [B, W]."""
+    layer.slots = slots
+    found = layer.update(keys, keys)[0]
+    return found.gather(2, slots[:, None, :, None].expand_as(keys))
+
+
+@any_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_number_is_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype) -> None:
+    given = states(2, 5).to(dtype)
+    found = written(layer_of(kind, dtype=dtype), torch.arange(5).expand(2, -1), given)
+    assert found.dtype == dtype
+    most = given.abs().amax(-1, keepdim=True).double()
+    slack = 4 * torch.finfo(dtype).eps * most                                       # scale and product are rounded as well
+    step = most / 127 if kind == "int8" else given.abs().double().clamp(min=2**-6 * 0.002) / 8
+    off = (found.double() - given.double()).abs()
+    assert (off <= step / 2 + slack).all() and float(off.max()) > 0
+
+
+@any_kind
+def test_a_token_is_quantised_alike_wherever_it_lies_and_whatever_lies_beside_it(kind: str) -> None:
+    given = states(1, 6)
+    together = written(layer_of(kind, 1), torch.arange(6)[None], given)
+    for node in range(6):
+        for slot in (0, 3, 15):
+            alone = written(layer_of(kind, 1), torch.tensor([[slot]]), given[:, :, node : node + 1])
+            assert torch.equal(alone, together[:, :, node : node + 1])
+    loud = given.clone()
+    loud[:, :, 1], loud[:, 1, 2] = 1e6, torch.nan
+    found = written(layer_of(kind, 1), torch.arange(6)[None], loud)
+    same = torch.tensor([0, 3, 4, 5])
+    assert torch.equal(found[:, :, same], together[:, :, same]) and torch.equal(found[:, 0, 2], together[:, 0, 2])
+
+
+@any_kind
+def test_silence_is_kept(kind: str) -> None:
+    assert torch.equal(written(layer_of(kind), torch.arange(3).expand(2, -1), torch.zeros(2, 2, 3, 8)), torch.zeros(2, 2, 3, 8))
+
+
+@any_kind
+def test_trees_leave_the_bits_that_chains_leave(kind: str) -> None:
+    """A branch that is kept by moving, against the same path read as a chain: the same codes and scales."""
+    own = of_kind(kind)
+    shape = TreeShape.from_digits(["0", "1", "10", "11", "110"])
+    tree = TokenTree.shaped(torch.tensor([[4, 9, 7, 1, 8, 3]]), shape)
+    caches = [own.new_cache(1, CAPACITY) for _ in range(2)]
+    own.read(tree, caches[0])
+    caches[0].keep(torch.tensor([[0, 2, 4, 5]]), torch.tensor([4]))
+    own.read(TokenTree.chain(torch.tensor([[4, 7, 8, 3]])), caches[1])
+    caches[1].keep(None, torch.tensor([4]))
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        for store, wanted in zip(one.stores, other.stores, strict=True):
+            assert store[:, :, :4].abs().double().sum() > 0
+            torch.testing.assert_close(store[:, :, :4].double(), wanted[:, :, :4].double(), rtol=1e-12, atol=1e-12)
+
+
+@any_kind
+def test_what_was_not_kept_is_forgotten(kind: str) -> None:
+    """Rolling back is not committing: whatever a round left behind its path, the next reads the same bits."""
+    own = of_kind(kind)
+    text, answers = TokenTree.chain(torch.tensor([[1, 2, 3]])), []
+    for wrong in (5, 9):
+        cache = own.new_cache(1, CAPACITY)
+        own.read(text, cache)
+        cache.keep(None, torch.tensor([3]))
+        own.read(TokenTree.chain(torch.tensor([[4, wrong, wrong, wrong]])), cache)
+        cache.keep(None, torch.tensor([1]))
+        answers.append(own.read(TokenTree.chain(torch.tensor([[6, 7]])), cache).logits)
+    assert torch.equal(*answers)
+
+
+@any_kind
+def test_the_fast_forward_reads_what_the_model_reads(kind: str) -> None:
+    """Both write through the same layers; in float32, where codes fall alike but for a few."""
+    own = Target(fresh("llama").float(), kv_cache=kind)
+    assert own._fast is not None
+    tree = TokenTree.shaped(torch.arange(6)[None], TreeShape.from_digits(["0", "1", "10", "11", "110"]))
+    fast = own.read(tree, own.new_cache(1, CAPACITY)).logits
+    own._fast = None
+    torch.testing.assert_close(fast, own.read(tree, own.new_cache(1, CAPACITY)).logits, rtol=0.02, atol=0.02)
+
+
+@any_kind
+def test_half_the_memory_or_less(kind: str) -> None:
+    shapes = [LayerShape(2, 64, 64)]
+    sizes = [
+        KVCache.empty(shapes, 3, 32, torch.bfloat16, torch.device("cpu"), *layer).nbytes for layer in ([LAYERS[kind]], [])
+    ]
+    assert sizes == [3 * 32 * 2 * 2 * (64 + 2), 3 * 32 * 2 * 2 * 128]
+    own = of_kind(kind)
+    assert own.position_bytes == (own.new_cache(1, 32).nbytes // 32, target().new_cache(1, 32).nbytes // 32)
+    assert own.position_bytes[0] < own.position_bytes[1]
+
+
+@any_kind
+def test_a_quantised_cache_changes_what_is_read_a_little(kind: str) -> None:
+    text = TokenTree.chain(torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(0)))
+    plain, own = target(), of_kind(kind)
+    one, other = (each.read(text, each.new_cache(1, CAPACITY)).logits for each in (plain, own))
+    assert 0 < float((one - other).norm() / one.norm()) < 0.1
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(BadInput, match="'int2'; choose one of int8, fp8"):
+        Target(model("llama"), kv_cache="int2")
+
+
+# Masks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 100])
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_node_sees_the_committed_text_and_its_ancestors(dtype: torch.dtype, window: int | None, first: int) -> None:
+    lengths, capacity = torch.tensor([0, 4, 9]), 18
+    tree = TokenTree.shaped(torch.zeros(3, len(MASKED), dtype=torch.int64), MASKED)
+    mask = tree_mask(tree, lengths, capacity, dtype, first, window)
+    assert mask.shape == (3, 1, len(MASKED) - first, capacity) and mask.dtype == dtype
+    for row, length in enumerate(lengths.tolist()):
+        for node in range(first, len(MASKED)):
+            for slot in range(capacity):
+                there = slot - length
+                seen = slot < length or (there < len(MASKED) and bool(tree.ancestors[row, node, there]))
+                if seen and window is not None:
+                    position = slot if slot < length else length + int(tree.depths[row, there])
+                    seen = length + int(tree.depths[row, node]) - position < window
+                assert mask[row, 0, node - first, slot] == (0 if seen else torch.finfo(dtype).min), (row, node, slot)
+
+
+def test_a_mask_adds_and_never_reads_as_true_or_false() -> None:
+    """Additive: under eager attention a boolean mask would be added as 0 and 1, silently."""
+    tree = TokenTree.chain(torch.zeros(1, 3, dtype=torch.int64))
+    mask = tree_mask(tree, torch.tensor([2]), 8, torch.float32)
+    assert mask.dtype.is_floating_point and (mask <= 0).all()
+    assert (mask == 0).any(-1).all(), "every node sees something: softmax of nothing is NaN"

@@ -20,9 +20,8 @@ from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model import quantize
 from draftproof.model.loading import load_model
 from draftproof.model.packed_linear import PackedSlice, pack_linears
-from draftproof.model.quantize import is_quantized, quantized, quantized_and_compared, weight_bytes
+from draftproof.model.quantize import first_layers, is_quantized, quantized, quantized_and_compared, shallow_copy, weight_bytes
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
-from draftproof.model.shallow_copy import first_layers, shallow_copy
 from draftproof.model.target import Target
 
 KINDS = ["int8", "int4"]

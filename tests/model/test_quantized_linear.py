@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +17,10 @@ from draftproof.native.kernels import Kernels, kernels
 
 
 class Int4ByRows(Int4Linear):
-    """As where torch has no quick 4-bit product."""
+    """As where there are no kernels."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantized_linear, "has_int4_product", lambda: False)
             patch.setattr(quantized_linear, "kernels", lambda: None)
             super().__init__(weight, bias)
 
@@ -103,28 +101,10 @@ def test_sums_are_exact_where_some_processors_saturate() -> None:
         torch.testing.assert_close(ones, torch.full((3, 40), float(inputs)))
 
 
-@pytest.mark.parametrize("answer", ["raises", "is wrong"])
-def test_a_four_bit_product_that_is_not_right_is_not_used(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    def product(rows: Tensor, *_: object) -> Tensor:
-        if answer == "raises":
-            raise NotImplementedError
-        return rows.new_zeros(len(rows), 256)
-
-    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", SimpleNamespace(default=product))
-    assert not quantized_linear.has_int4_product.__wrapped__()
-
-
-def test_both_four_bit_products_are_of_the_same_weights() -> None:
-    weight, bias, rows = weights(64, 96)
-    one, other = Int4Linear(weight, bias)(rows), Int4ByRows(weight, bias)(rows)
-    assert (one - other).norm() < 0.005 * one.norm()
-
-
 def test_layers_that_are_not_quicker_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "kernels", lambda: None)
-    monkeypatch.setattr(quantized_linear, "has_int4_product", lambda: False)
     assert "no 8-bit kernel" in str(slow_because("int8", torch.bfloat16))
-    assert "no quick 4-bit product" in str(slow_because("int4", torch.bfloat16))
+    assert "no 4-bit kernel" in str(slow_because("int4", torch.bfloat16))
     lost = Quantization("int8", 0.1, 0.9, 5, 100, 50, "reason")
     assert str(lost).endswith("not quicker than the original here: reason") and "reason" not in str(lost._replace(slow=None))
 
@@ -155,11 +135,12 @@ def test_the_kernel_and_torchs_operators_agree(
 
 
 @needs_kernels
-def test_the_kernel_of_4_bits_reads_the_same_weights() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_of_4_bits_reads_the_same_weights(dtype: torch.dtype) -> None:
     """But for activations in 8 bits."""
-    weight, bias, rows = weights(64, 96, torch.bfloat16)
+    weight, bias, rows = weights(64, 96, dtype)
     ours, wanted = Int4Linear(weight, bias), Int4ByRows(weight, bias)(rows).float()
-    assert ours.native is not None and slow_because("int4", torch.bfloat16) is None
+    assert ours.native is not None and slow_because("int4", dtype) is None
     assert bool(((ours(rows).float() - wanted).norm(dim=1) < 0.012 * wanted.norm(dim=1)).all())
 
 

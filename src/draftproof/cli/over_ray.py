@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of
-from draftproof.errors import BadInput, DraftproofError, RankLost
+from draftproof.errors import BadInput, DraftproofError, RankLost, first_line
 
 if TYPE_CHECKING:
     from draftproof.cli.batch import Batch, Line
@@ -47,8 +47,7 @@ def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[tupl
         try:
             ray.init(log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadInput(f"the Ray cluster cannot be reached: {reason}; check RAY_ADDRESS, or leave it out") from error
+            raise BadInput(f"the Ray cluster cannot be reached: {first_line(error)}; check RAY_ADDRESS, or leave it out") from error
     try:
         yield from _completed(ray, batch, lines, workers)
     finally:

@@ -15,7 +15,7 @@ from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Engine
-    from draftproof.model.process_group import ProcessGroup
+    from draftproof.model.parallel import ProcessGroup
 
 
 def engine_of(config: EngineConfig) -> Engine:
@@ -29,8 +29,7 @@ def engine_of(config: EngineConfig) -> Engine:
 
 def group_of(config: EngineConfig) -> ProcessGroup:
     """The processes that run the target together; this one alone, if nobody said so."""
-    from draftproof.model.process_group import ALONE, form_group
-    from draftproof.model.tensor_parallel import check_engine
+    from draftproof.model.parallel import ALONE, check_engine, form_group
 
     if config.parallel is None:
         return ALONE

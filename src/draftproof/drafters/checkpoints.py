@@ -24,8 +24,8 @@ from draftproof.drafters import weight_files
 from draftproof.drafters.base import DraftHead, Vocabulary, filled, lm_head_of, must_fit
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
-from draftproof.drafters.weight_files import CONFIG, first_line
-from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound
+from draftproof.drafters.weight_files import CONFIG
+from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, first_line
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]

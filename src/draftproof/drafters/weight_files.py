@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftproof.errors import ModelNotFound
+from draftproof.errors import ModelNotFound, first_line
 
 CONFIG = "config.json"
 TRAINING_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "state")
@@ -125,8 +125,3 @@ def replace(file: Path, write: Callable[[Path], object]) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one sentence without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 
@@ -28,10 +28,9 @@ from draftproof.model import loading
 from draftproof.model.graph_replay import GraphReplay
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.packed_linear import pack_linears
-from draftproof.model.process_group import ALONE, ProcessGroup, form_group
+from draftproof.model.parallel import ALONE, ProcessGroup, check_engine, form_group, load_sharded
 from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target
-from draftproof.model.tensor_parallel import check_engine, load_sharded
 from draftproof.model.tokenizer import Codec
 
 
@@ -237,14 +236,14 @@ def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrain
 
 def _compiled(target: Target, drafter: Drafter) -> Target:
     """The target with its forward compiled, and so that of a draft model, if it can be."""
-    if isinstance(drafter, DraftModel):
+    if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
         with suppress(UnsupportedModel):                                # its text is the same either way
-            drafter.model = cast(Target, drafter.model).compiled()
+            drafter.model = drafter.model.compiled()
     return target.compiled()
 
 
 def _recorded(target: Target, drafter: Drafter) -> Target:
     """The target with its reads recorded, and so those of a draft model."""
-    if isinstance(drafter, DraftModel):
-        drafter.model = GraphReplay(cast(Target, drafter.model))
-    return cast(Target, GraphReplay(target))
+    if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
+        drafter.model = GraphReplay(drafter.model)
+    return GraphReplay(target)

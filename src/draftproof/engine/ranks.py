@@ -18,7 +18,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Around
 from draftproof.engine.stats import Round, State
-from draftproof.model.process_group import ProcessGroup
+from draftproof.model.parallel import ProcessGroup
 
 
 class LedDrafter(Around):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from draftproof.core.ops import Ops
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, first_line
 from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import kernels
 
@@ -197,8 +197,7 @@ def _hpu_missing() -> str | None:
     try:
         importlib.import_module("habana_frameworks.torch.core")
     except (ImportError, OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        return f"habana_frameworks cannot be imported ({reason})"
+        return f"habana_frameworks cannot be imported ({first_line(error)})"
     module = getattr(torch, "hpu", None)
     return None if module is not None and module.is_available() else "there is no Gaudi in this machine"
 

@@ -20,8 +20,7 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.model.fused_forward import FusedForward
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.masks import tree_mask
+from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.packed_linear import JointLinear, PackedSlice
 from draftproof.native.kernels import Chains
 from draftproof.native.structures import Linear as Native

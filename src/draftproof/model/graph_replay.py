@@ -1,4 +1,4 @@
-"""Reads recorded once for their shapes and replayed: CUDA graphs, HPU graphs. Knows targets and caches by their verbs.
+"""Reads recorded once for their shapes and replayed: CUDA graphs, HPU graphs.
 
 A small model's step goes into starting operators one by one; a graph starts them all. What is recorded is the whole read:
 mask, forward, and the writing of keys and values into the cache, whose storage must stay where it is. Closed shapes keep
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,17 +30,15 @@ class _Graph(NamedTuple):
     reading: Reading
 
 
-class GraphReplay:
-    """Stands in for a target whose reads are replayed. A reading lies where the last one of its shape lay: use it at once."""
+class GraphReplay(Target):
+    """A target whose reads are replayed. A reading lies where the last one of its shape lay: use it at once."""
 
     def __init__(self, target: Target, device: Device | None = None) -> None:
-        self.inner, self.recorder = target, device or Device(target.device)
-        if not self.recorder.captures:
+        vars(self).update(vars(target))                                         # examined already
+        self._recorder = device or Device(target.device)
+        if not self._recorder.captures:
             raise BadInput(f"graphs were asked for, and {target.device.type} devices record none; leave --use-hpu-graphs out")
         self._graphs: weakref.WeakKeyDictionary[KVCache, dict[object, _Graph]] = weakref.WeakKeyDictionary()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False, hidden_layers: tuple[int, ...] = ()
@@ -48,7 +46,7 @@ class GraphReplay:
         """As `Target.read`."""
         nodes = tree.tokens.shape[1]
         if nodes > NODES:
-            return self.inner.read(tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers)
+            return super().read(tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers)
         seen = cache.reserve(nodes), cache.holds(nodes)                         # what the host decides of a read
         key = (tree.tokens.shape, tree.depth_limit, tree.is_chain, first, last_only, hidden_layers, seen)
         graphs = self._graphs.setdefault(cache, {})
@@ -62,13 +60,13 @@ class GraphReplay:
 
     def _recorded(self, tree: TokenTree, cache: KVCache, first: int, last_only: bool, hidden_layers: tuple[int, ...]) -> _Graph:
         tokens, parents, depth, chain = tree.tokens.clone(), tree.parents.clone(), tree.depth_limit, tree.is_chain
-        weakly = weakref.ref(cache)                                             # a graph must not keep its cache alive
+        plain, weakly = super().read, weakref.ref(cache)                                             # a graph must not keep its cache alive
 
         def read() -> Reading:
             alive = weakly()
             assert alive is not None, "a graph is replayed by reads of its cache alone"
             same = TokenTree(tokens, parents, depth, is_chain=chain)
-            return self.inner.read(same, alive, first=first, last_only=last_only, hidden_layers=hidden_layers)
+            return plain(same, alive, first=first, last_only=last_only, hidden_layers=hidden_layers)
 
-        replay, reading = self.recorder.record(read)
+        replay, reading = self._recorder.record(read)
         return _Graph((tokens, parents), replay, reading)

@@ -6,16 +6,18 @@ committing. The layer class is the seam to transformers: a model writes through 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from draftproof.core.tree import TokenTree
 from draftproof.native.kernels import Stores
 
 SPAN = 64
@@ -73,6 +75,80 @@ class KVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
+
+
+class QuantizedKVLayer(KVLayer):
+    """Keys and values in 8 bits: codes [B, heads, capacity, dim], and their scales [B, heads, capacity, 1].
+
+    What a token's keys and values become depends on them alone, not on their slot nor on what was written beside
+    them: trees, moves and rollbacks are as exact as with the plain cache.
+    """
+
+    most: ClassVar[float]
+    """The largest code."""
+
+    def __init__(self, keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor) -> None:
+        super().__init__(keys, values)
+        self.key_scales, self.value_scales = key_scales, value_scales
+
+    @classmethod
+    def empty(cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
+        store = (rows, shape.heads, capacity)
+        codes = [torch.zeros(*store, size, dtype=torch.int8, device=device) for size in (shape.key_dim, shape.value_dim)]
+        return cls(*codes, *(torch.zeros(*store, 1, dtype=dtype, device=device) for _ in codes))
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Quantise [B, heads, W, dim] and write it at `slots`; return the first `span` slots as they can be multiplied."""
+        assert self.slots is not None
+        pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
+        for (codes, scales), states in zip(pairs, (key_states, value_states), strict=True):
+            scale = (states.abs().amax(-1, keepdim=True) / self.most).clamp_(min=torch.finfo(states.dtype).tiny)
+            exact = torch.promote_types(states.dtype, torch.float32)
+            write(codes, self.slots, self._encode((states.to(exact) / scale).clamp_(-self.most, self.most)))
+            write(scales, self.slots, scale)
+        seen = [(codes[:, :, : self.span], scales[:, :, : self.span]) for codes, scales in pairs]
+        return self._decode(*seen[0]), self._decode(*seen[1])
+
+    @abstractmethod
+    def _encode(self, scaled: Tensor) -> Tensor:
+        """int8, of numbers up to `most`."""
+
+    @abstractmethod
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Codes times scales, in the dtype of the scales."""
+
+
+class Int8Layer(QuantizedKVLayer):
+    """Codes are integers: even steps."""
+
+    most = 127.0
+
+    def _encode(self, scaled: Tensor) -> Tensor:
+        return scaled.round_().to(torch.int8)
+
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes * scales
+
+
+class Fp8Layer(QuantizedKVLayer):
+    """Codes are floats of three bits behind the point (e4m3), held as bytes: small numbers keep their precision."""
+
+    most = 448.0
+
+    def _encode(self, scaled: Tensor) -> Tensor:
+        return scaled.to(torch.float8_e4m3fn).view(torch.int8)
+
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).to(scales.dtype).mul_(scales)
+
+
+LAYERS: dict[str, type[KVLayer]] = {"int8": Int8Layer, "fp8": Fp8Layer}
+"""Quantised layers by the name of what they store."""
 
 
 @dataclass
@@ -229,3 +305,26 @@ def _read(store: Tensor, slots: Tensor) -> Tensor:
         return store.index_select(2, slots[0])
     rows = torch.arange(len(store), device=slots.device)[:, None]
     return store.transpose(1, 2)[rows, slots].transpose(1, 2)
+
+
+def tree_mask(
+    tree: TokenTree, lengths: Tensor, span: int, dtype: torch.dtype, first: int = 0, window: int | None = None
+) -> Tensor:
+    """[B, 1, N - first, span]: 0 where a node sees a cache slot, the dtype's minimum elsewhere.
+
+    Node i of row b lies in slot ``lengths[b] + i`` and sees the slots below ``lengths[b]`` and its own ancestors.
+    window: see only that many positions back, itself included (sliding attention). Additive: a boolean mask is
+    added to the scores, silently, by eager attention in transformers 5. No host synchronisation.
+    """
+    slots = torch.arange(span, device=lengths.device)
+    nodes = tree.tokens.shape[1]
+    node = slots - lengths[:, None]                                           # [B, S] which node a slot holds
+    inside = (node >= 0) & (node < nodes)
+    index = node.clamp(0, nodes - 1)[:, None].expand(-1, nodes - first, -1)
+    sees = tree.ancestors[:, first:].gather(2, index) & inside[:, None]       # [B, n, S]
+    sees = sees | (node < 0)[:, None]
+    if window is not None:
+        depth = torch.where(inside, tree.depths.gather(1, node.clamp(0, nodes - 1)), node)      # relative to lengths
+        sees = sees & (tree.depths[:, first:, None] - depth[:, None] < window)
+    blocked = torch.finfo(dtype).min
+    return torch.zeros(sees.shape, dtype=dtype, device=lengths.device).masked_fill_(~sees, blocked)[:, None]

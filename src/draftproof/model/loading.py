@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from draftproof.core.params import Sampling
-from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
+from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
 from draftproof.model.device import Device
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -88,7 +88,7 @@ def load_model(
     try:
         return loaded.to(where).eval()
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
-        raise BadInput(f"{name} cannot be put on device {str(where)!r}: {_first_line(error)}; choose another device") from error
+        raise BadInput(f"{name} cannot be put on device {str(where)!r}: {first_line(error)}; choose another device") from error
 
 
 def load_config(model: str | Path) -> Any:
@@ -106,7 +106,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
             return AutoTokenizer.from_pretrained(name)
     except Exception as error:                                    # tokenizers raises no narrower class
         if any(Path(name, file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
-            raise ModelNotFound(f"the tokenizer in {name} cannot be read: {_first_line(error)}") from error
+            raise ModelNotFound(f"the tokenizer in {name} cannot be read: {first_line(error)}") from error
         return None
 
 
@@ -184,18 +184,18 @@ def _clear_errors(name: str) -> Iterator[None]:
         raise
     except OSError as error:
         if Path(name).is_dir():
-            raise ModelNotFound(f"the model in {name} cannot be read: {_first_line(error)}") from error
+            raise ModelNotFound(f"the model in {name} cannot be read: {first_line(error)}") from error
         if name.startswith((".", "/", "~")) or "\\" in name:
             raise ModelNotFound(f"there is no folder {name}; give a folder, 'demo', or a hub id such as org/model") from error
         raise ModelNotFound(
-            f"{name} is not a local folder and cannot be fetched from the hub ({_first_line(error)}); "
+            f"{name} is not a local folder and cannot be fetched from the hub ({first_line(error)}); "
             "check the name and the network, or give a folder"
         ) from error
     except (ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
-        raise ModelNotFound(f"the model {name} cannot be loaded: {_first_line(error)}") from error
+        raise ModelNotFound(f"the model {name} cannot be loaded: {first_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx")):
-            raise ModelNotFound(f"the model {name} cannot be read: {_first_line(error)}") from error
+            raise ModelNotFound(f"the model {name} cannot be read: {first_line(error)}") from error
         raise
 
 
@@ -210,7 +210,3 @@ def _quiet(silent: bool) -> Iterator[None]:
     finally:
         if silent and shown:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

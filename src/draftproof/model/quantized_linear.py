@@ -5,10 +5,6 @@ A token's outputs are the same bits whatever is read beside it, on every path.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +19,6 @@ CHUNK = 1 << 22
 """Weights converted at a time, so that a large table needs no second copy."""
 EXACT = 1024
 """Products of two 8-bit numbers that float32 sums exactly, in any order: 1024 * 127 * 127 < 2^24."""
-SLOW = 10
-"""How many times as long as a bfloat16 product makes a 4-bit kernel the slow reference."""
 
 
 class Int8Linear(JointLinear):
@@ -82,9 +76,8 @@ class Int8Linear(JointLinear):
 class Int4Linear(JointLinear):
     """Weights in 4 bits with a scale and an offset per `GROUP` of inputs.
 
-    By our kernel for bfloat16 where there is one, which reads activations in 8 bits with a scale
-    per token and group. Else by torch's packed product, with activations in bfloat16, or, where it
-    is missing or the slow reference, row by row with weights widened anew.
+    By our kernel where there is one, which reads activations in bfloat16, and these in 8 bits with
+    a scale per token and group. Else row by row with weights widened anew.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -92,9 +85,8 @@ class Int4Linear(JointLinear):
         codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
         self.scales, self.bias = torch.cat(scales, 1), bias                # [groups, outputs, 2]
         self.in_features, all_codes = weight.shape[1], torch.cat(codes)
-        found = kernels() if weight.dtype == torch.bfloat16 else None
+        found = kernels()
         self.kernels = found if found is not None and found.int8 else None
-        self.packed = self.kernels is None and has_int4_product()
         if self.kernels is not None:
             scale, offset = self.scales.float().transpose(0, 1).unbind(2)   # [outputs, groups]
             self.weight = nibbles(all_codes)
@@ -103,25 +95,17 @@ class Int4Linear(JointLinear):
             self.native = Linear.of_4_bits(
                 self.weight, self.scales, None, self._padded_bias, self.in_features, self.out_features
             )
-        elif self.packed:
-            self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(all_codes, 1)
         else:
             pairs = all_codes.to(torch.uint8).view(len(weight), -1, 2)
             self.weight = pairs[..., 0] | pairs[..., 1] << 4               # [outputs, inputs / 2]
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.kernels is not None and self.native is not None:
-            return self.kernels.multiply(self.native, inputs)
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(self.scales.dtype).contiguous()
-        outputs = self._packed_product(rows) if self.packed else self._by_rows(rows)
-        outputs = outputs.to(inputs.dtype)
+            return self.kernels.multiply(self.native, inputs.bfloat16()).to(inputs.dtype)
+        rows = inputs.reshape(-1, inputs.shape[-1]).to(self.scales.dtype)
+        outputs = self._by_rows(rows).to(inputs.dtype)
         outputs = outputs if self.bias is None else outputs + self.bias
         return outputs.view(*inputs.shape[:-1], self.out_features)
-
-    def _packed_product(self, rows: Tensor) -> Tensor:
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        product: Tensor = multiply(rows, self.weight, GROUP, self.scales)
-        return product
 
     def _by_rows(self, rows: Tensor) -> Tensor:
         """A row at a time: no library's blocking can then mix one row's sums with another's."""
@@ -139,31 +123,9 @@ class Int4Linear(JointLinear):
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are."""
     found = kernels()
-    ours = found is not None and found.int8 and dtype == torch.bfloat16
-    if kind == "int4":
-        return None if ours or has_int4_product() else "torch has no quick 4-bit product for this processor"
     if found is None or not found.int8:
-        return "there is no 8-bit kernel for this machine, see draftproof doctor"
-    return None if dtype == torch.bfloat16 else f"our 8-bit kernel reads bfloat16, not {dtype}"
-
-
-@cache
-def has_int4_product() -> bool:
-    """Whether torch's packed 4-bit product exists, is right, and is not the slow reference."""
-    dice = torch.Generator().manual_seed(0)
-    weight, rows = (torch.randn(n, 256, generator=dice).bfloat16() for n in (256, 4))
-    codes, scales = _four_bits(weight)
-    try:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        product = multiply(rows, packed, GROUP, scales)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    truth = F.linear(rows, weight)
-    if not (product - truth).norm() <= 0.15 * truth.norm():
-        return False
-    ours = _seconds(lambda: multiply(rows, packed, GROUP, scales))
-    return ours < SLOW * _seconds(lambda: F.linear(rows, weight))
+        return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
+    return None if kind == "int4" or dtype == torch.bfloat16 else f"our 8-bit kernel reads bfloat16, not {dtype}"
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
@@ -196,17 +158,3 @@ def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = ((grouped - offset[..., None]) / scale[..., None]).round_().clamp_(-8, 7) + 8
     both = torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
     return codes.view(weight.shape).to(torch.int32), both
-
-
-def _seconds(work: Callable[[], object], tries: int = 20) -> float:
-    """The best of a few, by one thread: several wait for each other on a busy machine."""
-    threads, times = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(tries):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return min(times)

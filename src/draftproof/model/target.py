@@ -21,15 +21,12 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
+from draftproof.errors import BadInput, BrokenModel, UnsupportedModel, first_line
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
-from draftproof.model.kv_cache import KVCache, KVLayer, LayerShape
-from draftproof.model.masks import tree_mask
-from draftproof.model.process_group import ALONE, ProcessGroup
-from draftproof.model.quantize import Quantization, is_quantized, quantized_and_compared
-from draftproof.model.quantized_kv_cache import LAYERS
-from draftproof.model.shallow_copy import first_layers
+from draftproof.model.kv_cache import LAYERS, KVCache, KVLayer, LayerShape, tree_mask
+from draftproof.model.parallel import ALONE, ProcessGroup
+from draftproof.model.quantize import Quantization, first_layers, is_quantized, quantized_and_compared
 from draftproof.native.kernels import Chains, kernels
 
 UNLIMITED = 1 << 30
@@ -340,8 +337,7 @@ def _layout_of(model: PreTrainedModel) -> _Layout:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnsupportedModel(f"{name} does not run as a causal language model with a KV cache: {reason}") from error
+        raise UnsupportedModel(f"{name} does not run as a causal language model with a KV cache: {first_line(error)}") from error
     if not bool(out.logits.isfinite().any()):
         raise BrokenModel(f"{name} gives no finite logit for a two-token text; its weights are broken, or its dtype small")
     strange = {type(layer).__name__ for layer in cache.layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}

@@ -100,31 +100,6 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, int32_t *words
     return all;
 }
 
-/* Activations [rows, size] to bytes around 128, with the largest of each row, for a product made elsewhere; size a multiple
- * of 16. */
-void draftproof_codes(const bf16 *inputs, uint8_t *codes, float *most, int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        const bf16 *x = inputs + r * size;
-        most[r] = loudest(x, size);
-        for (int64_t i = 0; i < size; i += LANES) {
-            bytes code = __builtin_convertvector(whole_of(wide(x + i), most[r] > 0 ? 127.0f / most[r] : 0), bytes) ^ -128;
-            memcpy(codes + r * size + i, &code, sizeof code);
-        }
-    }
-}
-
-/* That product [rows, size] times the largest of each row, plus a bias if there is one; size a multiple of 16. */
-void draftproof_scaled(const float *products, const float *most, const bf16 *bias, bf16 *out, int64_t rows, int64_t size,
-                       int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < size; i += LANES) {
-            lanes y = loaded(products + r * size + i) * most[r];
-            narrowed(out + r * size + i, bias ? y + wide(bias + i) : y);
-        }
-}
-
 typedef union { bits whole; lanes real; } Sum;
 
 int draftproof_tiles;
