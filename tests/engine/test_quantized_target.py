@@ -123,7 +123,7 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(monkeypatc
     whole = loading.load_model("demo-draft", None, None)
     assert eight and drafts("demo-draft", quantize_draft="none") == drafts(whole) == (False, written)
     assert not drafts("demo-draft", dtype="float32")[0] and not is_quantized(whole)
-    monkeypatch.setattr("draftproof.model.target.NEAR", 0.0)
+    monkeypatch.setattr("draftproof.model.target.DRAFT_KL_LIMIT", 0.0)
     assert drafts("demo-draft") == (False, written)
 
 

@@ -21,7 +21,7 @@ from draftproof.cli.app import main
 from draftproof.core.messages import Reading
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
-from draftproof.model.kv_cache import KVLayer
+from draftproof.model.kv_layer import KVLayer
 from draftproof.model.target import Target
 
 PROMPTS = prompts(2, seed=4)

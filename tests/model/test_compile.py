@@ -1,4 +1,5 @@
-"""A compiled forward: one graph for each shape, none broken, none compiled again; refused where it does not agree."""
+"""A compiled forward: one graph for each shape, none broken, none compiled again; refused where it
+does not agree."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def single(layers: int = 1) -> Target:
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
-    """Traced for every shape, compiled by a backend that only counts: prompts of many lengths, rows that come and go."""
+    """Traced for every shape, compiled by a backend that only counts: prompts of many lengths, rows
+    that come and go."""
     plain = single()
     engine = Engine(plain.compiled("aot_eager"), PromptLookup(), shapes=CLOSED, budget=Fixed(3))
     engine.warm_up(40, batch_size=4)

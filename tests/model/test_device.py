@@ -17,9 +17,12 @@ CPU = Device(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple")]
+    ("name", "said"),
+    [("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple")]
 )
-def test_a_device_that_is_not_there_is_refused_in_one_sentence(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_refused_in_one_sentence(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -56,7 +59,9 @@ def test_a_bridge_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
 def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A bridge with the names that Gaudi's has, which writes down what it is asked."""
     said: list[str] = []
-    package, bridge, core = (types.ModuleType(name) for name in ("habana_frameworks", "habana_frameworks.torch", "core"))
+    package, bridge, core = (
+        types.ModuleType(name) for name in ("habana_frameworks", "habana_frameworks.torch", "core")
+    )
     package.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None)
     core.mark_step = lambda: said.append("mark_step")  # type: ignore[attr-defined]
 
@@ -73,10 +78,10 @@ def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             said.append("recorded")
 
     hpu = types.SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 1, synchronize=lambda: said.append("synchronize"),
-        HPUGraph=Graph, graph=Recording, get_device_name=lambda where: "GAUDI2", mem_get_info=lambda where: (1, 2),
-        reset_peak_memory_stats=lambda where: said.append("reset"), memory_allocated=lambda where: 5,
-        max_memory_allocated=lambda where: 12,
+        is_available=lambda: True, device_count=lambda: 1,
+        synchronize=lambda: said.append("synchronize"),
+        HPUGraph=Graph, graph=Recording, get_device_name=lambda where: "GAUDI2",
+        mem_get_info=lambda where: (1, 2),
     )  # fmt: skip
     for name, found in (("", package), (".torch", bridge), (".torch.core", core)):
         monkeypatch.setitem(sys.modules, f"habana_frameworks{name}", found)
@@ -84,44 +89,43 @@ def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_a_gaudi_is_asked_by_its_own_names(gaudi: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gaudi_is_asked_by_its_own_names(
+    gaudi: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = Device.found("hpu")
     assert found.compiles and found.captures and found.widest == torch.float32
     assert found.name == "GAUDI2" and found.memory() == (1, 2)
-    assert Device.found().kind == "hpu", "a Gaudi is the best there is where its bridge is installed"
+    assert Device.found().kind == "hpu", "a Gaudi is the best there is"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     found.flush()
     assert gaudi == [], "without lazy mode there is nothing to mark"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
     found.synchronize()
     assert gaudi == ["mark_step", "synchronize"]
-    assert found.peak_of(lambda: gaudi.append("run")) == 7 and "run" in gaudi
     gaudi.clear()
     replay, results = found.record(lambda: gaudi.append("call") or 3)
     replay()
-    assert results == 3 and gaudi == ["call", "mark_step", "synchronize", "record", "call", "recorded", "replay"]
+    assert results == 3 and gaudi == [
+        "call", "mark_step", "synchronize", "record", "call", "recorded", "replay"
+    ]
 
 
 def test_a_gaudi_has_no_float64_and_keeps_bfloat16(gaudi: list[str]) -> None:
     found = Device.found("hpu")
     with pytest.raises(BadInput, match="float64"):
         found.must_compute(torch.float64)
-    assert found.dtype_for(torch.bfloat16) == torch.bfloat16 and found.dtype_for(torch.float16) == torch.bfloat16
-
-
-def test_optimum_habana_is_pointed_out(gaudi: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Device.found("hpu")
-    assert found.notes == []
-    monkeypatch.setattr(module, "_version", lambda package: "1.19.0")
-    assert "optimum-habana" in found.notes[0] and CPU.notes == []
+    assert found.dtype_for(
+        torch.bfloat16
+    ) == torch.bfloat16 and found.dtype_for(torch.float16) == torch.bfloat16
 
 
 def test_the_cpu_answers_every_verb() -> None:
-    assert Device.found("cpu") == CPU and not CPU.compiles and not CPU.captures and CPU.widest == torch.float64
+    assert Device.found(
+        "cpu"
+    ) == CPU and not CPU.compiles and not CPU.captures and CPU.widest == torch.float64
     CPU.flush()
     CPU.synchronize()
     CPU.must_compute(torch.float64)
     free, total = CPU.memory()
-    ran: list[int] = []
-    assert 0 < free <= total and CPU.name and CPU.peak_of(lambda: ran.append(1)) is None and ran == [1]
+    assert 0 < free <= total and CPU.name
     assert CPU.dtype_for(torch.float32) == torch.float32

@@ -1,4 +1,5 @@
-"""The fast forward reads what the model's own forward reads, for every family it serves, and packing keeps weights."""
+"""The fast forward reads what the model's own forward reads, for every family it serves, and
+packing keeps weights."""
 
 import copy
 
@@ -14,25 +15,24 @@ from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.model.target import Target
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 64,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 64, "initializer_range": 0.3, "max_position_embeddings": 64
 }
 MULTIPLIERS = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
 }  # fmt: skip
 FAMILIES = {
     "llama": ("Llama", {"num_key_value_heads": 2}),
-    "llama mha bias": ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama mha bias": (
+        "Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    ),
     "llama3 rope": (
         "Llama",
         {
             "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 16,
             }
         },
@@ -42,13 +42,17 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
     "seed oss": ("SeedOss", {"num_key_value_heads": 2, "head_dim": 16}),
     "granite": ("Granite", {"num_key_value_heads": 2, **MULTIPLIERS}),
-    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "smollm3": (
+        "SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "pad_token_id": None}
+    ),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": None}),
     "phi3 turned in part": (
         "Phi3",
         {
             "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5
+            },
         },
     ),
     "phi3 longrope": (
@@ -71,7 +75,8 @@ FAMILIES = {
     "gemma3": (
         "Gemma3",
         {
-            "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "pad_token_id": None,
+            "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6,
+            "query_pre_attn_scalar": 24, "pad_token_id": None,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
@@ -80,7 +85,8 @@ FAMILIES = {
         {
             "num_key_value_heads": 2,
             "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                "original_max_position_embeddings": 16,
             },
         },
     ),
@@ -102,7 +108,11 @@ def readings(target: Target, tokens: Tensor) -> list[Tensor]:
         cache.keep(None, torch.tensor([8, 5]))
         out.append(target.read(TokenTree.shaped(tokens[:, 8:14], shape), cache, hidden_layers=(2,)))
         cache.keep(torch.tensor([[0, 2, 5], [0, 1, 4]]), torch.tensor([3, 2]))
-        out.append(target.read(TokenTree.chain(tokens[:, 14:16]), cache, last_only=True, hidden_layers=(-1,)))
+        out.append(
+            target.read(
+                TokenTree.chain(tokens[:, 14:16]), cache, last_only=True, hidden_layers=(-1,)
+            )
+        )
     return [part for reading in out for part in reading if part is not None]
 
 
@@ -118,7 +128,9 @@ def test_fast_forward_reads_what_the_model_reads(family: str) -> None:
 
 
 def test_a_fast_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftproof.model.fast_forward._norm", lambda norm: lambda inputs: inputs * norm.weight)
+    monkeypatch.setattr(
+        "draftproof.model.layers.norm_of", lambda norm: lambda inputs: inputs * norm.weight
+    )
     assert Target(model("llama"))._fast is None
 
 
@@ -137,20 +149,18 @@ def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
     if not pack_linears(packed):
         pytest.skip("no kernels for bfloat16 here")
     assert torch.equal(packed.model.embed_tokens.weight, plain.model.embed_tokens.weight)
-    layers = [(packed.lm_head, plain.lm_head), (packed.model.layers[1].mlp.down_proj, plain.model.layers[1].mlp.down_proj)]
+    layers = [
+        (packed.lm_head, plain.lm_head),
+        (packed.model.layers[1].mlp.down_proj, plain.model.layers[1].mlp.down_proj)
+    ]
     for ours, theirs in layers:
         assert isinstance(ours, PackedLinear) and torch.equal(ours.dense(), theirs.weight)
     assert not any(type(module) is torch.nn.Linear for module in packed.modules())
 
 
 def test_without_kernels_a_bfloat16_model_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And torch's private packing, which some processors lack, is never asked."""
-    def refuses(*_: object) -> None:
-        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
-
     monkeypatch.setattr("draftproof.model.packed_linear.kernels", lambda: None)
     monkeypatch.setattr("draftproof.model.fused_forward.kernels", lambda: None)
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses, raising=False)
     own = model("llama").bfloat16()
     assert pack_linears(own) == 0 and type(own.lm_head) is torch.nn.Linear
     tokens = torch.arange(16)[None].repeat(2, 1)

@@ -1,4 +1,5 @@
-"""The fused forward reads what the model reads, and gives a position the same bits wherever its node lies."""
+"""The fused forward reads what the model reads, and gives a position the same bits wherever its
+node lies."""
 
 import copy
 from typing import Any
@@ -16,19 +17,16 @@ from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
 
 SIZES = {
-    "hidden_size": 96,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "vocab_size": 96,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 512,
-    "head_dim": 16,
-    "num_key_value_heads": 2,
+    "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "vocab_size": 96, "initializer_range": 0.2, "max_position_embeddings": 512, "head_dim": 16,
+    "num_key_value_heads": 2
 }
 FAMILIES = {
     "llama": ("Llama", {}),
-    "llama bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+    "llama bias": (
+        "Llama",
+        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 48}
+    ),
     "mistral sliding": ("Mistral", {"sliding_window": 70}),
     "qwen2": ("Qwen2", {}),
     "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
@@ -51,17 +49,23 @@ FAMILIES = {
         "Phi3",
         {
             "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
+            },
         },
     ),
 }
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
 found = kernels()
-BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="attention is by vectors in any case")
+BOTH = pytest.mark.skipif(
+    found is None or not found.tiles, reason="attention is by vectors in any case"
+)
 WAYS = ["all by kernels", pytest.param("attention by vectors", marks=BOTH)]
 
-pytestmark = pytest.mark.skipif(found is None or not found.bf16, reason="no kernels for bfloat16 here")
+pytestmark = pytest.mark.skipif(
+    found is None or not found.bf16, reason="no kernels for bfloat16 here"
+)
 
 
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
@@ -71,7 +75,8 @@ def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreT
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How linear layers are multiplied, and, where the machine has tiles, attention as on one without."""
+    """How linear layers are multiplied, and, where the machine has tiles, attention as on one
+    without."""
     if request.param == "attention by vectors":
         assert found is not None
         monkeypatch.setattr(found.attends_by_tiles, "value", 0)
@@ -88,24 +93,36 @@ def packed(family: str) -> Target:
 
 
 def readings(target: Target) -> torch.Tensor:
-    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept."""
+    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept.
+    """
     tokens = torch.randint(96, (3, 160), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache(3, 192)
     with torch.inference_mode():
-        target.read(TokenTree.chain(tokens[:, :100]), cache)                    # wider than the kernels read
+        # wider than the kernels read
+        target.read(TokenTree.chain(tokens[:, :100]), cache)
         cache.keep(None, torch.tensor([100, 41, 1]))
-        first = target.read(TokenTree.shaped(tokens[:, 100:111], SHAPE), cache, hidden_layers=(0, 2, -1))
+        first = target.read(
+            TokenTree.shaped(tokens[:, 100:111], SHAPE), cache, hidden_layers=(0, 2, -1)
+        )
         cache.keep(torch.tensor([[0, 2, 6], [0, 1, 5], [0, 3, 7]]), torch.tensor([3, 3, 2]))
         tree = TokenTree.shaped(tokens[:, 120:131], SHAPE)
         target.read(tree, cache)
-        second = target.read(tree, cache, first=4, hidden_layers=(3,))                   # level by level, as draft models do
+        # level by level, as draft models do
+        second = target.read(tree, cache, first=4, hidden_layers=(3,))
     assert first.hidden is not None and second.hidden is not None
-    return torch.cat([part.flatten().double() for part in (first.logits, first.hidden, second.logits, second.hidden)])
+    return torch.cat(
+        [
+            part.flatten().double()
+            for part in (first.logits, first.hidden, second.logits, second.hidden)
+        ]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
-    fused, stock, exact = packed(family), Target(model(family)), Target(model(family, torch.float32))
+    fused, stock, exact = packed(family), Target(model(family)), Target(
+        model(family, torch.float32)
+    )
     assert fused._fast is not None and fused._fast.fused is not None
     stock._fast = exact._fast = None
     truth = readings(exact)
@@ -114,7 +131,9 @@ def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(family: str, way: str) -> None:
+def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
+    family: str, way: str
+) -> None:
     found = probe(packed(family), widths=(1, 2, 5, 16, 32))
     assert not found.differ and len(found.same) == 12
     assert "trees up to 29 nodes" in found.promise
@@ -122,9 +141,14 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
 
 @pytest.mark.parametrize("lead", [31, 32, 300, 319])
 @pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
-def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(family: str, lead: int, way: str) -> None:
-    """Sums over the text are made of parts; none may end elsewhere because a token lies in another slot."""
-    target, stock, exact = packed(family), Target(model(family)), Target(model(family, torch.float32))
+def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
+    family: str, lead: int, way: str
+) -> None:
+    """Sums over the text are made of parts; none may end elsewhere because a token lies in another
+    slot."""
+    target, stock, exact = packed(family), Target(model(family)), Target(
+        model(family, torch.float32)
+    )
     stock._fast = exact._fast = None
     text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
     drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
@@ -146,16 +170,22 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(fam
 
     branch = behind(target, tree)[path]
     chain = TokenTree.chain(drafted[:, path])
-    assert torch.equal(branch, behind(target, chain)) and torch.equal(branch, behind(target, chain, alone=True))
+    assert torch.equal(branch, behind(target, chain)) and torch.equal(
+        branch, behind(target, chain, alone=True)
+    )
     truth = behind(exact, tree)
-    ours, theirs = ((behind(one, tree).double() - truth).norm() / truth.norm() for one in (target, stock))
+    ours, theirs = (
+        (behind(one, tree).double() - truth).norm() / truth.norm() for one in (target, stock)
+    )
     assert ours < 1.5 * theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
     """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
-    target, tokens = packed(family), torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    target, tokens = packed(family), torch.randint(
+        96, (2, 53), generator=torch.Generator().manual_seed(5)
+    )
     read = []
     for capacity in (53, 128):
         cache = target.new_cache(2, capacity)
@@ -168,8 +198,12 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) ->
 
 def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
     torch.manual_seed(0)
-    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
-    config = transformers.LlamaConfig(**SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05})
+    wide = {
+        "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64
+    }
+    config = transformers.LlamaConfig(
+        **SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05}
+    )
     own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
     pack_linears(own)
     found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
@@ -179,10 +213,16 @@ def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
 def test_layers_may_differ_in_width() -> None:
     own, fewer = model("llama"), 32
     mlp = own.model.layers[-1].mlp
-    for name, weight in (("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])):
-        setattr(mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16))
+    for name, weight in (
+        ("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])
+    ):
+        setattr(
+            mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16)
+        )
         getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    mlp.down_proj = torch.nn.Linear(fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16)
+    mlp.down_proj = torch.nn.Linear(
+        fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16
+    )
     stock = Target(copy.deepcopy(own))
     pack_linears(own)
     fused = Target(own)
@@ -205,18 +245,24 @@ def test_threads_do_not_change_a_bit(way: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_nodes_are_not_read_and_change_no_bit(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = packed(family)
     assert target.skips_absent and target._fast is not None and target._fast.fused is not None
     dice = torch.Generator().manual_seed(2)
-    prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(96, (4, 11), generator=dice)
-    drafted[0, 4] = 500                                                         # beyond the vocabulary: read as its last token
+    prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(
+        96, (4, 11), generator=dice
+    )
+    # beyond the vocabulary: read as its last token
+    drafted[0, 4] = 500
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
     tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
     own = target._fast.fused._forward
 
     def noted(*asked: Any) -> Any:
-        widths.append(next(tuple(one.shape) for one in asked if isinstance(one, torch.Tensor)))     # of the tokens
+        # of the tokens
+        widths.append(next(tuple(one.shape) for one in asked if isinstance(one, torch.Tensor)))
         return own(*asked)
 
     for spared in (False, True):
@@ -226,27 +272,40 @@ def test_absent_nodes_are_not_read_and_change_no_bit(family: str, way: str, monk
             cache.keep(None, torch.tensor([90, 37, 1, 64]))
             for store in (store for layer in cache.layers for store in layer.stores):
                 for row, length in enumerate(cache.lengths.tolist()):
-                    store[row, :, length:] = torch.nan                          # nor may what nobody wrote change a bit
+                    # nor may what nobody wrote change a bit
+                    store[row, :, length:] = torch.nan
             with monkeypatch.context() as patch:
                 patch.setattr(target._fast.fused, "_forward", noted)
                 if not spared:
                     patch.setattr("draftproof.model.fused_forward._Present.of", lambda *asked: None)
                 reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
                 last = target.read(tree, cache, last_only=True).logits
-        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
-        assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths          # 11 + 7 + 1 + 5 are there
-        assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
+        assert torch.equal(
+            last[0, 0], reading.logits[0, -1]
+        ) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
+        # 11 + 7 + 1 + 5 are there
+        assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths
+        assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[
+            :2
+        ] == (4, 11)
         row, node = tree.present.nonzero().unbind(1)
-        slots = [store[row, :, cache.lengths[row] + node] for layer in cache.layers for store in layer.stores]
+        slots = [
+            store[row, :, cache.lengths[row] + node] for layer in cache.layers
+            for store in layer.stores
+        ]
         read.append((reading.logits, reading.hidden, torch.cat(slots)))
     (logits, hidden, stored), (same, alike, kept) = read
-    assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(hidden[tree.present], alike[tree.present])
+    assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(
+        hidden[tree.present], alike[tree.present]
+    )
     assert torch.equal(stored, kept)
     assert same.isfinite().all() and alike.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TreeShape.chain(10)], ids=["tree", "chain"])
-def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(way: str, shape: TreeShape) -> None:
+def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(
+    way: str, shape: TreeShape
+) -> None:
     """And so have the drafts: logits, hidden states, keys and values."""
     target, dice, read = packed("llama"), torch.Generator().manual_seed(2), []
     prompts, drafted = (torch.randint(96, size, generator=dice) for size in ((2, 30), (2, 11)))
@@ -263,20 +322,41 @@ def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(way: str, sh
             else:
                 readings = [target.read(tree, old, hidden_layers=(0, -1))]
                 readings.append(target.read(TokenTree.chain(prompts), new, hidden_layers=(0, -1)))
-                alone = target.read(TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4), last_only=True, hidden_layers=(0, -1))
+                alone = target.read(
+                    TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4), last_only=True,
+                    hidden_layers=(0, -1)
+                )
                 assert torch.equal(alone.logits[0, -1], readings[1].logits[1, 16])
         there = [tree.present, prompts != ABSENT]
-        stored = [layer.stores[part][row, :, : length + many] for layer in cache.layers for part in (0, 1)
-                  for row, (length, many) in enumerate([(40, 11), (23, 11), (0, 30), (0, 17)])]  # fmt: skip
-        hidden_layers = [reading.hidden[mask] for reading, mask in zip(readings, there, strict=True) if reading.hidden is not None]
-        read.append([*hidden_layers, *(reading.logits[mask] for reading, mask in zip(readings, there, strict=True)), *stored])
-    assert len(read[0]) == len(read[1]) > 4 and all(torch.equal(one, other) for one, other in zip(*read, strict=True))
+        filled = enumerate([40 + 11, 23 + 11, 30, 17])
+        stored = [
+            store[row, :, :size] for row, size in filled for layer in cache.layers
+            for store in layer.stores
+        ]
+        hidden_layers = [
+            reading.hidden[mask] for reading, mask in zip(readings, there, strict=True)
+            if reading.hidden is not None
+        ]
+        read.append(
+            [
+                *hidden_layers,
+                *(reading.logits[mask] for reading, mask in zip(readings, there, strict=True)),
+                *stored
+            ]
+        )
+    assert len(read[0]) == len(read[1]) > 4 and all(
+        torch.equal(one, other) for one, other in zip(*read, strict=True)
+    )
 
 
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
-    slides = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=NODES))
-    for other in (model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))):
+    slides = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=NODES)
+    )
+    for other in (
+        model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))
+    ):
         pack_linears(other)
         fast = Target(other)._fast
         assert fast is not None and fast.fused is None

@@ -1,4 +1,5 @@
-"""Recorded reads: fresh contents through fixed places give the same text, and few recordings serve many prompts."""
+"""Recorded reads: fresh contents through fixed places give the same text, and few recordings serve
+many prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ CLOSED = ShapePolicy(closed=True)
 
 
 class Paper(Device):
-    """Records as a GPU does: a replay reads its inputs, and leaves its results, where they lay when it was recorded."""
+    """Records as a GPU does: a replay reads its inputs, and leaves its results, where they lay when
+    it was recorded."""
 
     @property
     def captures(self) -> bool:
@@ -60,7 +62,11 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "draft tree": lambda: DraftModel(
         on_paper(target(num_hidden_layers=1, seed=1)), VOCAB, TreeShape.branching((2, 2))
     ),
-    **{name: lambda name=name: DRAFTERS[name](target()) for name in ("prompt-lookup", "medusa", "redrafter", "portfolio")},  # type: ignore[misc]
+    **{
+        name: lambda name=name: DRAFTERS[name](target()) for name in (
+            "prompt-lookup", "medusa", "redrafter", "portfolio"
+        )
+    },  # type: ignore[misc]
 }
 
 

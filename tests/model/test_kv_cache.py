@@ -1,4 +1,5 @@
-"""The cache holds exactly the committed tokens: after any rounds it reads on as if it had been filled afresh.
+"""The cache holds exactly the committed tokens: after any rounds it reads on as if it had been
+filled afresh.
 
 Of quantised keys and values this holds bit for bit, and no number is off by more than half a step.
 """
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BadInput
-from draftproof.model.kv_cache import LAYERS, KVCache, KVLayer, LayerShape, QuantizedKVLayer, tree_mask
+from draftproof.model.kv_cache import KVCache, tree_mask
+from draftproof.model.kv_layer import LAYERS, KVLayer, LayerShape, QuantizedKVLayer
 from draftproof.model.target import Target
 
-SHAPES = [TreeShape.branching((2, 2, 1)), TreeShape.chain(5), TreeShape.from_digits(["0", "1", "10", "100", "1000", "11"])]
+SHAPES = [
+    TreeShape.branching((2, 2, 1)), TreeShape.chain(5),
+    TreeShape.from_digits(["0", "1", "10", "100", "1000", "11"])
+]
 MASKED = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 CAPACITY = 64
 any_kind = pytest.mark.parametrize("kind", LAYERS)
@@ -32,7 +37,9 @@ def _no_grad():
         yield
 
 
-def commit(own: Target, cache: KVCache, texts: list[list[int]], dice: torch.Generator, shape: TreeShape) -> None:
+def commit(
+    own: Target, cache: KVCache, texts: list[list[int]], dice: torch.Generator, shape: TreeShape
+) -> None:
     """Read a random tree with gaps, keep the path to a random node of each row."""
     tokens = torch.randint(VOCAB, (len(texts), len(shape)), generator=dice)
     tree = TokenTree.shaped(tokens, shape)
@@ -49,7 +56,9 @@ def commit(own: Target, cache: KVCache, texts: list[list[int]], dice: torch.Gene
 def assert_reads_on(own: Target, cache: KVCache, texts: list[list[int]]) -> None:
     """The next tree gets the logits of a cache that was filled in one read, row by row."""
     assert cache.lengths.tolist() == [len(text) for text in texts]
-    tree = TokenTree.shaped(torch.arange(len(texts) * 4).view(-1, 4) % VOCAB, TreeShape.branching((2, 1)).within(3))
+    tree = TokenTree.shaped(
+        torch.arange(len(texts) * 4).view(-1, 4) % VOCAB, TreeShape.branching((2, 1)).within(3)
+    )
     found = own.read(tree, cache).logits
     for row, text in enumerate(texts):
         fresh = own.new_cache(1, CAPACITY)
@@ -90,7 +99,8 @@ def test_select_keeps_drops_and_repeats_rows(kind: str | None) -> None:
 
 @any_cache
 def test_a_view_leaves_the_other_rows_alone(kind: str | None) -> None:
-    """Reading and keeping in a view: the other rows keep their bits, scratch included, and their lengths."""
+    """Reading and keeping in a view: the other rows keep their bits, scratch included, and their
+    lengths."""
     own, dice = of_kind(kind), torch.Generator().manual_seed(2)
     cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
     commit(own, cache, texts, dice, SHAPES[0])
@@ -124,10 +134,12 @@ def test_a_path_may_overlap_its_destination() -> None:
     layer = KVLayer(store, store.clone())
     cache = KVCache([layer], torch.tensor([2]))
     cache.keep(torch.tensor([[0, 2, 3, 5]]), torch.tensor([4]))
-    assert layer.keys[0, 0, :, 0].tolist() == [0, 1, 2, 4, 5, 7, 6, 7] and cache.lengths.tolist() == [6]
+    assert layer.keys[0, 0, :, 0].tolist() == [
+        0, 1, 2, 4, 5, 7, 6, 7
+    ] and cache.lengths.tolist() == [6]
 
 
-# Quantised ---------------------------------------------------------------------------------------
+# Quantised ---
 
 
 def states(rows: int, nodes: int, heads: int = 2, dim: int = 8, seed: int = 0) -> Tensor:
@@ -157,7 +169,8 @@ def test_every_number_is_off_by_half_a_step_at_most(kind: str, dtype: torch.dtyp
     found = written(layer_of(kind, dtype=dtype), torch.arange(5).expand(2, -1), given)
     assert found.dtype == dtype
     most = given.abs().amax(-1, keepdim=True).double()
-    slack = 4 * torch.finfo(dtype).eps * most                                       # scale and product are rounded as well
+    # scale and product are rounded as well
+    slack = 4 * torch.finfo(dtype).eps * most
     step = most / 127 if kind == "int8" else given.abs().double().clamp(min=2**-6 * 0.002) / 8
     off = (found.double() - given.double()).abs()
     assert (off <= step / 2 + slack).all() and float(off.max()) > 0
@@ -175,17 +188,23 @@ def test_a_token_is_quantised_alike_wherever_it_lies_and_whatever_lies_beside_it
     loud[:, :, 1], loud[:, 1, 2] = 1e6, torch.nan
     found = written(layer_of(kind, 1), torch.arange(6)[None], loud)
     same = torch.tensor([0, 3, 4, 5])
-    assert torch.equal(found[:, :, same], together[:, :, same]) and torch.equal(found[:, 0, 2], together[:, 0, 2])
+    assert torch.equal(
+        found[:, :, same], together[:, :, same]
+    ) and torch.equal(found[:, 0, 2], together[:, 0, 2])
 
 
 @any_kind
 def test_silence_is_kept(kind: str) -> None:
-    assert torch.equal(written(layer_of(kind), torch.arange(3).expand(2, -1), torch.zeros(2, 2, 3, 8)), torch.zeros(2, 2, 3, 8))
+    assert torch.equal(
+        written(layer_of(kind), torch.arange(3).expand(2, -1), torch.zeros(2, 2, 3, 8)),
+        torch.zeros(2, 2, 3, 8)
+    )
 
 
 @any_kind
 def test_trees_leave_the_bits_that_chains_leave(kind: str) -> None:
-    """A branch that is kept by moving, against the same path read as a chain: the same codes and scales."""
+    """A branch that is kept by moving, against the same path read as a chain: the same codes and
+    scales."""
     own = of_kind(kind)
     shape = TreeShape.from_digits(["0", "1", "10", "11", "110"])
     tree = TokenTree.shaped(torch.tensor([[4, 9, 7, 1, 8, 3]]), shape)
@@ -197,12 +216,15 @@ def test_trees_leave_the_bits_that_chains_leave(kind: str) -> None:
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         for store, wanted in zip(one.stores, other.stores, strict=True):
             assert store[:, :, :4].abs().double().sum() > 0
-            torch.testing.assert_close(store[:, :, :4].double(), wanted[:, :, :4].double(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                store[:, :, :4].double(), wanted[:, :, :4].double(), rtol=1e-12, atol=1e-12
+            )
 
 
 @any_kind
 def test_what_was_not_kept_is_forgotten(kind: str) -> None:
-    """Rolling back is not committing: whatever a round left behind its path, the next reads the same bits."""
+    """Rolling back is not committing: whatever a round left behind its path, the next reads the
+    same bits."""
     own = of_kind(kind)
     text, answers = TokenTree.chain(torch.tensor([[1, 2, 3]])), []
     for wrong in (5, 9):
@@ -220,27 +242,37 @@ def test_the_fast_forward_reads_what_the_model_reads(kind: str) -> None:
     """Both write through the same layers; in float32, where codes fall alike but for a few."""
     own = Target(fresh("llama").float(), kv_cache=kind)
     assert own._fast is not None
-    tree = TokenTree.shaped(torch.arange(6)[None], TreeShape.from_digits(["0", "1", "10", "11", "110"]))
+    tree = TokenTree.shaped(
+        torch.arange(6)[None], TreeShape.from_digits(["0", "1", "10", "11", "110"])
+    )
     fast = own.read(tree, own.new_cache(1, CAPACITY)).logits
     own._fast = None
-    torch.testing.assert_close(fast, own.read(tree, own.new_cache(1, CAPACITY)).logits, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        fast, own.read(tree, own.new_cache(1, CAPACITY)).logits, rtol=0.02, atol=0.02
+    )
 
 
 @any_kind
 def test_half_the_memory_or_less(kind: str) -> None:
     shapes = [LayerShape(2, 64, 64)]
     sizes = [
-        KVCache.empty(shapes, 3, 32, torch.bfloat16, torch.device("cpu"), *layer).nbytes for layer in ([LAYERS[kind]], [])
+        KVCache.empty(
+            shapes, 3, 32, torch.bfloat16, torch.device("cpu"), *layer
+        ).nbytes for layer in ([LAYERS[kind]], [])
     ]
     assert sizes == [3 * 32 * 2 * 2 * (64 + 2), 3 * 32 * 2 * 2 * 128]
     own = of_kind(kind)
-    assert own.position_bytes == (own.new_cache(1, 32).nbytes // 32, target().new_cache(1, 32).nbytes // 32)
+    assert own.position_bytes == (
+        own.new_cache(1, 32).nbytes // 32, target().new_cache(1, 32).nbytes // 32
+    )
     assert own.position_bytes[0] < own.position_bytes[1]
 
 
 @any_kind
 def test_a_quantised_cache_changes_what_is_read_a_little(kind: str) -> None:
-    text = TokenTree.chain(torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(0)))
+    text = TokenTree.chain(
+        torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    )
     plain, own = target(), of_kind(kind)
     one, other = (each.read(text, each.new_cache(1, CAPACITY)).logits for each in (plain, own))
     assert 0 < float((one - other).norm() / one.norm()) < 0.1
@@ -251,13 +283,15 @@ def test_an_unknown_kind_is_refused() -> None:
         Target(model("llama"), kv_cache="int2")
 
 
-# Masks -------------------------------------------------------------------------------------------
+# Masks ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 100])
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_node_sees_the_committed_text_and_its_ancestors(dtype: torch.dtype, window: int | None, first: int) -> None:
+def test_a_node_sees_the_committed_text_and_its_ancestors(
+    dtype: torch.dtype, window: int | None, first: int
+) -> None:
     lengths, capacity = torch.tensor([0, 4, 9]), 18
     tree = TokenTree.shaped(torch.zeros(3, len(MASKED), dtype=torch.int64), MASKED)
     mask = tree_mask(tree, lengths, capacity, dtype, first, window)
@@ -266,11 +300,16 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(dtype: torch.dtype, wi
         for node in range(first, len(MASKED)):
             for slot in range(capacity):
                 there = slot - length
-                seen = slot < length or (there < len(MASKED) and bool(tree.ancestors[row, node, there]))
+                seen = (
+                    slot < length
+                    or (there < len(MASKED) and bool(tree.ancestors[row, node, there]))
+                )
                 if seen and window is not None:
                     position = slot if slot < length else length + int(tree.depths[row, there])
                     seen = length + int(tree.depths[row, node]) - position < window
-                assert mask[row, 0, node - first, slot] == (0 if seen else torch.finfo(dtype).min), (row, node, slot)
+                assert mask[row, 0, node - first, slot] == (
+                    0 if seen else torch.finfo(dtype).min
+                ), (row, node, slot)
 
 
 def test_a_mask_adds_and_never_reads_as_true_or_false() -> None:

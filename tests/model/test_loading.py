@@ -13,7 +13,13 @@ from transformers import GenerationConfig
 
 from draftproof.core.params import Sampling
 from draftproof.engine.load import load
-from draftproof.errors import BadInput, DraftproofError, ModelNotFound, TokenizerMismatch, UnsupportedModel
+from draftproof.errors import (
+    BadInput,
+    DraftproofError,
+    ModelNotFound,
+    TokenizerMismatch,
+    UnsupportedModel,
+)
 from draftproof.model import loading
 
 
@@ -27,9 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("asked", "got"),
-    [(None, torch.float32), ("bf16", torch.bfloat16), ("float64", torch.float64), (torch.float16, torch.float16)],
+    [
+        (None, torch.float32), ("bf16", torch.bfloat16), ("float64", torch.float64),
+        (torch.float16, torch.float16)
+    ],
 )
-def test_a_folder_loads_in_the_precision_asked_for(folder: Path, asked: Any, got: torch.dtype) -> None:
+def test_a_folder_loads_in_the_precision_asked_for(
+    folder: Path, asked: Any, got: torch.dtype
+) -> None:
     own = loading.load_model(folder, asked, "cpu")
     assert own.dtype == got and not own.training
 
@@ -63,9 +74,15 @@ def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_pat
         (broken("no-weights", model__safetensors=None), ModelNotFound),
         (broken("bad-weights", model__safetensors="not weights"), ModelNotFound),
         (broken("no-type", config__json="{}"), ModelNotFound),
-        (broken("t5", config__json=json.dumps({"model_type": "t5", "is_encoder_decoder": True})), UnsupportedModel),
+        (
+            broken("t5", config__json=json.dumps({"model_type": "t5", "is_encoder_decoder": True})),
+            UnsupportedModel
+        ),
         (broken("vit", config__json=json.dumps({"model_type": "vit"})), UnsupportedModel),
-        (broken("other-size", config__json=json.dumps({**config, "hidden_size": 64})), ModelNotFound),
+        (
+            broken("other-size", config__json=json.dumps({**config, "hidden_size": 64})),
+            ModelNotFound
+        ),
     ]
     for name, kind in cases:
         with pytest.raises(kind) as error:
@@ -92,12 +109,17 @@ def test_the_models_own_wishes_are_kept() -> None:
     own = fresh("llama")
     assert loading.default_sampling(own) == Sampling() and loading.stop_tokens(own) == ()
     own.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, eos_token_id=[3, 4]
+        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05,
+        eos_token_id=[3, 4]
     )
     wanted = Sampling(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
     assert loading.default_sampling(own) == wanted and loading.stop_tokens(own) == (3, 4)
-    own.generation_config = GenerationConfig(do_sample=False, temperature=0.6, top_k=20, eos_token_id=7, max_new_tokens=9)
-    assert loading.default_sampling(own) == Sampling(max_new_tokens=9) and loading.stop_tokens(own) == (7,)
+    own.generation_config = GenerationConfig(
+        do_sample=False, temperature=0.6, top_k=20, eos_token_id=7, max_new_tokens=9
+    )
+    assert loading.default_sampling(own) == Sampling(
+        max_new_tokens=9
+    ) and loading.stop_tokens(own) == (7,)
 
 
 def test_a_drafter_that_does_not_fit_is_refused(folder: Path) -> None:

@@ -24,7 +24,9 @@ def test_what_would_change_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "short forward" in told and ("--dtype bfloat16" in told or module.kernels() is None)
     assert "own forward" in paths(Target(fresh("gpt2")))["layers"]
     monkeypatch.setattr(module, "kernels", lambda: None)
-    monkeypatch.setattr(module, "library", lambda: Library(None, "", "there is no C compiler; install gcc"))
+    monkeypatch.setattr(
+        module, "library", lambda: Library(None, "", "there is no C compiler; install gcc")
+    )
     monkeypatch.setattr("draftproof.model.quantized_linear.kernels", lambda: None)
     told = paths(Target(own))
     assert told["layers"].endswith("install gcc") and told["sampling"] == "torch's operators"

@@ -1,4 +1,5 @@
-"""Quantised layers: how far they are from the original, that a token's bits are its own, and what is refused."""
+"""Quantised layers: how far they are from the original, that a token's bits are its own, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -20,12 +21,19 @@ from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model import quantize
 from draftproof.model.loading import load_model
 from draftproof.model.packed_linear import PackedSlice, pack_linears
-from draftproof.model.quantize import first_layers, is_quantized, quantized, quantized_and_compared, shallow_copy, weight_bytes
+from draftproof.model.quantize import (
+    first_layers,
+    is_quantized,
+    quantized,
+    quantized_and_compared,
+    shallow_copy,
+    weight_bytes,
+)
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.model.target import Target
 
 KINDS = ["int8", "int4"]
-# Models -------------------------------------------------------------------------------------------------------------------
+# Models ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,12 +54,15 @@ def test_every_family_is_quantised_and_the_original_is_not(kind: str, family: st
     tree = TokenTree.chain(text[None, :6])
     with torch.inference_mode():
         logits = target.read(tree, target.new_cache(1, 64)).logits[0]
-        torch.testing.assert_close(logits, made(input_ids=text[None, :6], use_cache=False).logits[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            logits, made(input_ids=text[None, :6], use_cache=False).logits[0], rtol=1e-3, atol=1e-3
+        )
 
 
 def test_quantised_targets_read_trees_as_the_original_does() -> None:
     assert Target(model("llama")).quantized("int8").reads_trees
-    assert Target(quantized(model("llama"), "int8")).reads_trees                  # checked anew, with wider tolerance
+    # checked anew, with wider tolerance
+    assert Target(quantized(model("llama"), "int8")).reads_trees
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,17 +70,28 @@ def test_layers_multiplied_together_give_the_bits_of_each_alone(kind: str) -> No
     made = quantized(fresh("qwen2"), kind)
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for part in ("q_proj", "k_proj", "v_proj"):
-        place, layer = (one.model.layers[1].self_attn._modules[part] for one in (made, model("qwen2")))
-        assert isinstance(place, PackedSlice) and place.whole is made.model.layers[1].self_attn.q_proj.whole
-        alone = {"int8": Int8Linear, "int4": Int4Linear}[kind](layer.weight.detach(), layer.bias.detach())
+        place, layer = (
+            one.model.layers[1].self_attn._modules[part] for one in (made, model("qwen2"))
+        )
+        assert isinstance(
+            place, PackedSlice
+        ) and place.whole is made.model.layers[1].self_attn.q_proj.whole
+        alone = {"int8": Int8Linear, "int4": Int4Linear}[kind](
+            layer.weight.detach(), layer.bias.detach()
+        )
         assert torch.equal(place(rows), alone(rows))
 
 
 def test_a_tied_head_gets_weights_of_its_own() -> None:
     own = fresh("llama", tie_word_embeddings=True)
     made = quantized(own, "int8", give_up=True)
-    assert isinstance(made.lm_head, Int8Linear) and own.lm_head.weight is own.model.embed_tokens.weight
-    assert torch.equal(made.model.embed_tokens.weight, fresh("llama", tie_word_embeddings=True).model.embed_tokens.weight)
+    assert isinstance(
+        made.lm_head, Int8Linear
+    ) and own.lm_head.weight is own.model.embed_tokens.weight
+    assert torch.equal(
+        made.model.embed_tokens.weight,
+        fresh("llama", tie_word_embeddings=True).model.embed_tokens.weight
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +99,9 @@ def test_originals_given_up_are_not_missed(kind: str) -> None:
     text = torch.arange(12)[None]
     with torch.inference_mode():
         wanted = quantized(model("llama", hidden_size=256), kind)(text).logits
-        assert torch.equal(quantized(fresh("llama", hidden_size=256), kind, give_up=True)(text).logits, wanted)
+        assert torch.equal(
+            quantized(fresh("llama", hidden_size=256), kind, give_up=True)(text).logits, wanted
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +111,9 @@ def test_packed_layers_are_quantised_as_the_originals(kind: str) -> None:
         pytest.skip("nothing is packed on this machine")
     text = torch.arange(12)[None]
     with torch.inference_mode():
-        assert torch.equal(quantized(packed, kind)(text).logits, quantized(plain, kind)(text).logits)
+        assert torch.equal(
+            quantized(packed, kind)(text).logits, quantized(plain, kind)(text).logits
+        )
 
 
 def test_gates_and_routers_stay_as_they_are() -> None:
@@ -107,18 +133,22 @@ def test_the_loss_is_what_it_says() -> None:
         def forward(self, **given: Any) -> Any:
             return type("Out", (), {"logits": self.laws.log()[None]})
 
-    one, other = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]), torch.tensor([[0.3, 0.5, 0.2], [0.1, 0.1, 0.8]])
+    one, other = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]), torch.tensor(
+        [[0.3, 0.5, 0.2], [0.1, 0.1, 0.8]]
+    )
     before, after = Says(one), Says(other)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "quantized", lambda *given, **wanted: after)
         loss = quantized_and_compared(before, "int8", torch.tensor([1, 2]))[1]          # type: ignore[arg-type]
         empty = quantized_and_compared(before, "int8", None)[1]                         # type: ignore[arg-type]
-    assert loss.kl == pytest.approx(float((one * (one / other).log()).sum(1).mean())) and loss.agreement == 0.5
+    assert loss.kl == pytest.approx(
+        float((one * (one / other).log()).sum(1).mean())
+    ) and loss.agreement == 0.5
     assert loss.tokens == 2 and "50% of 2" in str(loss)
     assert empty.tokens == 0 and "KL" not in str(empty)
 
 
-# Copies ------------------------------------------------------------------------------------------------------------------
+# Copies ---
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +159,9 @@ def test_a_shallow_copy_shares_weights_and_nothing_else(family: str) -> None:
     with torch.inference_mode():
         wanted = own(text, output_hidden_states=True)
         found = made(text, output_hidden_states=True)
-        assert torch.equal(found.logits, wanted.logits) and len(found.hidden_states) == len(wanted.hidden_states)
+        assert torch.equal(
+            found.logits, wanted.logits
+        ) and len(found.hidden_states) == len(wanted.hidden_states)
         made.set_output_embeddings(nn.Identity())
         assert torch.equal(own(text).logits, wanted.logits)
 
@@ -144,10 +176,14 @@ def test_the_first_layers_are_those_of_the_model(family: str) -> None:
     with torch.inference_mode():
         states = own(text, output_hidden_states=True).hidden_states
         assert torch.equal(short(text, output_hidden_states=True).hidden_states[0], states[0])
-        body = next(module for module in short.base_model.modules() if isinstance(module, nn.ModuleList))
+        body = next(
+            module for module in short.base_model.modules() if isinstance(module, nn.ModuleList)
+        )
         assert len(body) == 1 and own.config.num_hidden_layers == depth == len(states) - 1
         seen: list[Tensor] = []
-        with body[0].register_forward_hook(lambda _, given, out: seen.append(out[0] if isinstance(out, tuple) else out)):
+        with body[0].register_forward_hook(
+            lambda _, given, out: seen.append(out[0] if isinstance(out, tuple) else out)
+        ):
             short(text)
         assert torch.equal(seen[0], states[1]) or depth == 1
 
@@ -159,7 +195,7 @@ def test_a_wrapped_model_has_no_shallow_copy() -> None:
         shallow_copy(own)
 
 
-# Refusals -----------------------------------------------------------------------------------------------------------------
+# Refusals ---
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
@@ -174,12 +210,14 @@ def test_a_quantised_model_is_not_quantised_again() -> None:
         quantized(quantized(model("llama"), "int8"), "int8")
 
 
-# Checkpoints that were quantised elsewhere ----------------------------------------------------------------------------------
+# Checkpoints that were quantised elsewhere ---
 
 
 def saved(folder: Path, **quantisation: Any) -> PreTrainedModel:
     """A bfloat16 model in `folder` that claims to be quantised so."""
-    own = fresh("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=False).bfloat16()
+    own = fresh(
+        "llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=False
+    ).bfloat16()
     own.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
@@ -188,7 +226,9 @@ def saved(folder: Path, **quantisation: Any) -> PreTrainedModel:
 
 def continued(own: PreTrainedModel) -> list[int]:
     """What transformers writes behind three tokens."""
-    out = own.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    out = own.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
     return out[0, 3:].tolist()
 
 
@@ -200,16 +240,20 @@ def continued(own: PreTrainedModel) -> list[int]:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
         ({"load_in_4bit": True}, ["bitsandbytes"]),
         ({"quant_method": "compressed-tensors"}, ["compressed-tensors"]),
-        ({"quant_method": "torchao"}, ["torchao"]),
-        ({"quant_method": "hqq"}, ["hqq"]),
-    ],
+        ({"quant_method": "torchao"}, ["torchao"]), ({"quant_method": "hqq"}, ["hqq"])
+    ]
 )
 def test_a_checkpoint_whose_quantiser_is_missing_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], packages: list[str]
 ) -> None:
     saved(tmp_path, **method)
-    monkeypatch.setattr("draftproof.model.loading._is_installed", lambda package: package not in packages)
-    with pytest.raises(UnsupportedModel, match=f"which needs {' and '.join(packages)}: pip install {' '.join(packages)}"):
+    monkeypatch.setattr(
+        "draftproof.model.loading._is_installed", lambda package: package not in packages
+    )
+    with pytest.raises(
+        UnsupportedModel,
+        match=f"which needs {' and '.join(packages)}: pip install {' '.join(packages)}"
+    ):
         load_model(tmp_path, device="cpu")
 
 
@@ -228,29 +272,43 @@ def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
     for name, weight in load_file(file).items():
         tensors[name] = weight
         if name.endswith("_proj.weight"):
-            blocks = weight.float().unflatten(0, (-1, min(128, len(weight)))).unflatten(2, (-1, 128))
+            blocks = weight.float().unflatten(
+                0, (-1, min(128, len(weight)))
+            ).unflatten(2, (-1, 128))
             scale = blocks.abs().amax((1, 3)) / 448
-            tensors[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            tensors[name] = (
+                blocks / scale[:, None, :, None]
+            ).reshape(weight.shape).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale
     save_file(tensors, file, {"format": "pt"})
     wanted = continued(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu"))
     own = load_model(tmp_path, device="cpu")
     assert not is_quantized(own)
-    assert Engine(Target(own), PromptLookup()).generate([[1, 2, 3]], max_new_tokens=12)[0].tokens == wanted
+    assert Engine(Target(own), PromptLookup()).generate(
+        [[1, 2, 3]], max_new_tokens=12
+    )[0].tokens == wanted
 
 
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
 def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: str) -> None:
     ao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
-    fresh("llama", hidden_size=128, intermediate_size=256).bfloat16().save_pretrained(tmp_path / "plain")
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=TorchAoConfig(getattr(ao, config)()))
+    fresh(
+        "llama", hidden_size=128, intermediate_size=256
+    ).bfloat16().save_pretrained(tmp_path / "plain")
+    made = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=TorchAoConfig(getattr(ao, config)())
+    )
     made.save_pretrained(tmp_path / "quantised")
     wanted = continued(AutoModelForCausalLM.from_pretrained(tmp_path / "quantised"))
     own = load_model(tmp_path / "quantised", device="cpu")
     assert is_quantized(own) and pack_linears(own) <= 1      # the head alone is plain
-    assert Engine(Target(own), PromptLookup()).generate([[1, 2, 3]], max_new_tokens=12)[0].tokens == wanted
+    assert Engine(Target(own), PromptLookup()).generate(
+        [[1, 2, 3]], max_new_tokens=12
+    )[0].tokens == wanted
     with pytest.raises(BadInput, match="quantised already"):
         quantized(own, "int8")
 
@@ -258,7 +316,9 @@ def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: s
 def test_torchao_quantises_a_shallow_copy_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of accelerators, run on the CPU, where torchao's 8 bits work as well."""
     pytest.importorskip("torchao.quantization")
-    own = fresh("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=True).bfloat16()
+    own = fresh(
+        "llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=True
+    ).bfloat16()
     before = own.lm_head.weight.clone()
     made = quantize._by_torchao(shallow_copy(own), "int8")
     assert is_quantized(made) and not is_quantized(own) and torch.equal(own.lm_head.weight, before)
@@ -271,7 +331,9 @@ def test_torchao_quantises_a_shallow_copy_where_it_is_used(monkeypatch: pytest.M
         quantize._by_torchao(shallow_copy(fresh("llama").bfloat16()), "int4")
 
 
-def test_without_torchao_an_accelerator_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_an_accelerator_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sys
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"] + ["torchao"]:

@@ -30,15 +30,19 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(896, 128), (64, 1216), (288, 768), (48, 32)]
 
 
-def weights(outputs: int, inputs: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def weights(
+    outputs: int, inputs: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """A weight, a bias, and inputs with a token that is much louder than the others."""
     dice = torch.Generator().manual_seed(seed)
-    weight, bias, rows = (torch.randn(*size, generator=dice) for size in ((outputs, inputs), (outputs,), (40, inputs)))
+    weight, bias, rows = (
+        torch.randn(*size, generator=dice) for size in ((outputs, inputs), (outputs,), (40, inputs))
+    )
     rows[7] *= 1000
     return weight.to(dtype), bias.to(dtype), rows.to(dtype)
 
 
-# One layer ----------------------------------------------------------------------------------------------------------------
+# One layer ---
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -53,7 +57,9 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(
     assert whole.dtype == dtype
     for width in (*range(1, 17), 24, 32):
         for start in (0, 3, 8):
-            assert torch.equal(made(rows[start : start + width]), whole[start : start + width]), (width, start)
+            assert torch.equal(
+                made(rows[start : start + width]), whole[start : start + width]
+            ), (width, start)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -67,13 +73,18 @@ def test_a_layer_reads_any_layout(layer: Callable[..., nn.Module]) -> None:
 
 
 def test_eight_bits_are_the_integer_product() -> None:
-    """Against the definition, in integers: the largest code of a row is 127, and sums do not overflow."""
+    """Against the definition, in integers: the largest code of a row is 127, and sums do not
+    overflow."""
     weight, bias, rows = weights(64, 512)
     scale, most = weight.abs().amax(1) / 127, rows.abs().amax(1, keepdim=True)
     sums = (rows * (127 / most)).round().long() @ (weight / scale[:, None]).round().long().t()
     wanted = sums.double() * scale * most / 127 + bias
-    torch.testing.assert_close(Int8Linear(weight, bias)(rows).double(), wanted, rtol=1e-5, atol=2e-4)
-    loudest = Int8Linear(torch.ones(64, 4096))(torch.cat([torch.ones(1, 4096), -torch.ones(1, 4096)]))
+    torch.testing.assert_close(
+        Int8Linear(weight, bias)(rows).double(), wanted, rtol=1e-5, atol=2e-4
+    )
+    loudest = Int8Linear(torch.ones(64, 4096))(
+        torch.cat([torch.ones(1, 4096), -torch.ones(1, 4096)])
+    )
     torch.testing.assert_close(loudest, torch.tensor([[4096.0], [-4096.0]]).expand(2, 64))
 
 
@@ -81,7 +92,8 @@ def test_eight_bits_are_the_integer_product() -> None:
 def test_the_error_is_that_of_the_bits(layer: Callable[..., nn.Module]) -> None:
     weight, bias, rows = weights(128, 512)
     truth = F.linear(rows, weight, bias)
-    error = (layer(weight, bias)(rows) - truth).norm(dim=1) / truth.norm(dim=1)          # of every token, the loud one too
+    # of every token, the loud one too
+    error = (layer(weight, bias)(rows) - truth).norm(dim=1) / truth.norm(dim=1)
     low, high = (0.004, 0.03) if layer is Int8Linear else (0.04, 0.12)
     assert low < float(error.min()) and float(error.max()) < high
 
@@ -95,7 +107,8 @@ def test_a_silent_token_is_silent_and_nan_stays_in_its_token() -> None:
 
 
 def test_sums_are_exact_where_some_processors_saturate() -> None:
-    """A layer of ones gives the sum of its inputs; torch's own 8-bit product gives 2.02 for 256 on AVX2."""
+    """A layer of ones gives the sum of its inputs; torch's own 8-bit product gives 2.02 for 256 on
+    AVX2."""
     for inputs in (256, 1024, 3000):
         ones = Int8Linear(torch.ones(40, inputs))(torch.ones(3, inputs))
         torch.testing.assert_close(ones, torch.full((3, 40), float(inputs)))
@@ -106,13 +119,17 @@ def test_layers_that_are_not_quicker_say_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "no 8-bit kernel" in str(slow_because("int8", torch.bfloat16))
     assert "no 4-bit kernel" in str(slow_because("int4", torch.bfloat16))
     lost = Quantization("int8", 0.1, 0.9, 5, 100, 50, "reason")
-    assert str(lost).endswith("not quicker than the original here: reason") and "reason" not in str(lost._replace(slow=None))
+    assert str(lost).endswith(
+        "not quicker than the original here: reason"
+    ) and "reason" not in str(lost._replace(slow=None))
 
 
-# Our kernels ----------------------------------------------------------------------------------------------------------------
+# Our kernels ---
 
 _found = kernels()
-needs_kernels = pytest.mark.skipif(_found is None or not _found.int8, reason="no kernels for 8 bits here")
+needs_kernels = pytest.mark.skipif(
+    _found is None or not _found.int8, reason="no kernels for 8 bits here"
+)
 
 
 @needs_kernels
@@ -146,8 +163,11 @@ def test_the_kernel_of_4_bits_reads_the_same_weights(dtype: torch.dtype) -> None
 
 @needs_kernels
 @pytest.mark.parametrize("build", list(BUILDS))
-def test_each_processors_product_is_that_of_integers(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    """Small whole numbers, whose sums bfloat16 holds exactly, with the loudest input 127: codes are the numbers."""
+def test_each_processors_product_is_that_of_integers(
+    monkeypatch: pytest.MonkeyPatch, build: str
+) -> None:
+    """Small whole numbers, whose sums bfloat16 holds exactly, with the loudest input 127: codes are
+    the numbers."""
     found = Kernels(opened(build)) if build in able(LEVELS[-1]) else None
     if found is None or not found.int8:
         pytest.skip(f"no such product by {build} here")
@@ -160,4 +180,6 @@ def test_each_processors_product_is_that_of_integers(monkeypatch: pytest.MonkeyP
         weight[:, :2] = torch.tensor([0, 127])
         product = numbers @ weight.t()
         assert int(product.abs().max()) < 256
-        assert torch.equal(Int8Linear(weight.bfloat16())(numbers.bfloat16()), product.bfloat16()), rows
+        assert torch.equal(
+            Int8Linear(weight.bfloat16())(numbers.bfloat16()), product.bfloat16()
+        ), rows

@@ -15,7 +15,8 @@ from draftproof.model.target import Target
 
 SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])
 LEADS = (9, 3, 14)
-ROUGH = dict.fromkeys(("gemma2", "gptj"), 3e-6)  # they weigh attention in float32, whatever the model's dtype
+# they weigh attention in float32, whatever the model's dtype
+ROUGH = dict.fromkeys(("gemma2", "gptj"), 3e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,8 @@ def own_logits(own: Target, text: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_is_read_as_its_paths(family: str) -> None:
-    """Ragged rows, texts longer than any window: at every node the logits of the model's own forward on its path."""
+    """Ragged rows, texts longer than any window: at every node the logits of the model's own
+    forward on its path."""
     own = target(family)
     assert own.reads_trees and own.vocab_size == VOCAB
     cache, texts = led(own)
@@ -56,12 +58,16 @@ def test_a_tree_is_read_as_its_paths(family: str) -> None:
     logits = own.read(tree, cache).logits
     for row, node in [(row, node) for row in range(3) for node in range(len(SHAPE))]:
         path = tree.tokens[row, tree.ancestors[row, node]].tolist()
-        torch.testing.assert_close(logits[row, node], own_logits(own, texts[row] + path), rtol=0, atol=ROUGH.get(family, 1e-9))
+        torch.testing.assert_close(
+            logits[row, node], own_logits(own, texts[row] + path), rtol=0,
+            atol=ROUGH.get(family, 1e-9)
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt", "falcon", "mistral-sliding"])
 def test_a_tree_may_be_read_level_by_level(family: str) -> None:
-    """With `first`, nodes already in the scratch are not read again; and absent nodes change nothing."""
+    """With `first`, nodes already in the scratch are not read again; and absent nodes change
+    nothing."""
     own = target(family)
     tree = random_tree(3, 2)
     tree.tokens[1, [2, 5]] = ABSENT  # the second child and its descendants
@@ -85,13 +91,17 @@ def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
         text = torch.tensor([[*texts[row], *tree.tokens[row].tolist()]])
         states = own.model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
         for tap, layer in enumerate((1, -1)):
-            torch.testing.assert_close(hidden[row, :, tap], states[layer][0, -3:], rtol=0, atol=ROUGH.get(family, 1e-9))
+            torch.testing.assert_close(
+                hidden[row, :, tap], states[layer][0, -3:], rtol=0, atol=ROUGH.get(family, 1e-9)
+            )
     assert own.read(tree, cache).hidden is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "cohere"])
 @pytest.mark.parametrize("trims", [True, False])
-def test_the_last_logits_alone_are_the_same(family: str, trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_logits_alone_are_the_same(
+    family: str, trims: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of models that cannot be asked for the last ones only."""
     own = target(family)
     cache, _ = led(own)
@@ -99,7 +109,9 @@ def test_the_last_logits_alone_are_the_same(family: str, trims: bool, monkeypatc
     whole = own.read(tree, cache).logits
     assert own._trims
     monkeypatch.setattr(own, "_trims", trims)
-    torch.testing.assert_close(own.read(tree, cache, last_only=True).logits, whole[:, -1:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        own.read(tree, cache, last_only=True).logits, whole[:, -1:], rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -121,48 +133,39 @@ def test_the_model_is_left_alone() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi, Bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "ALiBi, Falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),
-    "recurrent, Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "ALiBi, Falcon": (
+        "FalconConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+    ),
+    "recurrent, Mamba": (
+        "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    ),
     "hybrid, Jamba": (
         "JambaConfig",
         {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "use_mamba_kernels": False,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-        },
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 2,
+            "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+            "use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4
+        }
     ),
     "hybrid, Qwen3-Next": (
         "Qwen3NextConfig",
         {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8
+        }
     ),
     "local attention, GPT-Neo": (
         "GPTNeoConfig",
-        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]},
-    ),
+        {
+            "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4,
+            "attention_types": [[["global", "local"], 1]]
+        }
+    )
 }
 
 
@@ -171,7 +174,10 @@ def test_what_cannot_be_read_exactly_is_refused(kind: str) -> None:
     name, values = REFUSED[kind]
     with pytest.raises(UnsupportedModel) as error:
         Target(
-            build(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None, pad_token_id=None, initializer_range=0.4, **values)
+            build(
+                name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None, pad_token_id=None,
+                initializer_range=0.4, **values
+            )
         )
     message = str(error.value)
     assert ("\n" not in message and len(message) < 300 and "Model" in message) or "For" in message
@@ -181,7 +187,10 @@ def test_what_cannot_be_read_exactly_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("spread", [0.02, 0.4])
 def test_a_model_that_reads_only_chains_exactly_says_so(dtype: torch.dtype, spread: float) -> None:
     """MPT's ALiBi counts slots: right for chains, wrong for trees by two or three in a hundred."""
-    mpt = build("MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=spread)
+    mpt = build(
+        "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64,
+        initializer_range=spread
+    )
     own = Target(mpt.to(dtype))
     assert not own.reads_trees
     if dtype == torch.float64:
@@ -200,17 +209,16 @@ def test_rounding_is_not_taken_for_a_mistake(family: str, dtype: torch.dtype) ->
 
 
 def test_long_rope_is_read_up_to_where_it_changes() -> None:
-    """Beyond its first limit LongRoPE rescales every position of the batch; no round may cross it."""
+    """Beyond its first limit LongRoPE rescales every position of the batch; no round may cross it.
+    """
     rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [3.0] * 4,
-        "original_max_position_embeddings": 24,
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4, "original_max_position_embeddings": 24
     }
     own = Target(
         fresh(
-            "phi3", max_position_embeddings=64, original_max_position_embeddings=24, sliding_window=None, rope_parameters=rope
+            "phi3", max_position_embeddings=64, original_max_position_embeddings=24,
+            sliding_window=None, rope_parameters=rope
         )
     )
     assert own.context == 24
@@ -219,7 +227,10 @@ def test_long_rope_is_read_up_to_where_it_changes() -> None:
 def test_an_encoder_decoder_is_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0
+    )
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         Target(T5ForConditionalGeneration(config))
 
@@ -256,23 +267,14 @@ def test_the_self_test_sees_a_small_wrong() -> None:
 
 
 def test_chunked_attention_is_not_taken_for_a_window() -> None:
-    """Llama 4 attends within chunks, not a window: a short self-test must not miss it where a chunk is long."""
+    """Llama 4 attends within chunks, not a window: a short self-test must not miss it where a chunk
+    is long."""
     values: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "intermediate_size_mlp": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_local_experts": 1,
-        "vocab_size": VOCAB,
-        "attention_chunk_size": 16,
-        "layer_types": ["chunked_attention"] * 2,
-        "no_rope_layers": [1, 1],
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_local_experts": 1, "vocab_size": VOCAB, "attention_chunk_size": 16,
+        "layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 1], "bos_token_id": 0,
+        "eos_token_id": None, "pad_token_id": None
     }
     with pytest.raises(UnsupportedModel):
         Target(build("Llama4TextConfig", **values))
@@ -280,7 +282,10 @@ def test_chunked_attention_is_not_taken_for_a_window() -> None:
 
 @pytest.mark.parametrize(
     ("name", "off"),
-    [("cohere", {"logit_scale": 1.0}), ("granite", {"logits_scaling": 1.0}), ("gemma2", {"final_logit_softcapping": None})],
+    [
+        ("cohere", {"logit_scale": 1.0}), ("granite", {"logits_scaling": 1.0}),
+        ("gemma2", {"final_logit_softcapping": None})
+    ],
 )
 def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | None]) -> None:
     """Scaled, divided or capped as the family does; and the family really does it."""
@@ -307,7 +312,10 @@ def test_features_of_whole_texts_are_what_a_read_says(name: str) -> None:
     with torch.inference_mode():
         features = subject.features(tokens, weights, hidden_layers=hidden_layers, logits=True)
         for row, size in ((0, 6), (1, 3)):
-            reading = subject.read(TokenTree.chain(tokens[row : row + 1, :size]), subject.new_cache(1, 32), hidden_layers=hidden_layers)
+            reading = subject.read(
+                TokenTree.chain(tokens[row : row + 1, :size]), subject.new_cache(1, 32),
+                hidden_layers=hidden_layers
+            )
             assert reading.hidden is not None and features.logits is not None
             torch.testing.assert_close(features.hidden[row, :size], reading.hidden[0])
             torch.testing.assert_close(features.logits[row, :size], reading.logits[0])

@@ -1,4 +1,5 @@
-"""Text from tokens one at a time: the pieces join to what the tokenizer decodes, whatever the tokens."""
+"""Text from tokens one at a time: the pieces join to what the tokenizer decodes, whatever the
+tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +13,16 @@ from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
 from draftproof.model.tokenizer import Codec
 
-NAMES = ["embedded", "tokenizers/gpt2", "tokenizers/qwen2", "models/tinystories-bitnet-3m", "models/slm-4096-gpt2"]
+NAMES = [
+    "embedded", "tokenizers/gpt2", "tokenizers/qwen2", "models/tinystories-bitnet-3m",
+    "models/slm-4096-gpt2"
+]
 TEXTS = [
     "Once upon a time, there was a cat.",
-    "naïve façade — “quotes” …",
-    "日本語のテキストと中文字符，混在。",
-    "👩‍👩‍👧‍👦 family 🏳️‍🌈 flag 🇩🇪🇯🇵",
-    "  leading, and   runs of spaces  ",
-    "line\nline\n\n\ttab\r\n",
-    "مرحبا بالعالم שלום",
-    "e\u0301 combining \u200d joiners \ufeff",
-    "x = [1,2,3] # code()",
-    "don't, won't ; it ' s . ok !",
+    "naïve façade — “quotes” …", "日本語のテキストと中文字符，混在。",
+    "👩‍👩‍👧‍👦 family 🏳️‍🌈 flag 🇩🇪🇯🇵", "  leading, and   runs of spaces  ", "line\nline\n\n\ttab\r\n",
+    "مرحبا بالعالم שלום", "e\u0301 combining \u200d joiners \ufeff", "x = [1,2,3] # code()",
+    "don't, won't ; it ' s . ok !"
 ]
 
 
@@ -38,7 +37,9 @@ def decoded(one: Codec, prompt: list[int], tokens: list[int]) -> str:
     """What `tokens` add to the text of `prompt`."""
 
     def decode(ids: list[int]) -> str:
-        return str(one.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            one.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     before = decode(prompt)
     return decode([*prompt, *tokens])[len(before) :]
@@ -63,10 +64,11 @@ def test_pieces_join_to_the_decoded_text(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_tokens_join_to_the_decoded_text(name: str) -> None:
-    """Models say anything: special tokens, broken bytes, halves of characters. What was said is never taken back.
+    """Models say anything: special tokens, broken bytes, halves of characters. What was said is
+    never taken back.
 
-    With byte fallback a stray byte turns the finished characters before it into replacement characters; a stream has
-    said them by then, and they stand.
+    With byte fallback a stray byte turns the finished characters before it into replacement
+    characters; a stream has said them by then, and they stand.
     """
     one, dice, unmade = codec(name), random.Random(0), 0
     prompt = one.encode("Once upon a time")
@@ -84,7 +86,8 @@ def test_random_tokens_join_to_the_decoded_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_piece_is_whole_characters(name: str) -> None:
-    """While a character is incomplete nothing is said; if it stays so, it ends as the replacement character."""
+    """While a character is incomplete nothing is said; if it stays so, it ends as the replacement
+    character."""
     one = codec(name)
     prompt, ids = one.encode("Hi"), one.encode("Hi 👩‍👩‍👧‍👦 日本")
     stream, text = one.stream(prompt), ""
@@ -100,12 +103,15 @@ def test_a_text_that_ends_inside_a_character(name: str) -> None:
     one = codec(name)
     prompt, emoji = one.encode("Hi"), one.encode("Hi 🦊")
     for cut in range(len(prompt) + 1, len(emoji)):
-        assert streamed(one, prompt, emoji[len(prompt) : cut]) == decoded(one, prompt, emoji[len(prompt) : cut])
+        assert streamed(one, prompt, emoji[len(prompt) : cut]) == decoded(
+            one, prompt, emoji[len(prompt) : cut]
+        )
 
 
 @pytest.mark.parametrize("name", ["embedded", "tokenizers/gpt2", "models/tinystories-bitnet-3m"])
 def test_a_prompt_that_ends_inside_a_character_loses_no_text(name: str) -> None:
-    """Given as tokens, a prompt may stop in the middle of an emoji; what follows is not cut short."""
+    """Given as tokens, a prompt may stop in the middle of an emoji; what follows is not cut short.
+    """
     one = codec(name)
     ids = one.encode("Hi 🦊 fox")
     for cut in range(1, len(ids)):
@@ -114,7 +120,8 @@ def test_a_prompt_that_ends_inside_a_character_loses_no_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["models/tinystories-bitnet-3m"])
 def test_the_first_word_keeps_its_space(name: str) -> None:
-    """SentencePiece decodes a lone word without its leading space; behind a prompt the space is there."""
+    """SentencePiece decodes a lone word without its leading space; behind a prompt the space is
+    there."""
     one = codec(name)
     prompt, ids = one.encode("Once upon"), one.encode("Once upon a time")
     assert streamed(one, prompt, ids[len(prompt) :]) == " a time"
@@ -123,7 +130,9 @@ def test_the_first_word_keeps_its_space(name: str) -> None:
 def test_a_long_prompt_costs_no_more_and_says_the_same() -> None:
     one = codec("embedded")
     ids = one.encode("The cat sat. " * 200)
-    assert streamed(one, ids, one.encode("Yes", special=False)) == streamed(one, ids[-8:], one.encode("Yes", special=False))
+    assert streamed(one, ids, one.encode("Yes", special=False)) == streamed(
+        one, ids[-8:], one.encode("Yes", special=False)
+    )
 
 
 def test_codecs_know_their_own_ids() -> None:

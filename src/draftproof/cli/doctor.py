@@ -75,7 +75,6 @@ def _facts(target: Target) -> dict[str, Any]:
             "transformers": version("transformers"),
         },
         "device_name": device.name,
-        "notes": device.notes,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": dict(zip(("free", "total"), (size / 2**30 for size in device.memory()), strict=True)),
@@ -122,8 +121,6 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     page.add_column()
     page.add_row("versions", " · ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     page.add_row("device", f"{found.device}: {facts['device_name']}, {facts['cores']} cores, {facts['threads']} in use")
-    for note in facts["notes"]:
-        page.add_row("note", note)
     page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
     page.add_row("bfloat16", _bf16(facts))
     page.add_row("kernels", facts["kernels"])

@@ -1,8 +1,10 @@
-"""What differs between devices: cpu, cuda, hpu, xpu and mps. Knows torch and its device modules; nothing of models.
+"""What differs between devices: cpu, cuda, hpu, xpu and mps. Knows torch and its device modules;
+nothing of models.
 
-PyTorch's accelerators are modules of one shape (`torch.cuda`, `torch.hpu`, `torch.xpu`), so most verbs are theirs. An
-Intel Gaudi (hpu) compiles a graph for every shape it meets, which takes seconds to minutes: it wants closed shapes, no
-64-bit numbers, and nothing read back inside a round. The tests hold a CPU to these rules.
+PyTorch's accelerators are modules of one shape (`torch.cuda`, `torch.hpu`, `torch.xpu`), so most
+verbs are theirs. An Intel Gaudi (hpu) compiles a graph for every shape it meets, which takes
+seconds to minutes: it wants closed shapes, no 64-bit numbers, and nothing read back inside a round.
+The tests hold a CPU to these rules.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +30,8 @@ R = TypeVar("R")
 KINDS = ("cpu", "cuda", "hpu", "xpu", "mps")
 
 _MISSING = {
-    "cuda": "this PyTorch sees no CUDA device",
-    "xpu": "this PyTorch sees no Intel GPU",
-    "mps": "this PyTorch sees no Apple GPU",
+    "cuda": "this PyTorch sees no CUDA device", "xpu": "this PyTorch sees no Intel GPU",
+    "mps": "this PyTorch sees no Apple GPU"
 }
 
 
@@ -42,18 +43,25 @@ class Device:
 
     @staticmethod
     def found(name: str | None = None) -> Device:
-        """The device of this name, or the best there is; raises BadInput, in one sentence, if it is not there."""
+        """The device of this name, or the best there is; raises BadInput, in one sentence, if it is
+        not there."""
         if name is None:
             return Device(torch.device("hpu" if _hpu_missing() is None else _best()))
         try:
             where = torch.device(name)
         except RuntimeError as error:
-            raise BadInput(f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1") from error
+            raise BadInput(
+                f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1"
+            ) from error
         if where.type not in KINDS:
-            raise BadInput(f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1")
+            raise BadInput(
+                f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1"
+            )
         missing = _missing(where)
         if missing is not None:
-            raise BadInput(f"device {name!r} was asked for, and {missing}; choose another, or leave it out")
+            raise BadInput(
+                f"device {name!r} was asked for, and {missing}; choose another, or leave it out"
+            )
         return Device(where)
 
     @property
@@ -85,29 +93,28 @@ class Device:
     def bf16_is_native(self) -> bool:
         """Whether it multiplies bfloat16 in hardware."""
         if self.kind == "cpu":
-            return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+            asked: Any = torch.ops.mkldnn._is_mkldnn_bf16_supported
+            there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            return bool(there and asked())
         supported = getattr(self._module, "is_bf16_supported", None)
         return bool(supported()) if supported is not None else True
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user of this device should know of the installation."""
-        if self.kind == "hpu" and _version("optimum-habana") is not None:
-            return ["optimum-habana is installed and is not needed: it holds transformers below 5; uninstall it if models fail"]
-        return []
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """What weights stored so are computed in when nobody says."""
         found = kernels() if self.kind == "cpu" else None
         quick = self.bf16_is_native or (found is not None and found.bf16)
         slow = stored == torch.bfloat16 and not quick
-        half = stored == torch.float16 and self.kind == "hpu"                  # the first Gaudi has no float16
+        # the first Gaudi has no float16
+        half = stored == torch.float16 and self.kind == "hpu"
         return torch.float32 if slow else torch.bfloat16 if half else stored
 
     def must_compute(self, dtype: torch.dtype) -> None:
         """Refuse a dtype that it does not have."""
         if dtype == torch.float64 and self.widest != dtype:
-            raise BadInput(f"dtype float64 was asked for, and {self.kind} devices have none; use float32, or --device cpu")
+            raise BadInput(
+                f"dtype float64 was asked for, and {self.kind} devices have none; use float32, or "
+                "--device cpu"
+            )
 
     def synchronize(self) -> None:
         """Wait until it has done everything it was given."""
@@ -122,8 +129,11 @@ class Device:
             importlib.import_module("habana_frameworks.torch.core").mark_step()
 
     def ops(self, static_shapes: bool = False) -> Ops:
-        """What decoding computes with here. static_shapes: in shapes that depend on no number, as on a device that compiles."""
-        return CpuOps() if self.kind == "cpu" and not static_shapes else Ops(self.widest, self.flush)
+        """What decoding computes with here. static_shapes: in shapes that depend on no number, as
+        on a device that compiles."""
+        return (
+            CpuOps() if self.kind == "cpu" and not static_shapes else Ops(self.widest, self.flush)
+        )
 
     def memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""
@@ -133,27 +143,20 @@ class Device:
             return int(free), int(total)
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")
-        return page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else total, total
-
-    def peak_of(self, run: Callable[[], object]) -> int | None:
-        """Bytes that `run` needed at its peak beyond what was held before it; None where the device keeps no count."""
-        module = self._module
-        if not hasattr(module, "reset_peak_memory_stats"):
-            run()
-            return None
-        module.reset_peak_memory_stats(self.where)
-        held = module.memory_allocated(self.where)
-        run()
-        self.synchronize()
-        return int(module.max_memory_allocated(self.where) - held)
+        return (
+            page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names
+            else total, total
+        )
 
     def record(self, call: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Record the operators of a call; returns what replays them, and where the results will lie.
+        """Record the operators of a call; returns what replays them, and where the results will
+        lie.
 
         For devices that capture. The APIs of CUDA graphs and of HPU graphs are one.
         """
         module = self._module
-        call()                                                  # libraries set themselves up in their first call
+        # libraries set themselves up in their first call
+        call()
         self.synchronize()
         graph = module.CUDAGraph() if self.kind == "cuda" else module.HPUGraph()
         with module.graph(graph):
@@ -169,7 +172,9 @@ def processor() -> str:
     """The name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    named = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
+    )
     return named or platform.processor() or platform.machine()
 
 
@@ -191,7 +196,8 @@ def _missing(where: torch.device) -> str | None:
 
 
 def _hpu_missing() -> str | None:
-    """Why there is no Gaudi; None if there is one. Importing the bridge is what makes torch know it."""
+    """Why there is no Gaudi; None if there is one. Importing the bridge is what makes torch know
+    it."""
     if util.find_spec("habana_frameworks") is None:
         return "habana_frameworks, Intel Gaudi's bridge to PyTorch, is not installed"
     try:
@@ -199,16 +205,14 @@ def _hpu_missing() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return f"habana_frameworks cannot be imported ({first_line(error)})"
     module = getattr(torch, "hpu", None)
-    return None if module is not None and module.is_available() else "there is no Gaudi in this machine"
+    return (
+        None if module is not None and module.is_available()
+        else "there is no Gaudi in this machine"
+    )
 
 
 def _best() -> str:
     """The accelerator PyTorch sees, or the CPU."""
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return (
+        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    )

@@ -1,19 +1,18 @@
-"""A short forward for the common families: the model's own layers, called without the machinery around them.
+"""A short forward for the common families: the model's own layers, called without the machinery
+around them.
 
-The families differ in which of these parts they have (norms over heads and of what layers add,
-rotation of part of a head or none, windows, several rotary bases, multipliers), so one forward
-driven by the model's modules serves them. It is used where a load-time read agrees with the
-model's own forward, and nowhere else. On CPUs with kernels `fused_forward` reads up to 64 nodes.
+It is used where a load-time read agrees with the model's own forward, and nowhere else. On CPUs
+with kernels `fused_forward` reads up to 64 nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftproof.core.prefix import Prefix
@@ -21,14 +20,26 @@ from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.model.fused_forward import FusedForward
 from draftproof.model.kv_cache import KVCache, tree_mask
-from draftproof.model.packed_linear import JointLinear, PackedSlice
+from draftproof.model.layers import (
+    AttentionKind,
+    DecoderLayer,
+    Linear,
+    attention_kind,
+    bare,
+    decoder_layer,
+    epsilon_of,
+    native_of,
+    norm_of,
+    norm_weight,
+)
 from draftproof.native.kernels import Chains
-from draftproof.native.structures import Linear as Native
 from draftproof.native.structures import Norm
 
 FAMILIES = (
-    "Gemma3ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM",
+    "Gemma3ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
 )  # fmt: skip
 ROTATIONS = ("default", "linear", "llama3", "longrope", "yarn")
 """Rotary embeddings that depend on a position alone: longrope as far as its first limit, where a
@@ -40,40 +51,6 @@ QUERIES = 4
 """Attention is never asked for fewer: with AMX one query rounds differently from several, with
 AVX-512 alone up to three do."""
 
-Linear = Callable[[Tensor], Tensor]
-
-
-class AttentionKind(NamedTuple):
-    """How the heads of a layer attend.
-
-    rope: whose rotary base they use, if there are several. rotary_dim: how many numbers of a head
-    are rotated. window: how many positions back they see, if not all.
-    """
-
-    rope: str | None
-    rotary_dim: int
-    window: int | None
-
-
-class _Layer(NamedTuple):
-    input_norm: Linear
-    qkv: Linear
-    head_norm: Linear | None        # over each head of queries and keys
-    output: Linear
-    post_attention: Linear | None   # a norm of what attention adds
-    mlp_norm: Linear
-    gate_up: Linear
-    down: Linear
-    post_mlp: Linear | None         # a norm of what the MLP adds
-    heads: int
-    key_heads: int
-    inner_size: int
-    scale: float
-    kind: int                       # index of its AttentionKind
-    weights: tuple[Tensor | None, ...]      # [.] float32: input, mlp, query, key, post-attention, post-mlp norms
-    natives: tuple[Native | None, ...]      # qkv, output, gate_up and down, where our kernels read them
-
-
 class FastForward:
     """The decode forward of one model, with the model's own weights.
 
@@ -81,7 +58,9 @@ class FastForward:
     positions the model knows.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Mapping[str, int | None], context: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, windows: Mapping[str, int | None], context: int
+    ) -> None:
         body: Any = model.model
         self.windows, self.context = windows, context
         self.dtype: torch.dtype = model.dtype
@@ -91,22 +70,25 @@ class FastForward:
         self.embed_scale = _embed_scale(model.config, body.embed_tokens)
         self.residual_scale = float(getattr(model.config, "residual_multiplier", 1.0))
         self.gelu = _activation(model.config) == GELU
-        self.norm, self.norm_weight = _norm(body.norm), _weight(body.norm)
-        self.norm_terms = Norm(_epsilon(body.norm), self.residual_scale)
+        self.norm, self.norm_weight = norm_of(body.norm), norm_weight(body.norm)
+        self.norm_terms = Norm(epsilon_of(body.norm), self.residual_scale)
         self.head_dim = int(body.layers[0].self_attn.head_dim)
-        kinds = [_attention_kind(body, number, windows) for number in range(len(body.layers))]
+        kinds = [attention_kind(body, number, windows) for number in range(len(body.layers))]
         self.kinds = list(dict.fromkeys(kinds))
         self.layers = [
-            _layer(layer, self.head_dim, self.kinds.index(kind))
+            decoder_layer(layer, self.head_dim, self.kinds.index(kind))
             for layer, kind in zip(body.layers, kinds, strict=True)
         ]
-        self.norm_types = {one.weight.dtype for one in body.modules() if type(one) is type(body.norm)}
-        self.head, self.native_head = _bare(model.lm_head), _native(model.lm_head)
+        self.norm_types = {
+            one.weight.dtype for one in body.modules() if type(one) is type(body.norm)
+        }
+        self.head, self.native_head = bare(model.lm_head), native_of(model.lm_head)
         natives = [self.native_head, *(one for layer in self.layers for one in layer.natives)]
         self.native = not any(one is None for one in natives)
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = FusedForward.of(self)
-        self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward   # or the same, compiled
+        # or the same, compiled
+        self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward
 
     def compile(self, backend: str) -> None:
         """Have the forward compiled for each shape it meets."""
@@ -116,9 +98,11 @@ class FastForward:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether the model is built of the parts this forward knows, with nothing hooked into them.
+        """Whether the model is built of the parts this forward knows, with nothing hooked into
+        them.
 
-        Never in float64: there the point is to agree with transformers, whose norms compute in float32.
+        Never in float64: there the point is to agree with transformers, whose norms compute in
+        float32.
         """
         config = model.config
         return (
@@ -138,12 +122,13 @@ class FastForward:
         return other
 
     def __call__(
-        self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool, hidden_layers: tuple[int, ...]
+        self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool,
+        hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Read the nodes `first:`, whose tokens are `tokens` [B, W], into the scratch of the cache.
 
-        Absent ones are read as some token. Returns logits [B, W, V] (or [B, 1, V]) and hidden states
-        [B, W, T, H] of `hidden_layers`, as transformers counts them.
+        Absent ones are read as some token. Returns logits [B, W, V] (or [B, 1, V]) and hidden
+        states [B, W, T, H] of `hidden_layers`, as transformers counts them.
         """
         if self.fused is not None and self.fused.takes(tokens.shape[1], cache):
             cache.reserve(tree.tokens.shape[1])
@@ -151,43 +136,56 @@ class FastForward:
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
         windows = dict.fromkeys(kind.window for kind in self.kinds)
-        masks = {window: tree_mask(tree, cache.lengths, span, self.dtype, first, window) for window in windows}
+        masks = {
+            window: tree_mask(tree, cache.lengths, span, self.dtype, first, window)
+            for window in windows
+        }
         by_kind = [masks[kind.window] for kind in self.kinds]
         return self.forward(tokens, positions, by_kind, cache, last_only, hidden_layers)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """[..., H] hidden states before the first layer; an unknown token is read as the nearest known one."""
+        """[..., H] hidden states before the first layer; an unknown token is read as the nearest
+        known one."""
         hidden = F.embedding(tokens.clamp(0, len(self.embed.weight) - 1), self.embed.weight)
         return hidden if self.embed_scale == 1 else hidden * self.embed_scale
 
-    def angles(self, kind: AttentionKind, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(
+        self, kind: AttentionKind, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """[B, W, D] cosines and sines of positions [B, W]; what is not rotated has the angle 0."""
         cos, sin = self.rotary(hidden, positions, *([kind.rope] if kind.rope is not None else []))
         rest = self.head_dim - cos.shape[-1]
         return (F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin)
 
     def chain(
-        self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int, draft_sampling: DraftSampling
+        self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
+        draft_sampling: DraftSampling
     ) -> Chains | None:
-        """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None where it cannot be.
+        """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None
+        where it cannot be.
 
-        The likeliest `nodes` of all rows are among them; where a chain is not among these it may end.
-        What rows lack before the root is read and committed, at most `width` tokens with the root.
-        The cache is bounded: no row of the prefix is longer.
+        The likeliest `nodes` of all rows are among them; where a chain is not among these it may
+        end. What rows lack before the root is read and committed, at most `width` tokens with the
+        root. The cache is bounded: no row of the prefix is longer.
         """
         if self.fused is None or not self.fused.takes(max(width, steps), cache):
             return None
         return self.fused.chain(prefix, width, cache, steps, nodes, draft_sampling)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, masks: list[Tensor], cache: KVCache, last_only: bool,
+        self, tokens: Tensor, positions: Tensor, masks: list[Tensor], cache: KVCache,
+        last_only: bool,
         hidden_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         hidden = self.embedded(tokens)
-        folded = tokens.shape[1] * self.sharing         # queries of heads that share keys are read as one head's
+        # queries of heads that share keys are read as one head's
+        folded = tokens.shape[1] * self.sharing
         copies = self.sharing * -(-QUERIES // folded)
         seen = [
-            (*self._rotation(kind, hidden, positions), mask.repeat(1, 1, copies, 1) if copies > 1 else mask)
+            (
+                *self._rotation(kind, hidden, positions),
+                mask.repeat(1, 1, copies, 1) if copies > 1 else mask
+            )
             for kind, mask in zip(self.kinds, masks, strict=True)
         ]
         states = [hidden]
@@ -200,7 +198,10 @@ class FastForward:
             states.append(hidden)
         states[-1] = hidden = self.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
-        return logits, torch.stack([states[number] for number in hidden_layers], 2) if hidden_layers else None
+        return (
+            logits, torch.stack([states[number] for number in hidden_layers], 2) if hidden_layers
+            else None
+        )
 
     def _added(self, delta: Tensor, norm: Linear | None) -> Tensor:
         """What a layer adds to the residual stream."""
@@ -208,7 +209,9 @@ class FastForward:
             return norm(delta)
         return delta if self.residual_scale == 1 else delta * self.residual_scale
 
-    def _rotation(self, kind: AttentionKind, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(
+        self, kind: AttentionKind, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """[B, 1, W, D] cosines, and sines signed: to swap halves then rotates by a quarter turn."""
         (cos, sin), half = self.angles(kind, hidden, positions), kind.rotary_dim // 2
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
@@ -220,12 +223,18 @@ class FastForward:
         if 2 * half == self.head_dim:
             swapped = heads.roll(half, -1)
         else:
-            swapped = torch.cat([heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1)
+            swapped = torch.cat(
+                [heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1
+            )
         return torch.addcmul(heads * cos, swapped, sin)
 
-    def _attend(self, layer: _Layer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def _attend(
+        self, layer: DecoderLayer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor,
+        mask: Tensor
+    ) -> Tensor:
         rows, width, _ = inputs.shape
-        qkv = layer.qkv(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)    # [B, heads, W, D]
+        # [B, heads, W, D]
+        qkv = layer.qkv(inputs).view(rows, width, -1, self.head_dim).transpose(1, 2)
         query_key, value = torch.split(qkv, [layer.heads + layer.key_heads, layer.key_heads], 1)
         query_key = query_key if layer.head_norm is None else layer.head_norm(query_key)
         query_key = self._rotated(self.kinds[layer.kind], query_key, cos, sin)
@@ -238,83 +247,6 @@ class FastForward:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scale)
         out = out[:, :, :folded].reshape(rows, layer.heads, width, self.head_dim)
         return layer.output(out.transpose(1, 2).reshape(rows, width, -1))
-
-
-def _attention_kind(body: Any, number: int, windows: Mapping[str, int | None]) -> AttentionKind:
-    config, rotary = body.config, body.rotary_emb
-    kinds = getattr(config, "layer_types", None)
-    name = str(kinds[number]) if kinds else ""
-    window = windows[name] if name in windows else next(iter(windows.values()))
-    several = not hasattr(rotary, "inv_freq")
-    unrotated = not getattr(body.layers[number].self_attn, "use_rope", True)
-    frequencies = getattr(rotary, f"{name}_inv_freq") if several else rotary.inv_freq
-    return AttentionKind(name if several else None, 0 if unrotated else 2 * len(frequencies), window)
-
-
-def _layer(layer: Any, head_dim: int, kind: int) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    mlp_norm, post_attention, post_mlp = layer.post_attention_layernorm, None, None
-    if hasattr(layer, "pre_feedforward_layernorm"):             # Gemma norms what it adds as well
-        post_attention, mlp_norm = mlp_norm, layer.pre_feedforward_layernorm
-        post_mlp = layer.post_feedforward_layernorm
-    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    norms = (layer.input_layernorm, mlp_norm, *head_norms, post_attention, post_mlp)
-    qkv = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-    gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-    heads = int(attention.config.num_attention_heads)
-    key_heads = (sum(map(_width, qkv)) // head_dim - heads) // 2
-    return _Layer(
-        input_norm=_norm(layer.input_layernorm),
-        qkv=_together(*qkv),
-        head_norm=_head_norm(attention, heads, key_heads) if head_norms[0] is not None else None,
-        output=_bare(attention.o_proj),
-        post_attention=_norm(post_attention) if post_attention is not None else None,
-        mlp_norm=_norm(mlp_norm),
-        gate_up=_together(*gate_up),
-        down=_bare(mlp.down_proj),
-        post_mlp=_norm(post_mlp) if post_mlp is not None else None,
-        heads=heads,
-        key_heads=key_heads,
-        inner_size=sum(map(_width, gate_up)) // 2,
-        scale=attention.scaling,
-        kind=kind,
-        weights=tuple(None if one is None else _weight(one) for one in norms),
-        natives=tuple(_native(one) for one in (qkv[0], attention.o_proj, gate_up[0], mlp.down_proj)),
-    )
-
-
-def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[nn.Module]:
-    """Layers that read the same inputs: the one of this name where the family has them as one."""
-    return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
-
-
-def _native(module: nn.Module) -> Native | None:
-    """A layer, or the whole it is a part of, as our kernels read it."""
-    whole = module.whole if isinstance(module, PackedSlice) else module
-    return whole.native if isinstance(whole, JointLinear) else None
-
-
-def _width(linear: Any) -> int:
-    """Output features of a layer, packed or not."""
-    return linear.stop - linear.start if isinstance(linear, PackedSlice) else int(linear.out_features)
-
-
-def _together(*linears: nn.Module) -> Linear:
-    """The outputs of several layers side by side; one multiplication where they were packed as one."""
-    first = linears[0]
-    if isinstance(first, PackedSlice):
-        return _bare(first.whole)
-    several = [_bare(linear) for linear in linears]
-    return lambda inputs: torch.cat([linear(inputs) for linear in several], -1)
-
-
-def _bare(module: nn.Module) -> Linear:
-    """A module's forward without the call protocol around it."""
-    if type(module) is nn.Linear and "forward" not in module.__dict__:     # some quantisers wrap it
-        weight, bias = module.weight, module.bias
-        return lambda inputs: F.linear(inputs, weight, bias)
-    forward: Linear = module.forward
-    return forward
 
 
 def _activation(config: Any) -> str | None:
@@ -331,41 +263,8 @@ def _rotations(config: Any) -> list[str]:
 def _embed_scale(config: Any, embed: Any) -> float:
     """What embeddings are multiplied by, rounded as the model rounds it."""
     scale = getattr(embed, "embed_scale", None)
-    return float(getattr(config, "embedding_multiplier", 1.0) if scale is None else scale.to(embed.weight.dtype))
-
-
-def _weight(norm: Any) -> Tensor:
-    """[.] float32, what a norm multiplies by; Gemma's count from one."""
-    weight: Tensor = norm.weight.detach().float()
-    return 1.0 + weight if type(norm).__name__.startswith("Gemma") else weight
-
-
-def _epsilon(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
-
-
-def _norm(norm: Any) -> Linear:
-    """Root-mean-square norm over the last dimension."""
-    return _rms_norm(_weight(norm), norm.weight.dtype, norm.weight.shape[-1], _epsilon(norm))
-
-
-def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
-    """The norms of queries and keys, each head with the weight of its kind, as one."""
-    query, key = attention.q_norm, attention.k_norm
-    weight = torch.cat([_weight(query).expand(heads, -1), _weight(key).expand(key_heads, -1)])[:, None]
-    return _rms_norm(weight, query.weight.dtype, weight.shape[-1], _epsilon(query))
-
-
-def _rms_norm(weight: Tensor, dtype: torch.dtype, size: int, epsilon: float) -> Linear:
-    """x / sqrt(mean x² + epsilon) * weight, in `dtype`, in few operators: sqrt(|x|² + n epsilon) is a hypotenuse."""
-    if weight.device.type != "cpu" and weight.dim() == 1:
-        there = weight.to(dtype)
-        return lambda inputs: F.rms_norm(inputs, (size,), there, epsilon)       # one kernel there
-    least = torch.tensor([(epsilon * size) ** 0.5], dtype=torch.float32, device=weight.device)
-    factor = weight * size**0.5
-
-    def normed(inputs: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32)
-        return (inputs / length.hypot_(least) * factor).to(dtype)
-
-    return normed
+    return float(
+        getattr(
+            config, "embedding_multiplier", 1.0
+        ) if scale is None else scale.to(embed.weight.dtype)
+    )

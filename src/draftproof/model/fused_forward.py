@@ -16,7 +16,8 @@ from torch import Tensor
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.model.kv_cache import KVCache, KVLayer
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.kv_layer import KVLayer
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Linear, Model, Read
 
@@ -40,7 +41,10 @@ class Tables(NamedTuple):
     def of(cls, fast: FastForward) -> Tables | None:
         """Of a model that our kernels read."""
         there = fast.fused is not None and fast.native_head is not None
-        return cls(fast.embed.weight, fast.native_head, fast) if there and fast.native_head is not None else None
+        return (
+            cls(fast.embed.weight, fast.native_head, fast) if there and fast.native_head is not None
+            else None
+        )
 
 
 class FusedForward:
@@ -48,15 +52,18 @@ class FusedForward:
 
     def __init__(self, fast: FastForward, found: Kernels, head: Linear) -> None:
         self.fast, self.kernels, self.head, self._embeddings = fast, found, head, fast.embed.weight
-        self._angles = [(torch.zeros(0), torch.zeros(0))]       # cosines and sines [positions, D] of each kind
+        # cosines and sines [positions, D] of each kind
+        self._angles = [(torch.zeros(0), torch.zeros(0))]
         layers = []
         for layer in fast.layers:
             places = [None if one is None else one.data_ptr() for one in layer.weights]
             layers.append(Layer(*layer.natives, *places, layer.kind))
         widest = max(one.inner.outputs + one.output.size + 3 * one.down.size for one in layers)
-        self._work = 2 * fast.hidden_size + widest              # numbers a token needs on its way through a layer
+        # numbers a token needs on its way through a layer
+        self._work = 2 * fast.hidden_size + widest
         self._model = Model.of(
-            layers, len(fast.kinds), fast.gelu, fast.norm_weight, self._embeddings, head, fast.norm_terms,
+            layers, len(fast.kinds), fast.gelu, fast.norm_weight, self._embeddings, head,
+            fast.norm_terms,
             fast.embed_scale,
         )  # fmt: skip
 
@@ -64,7 +71,10 @@ class FusedForward:
     def of(fast: FastForward) -> FusedForward | None:
         """For a model the kernels can serve, on a machine that has them."""
         sizes = (fast.hidden_size, fast.head_dim, *(layer.inner_size for layer in fast.layers))
-        fits = {fast.dtype, fast.embed.weight.dtype, *fast.norm_types} == {torch.bfloat16} and fast.native
+        fits = (
+            {fast.dtype, fast.embed.weight.dtype, *fast.norm_types} == {torch.bfloat16}
+            and fast.native
+        )
         fits &= not any(size % 16 for size in sizes)
         fits &= fast.device.type == "cpu" and fast.head_dim <= WIDEST
         fits &= all(kind.window is None or kind.window > NODES for kind in fast.kinds)
@@ -77,7 +87,8 @@ class FusedForward:
         return plain and nodes <= NODES and cache.holds(nodes)
 
     def __call__(
-        self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool, hidden_layers: tuple[int, ...]
+        self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool,
+        hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """As `FastForward`. In a batch, absent nodes are not read."""
         batch = len(tokens) > 1 and first == 0 and not last_only
@@ -91,7 +102,8 @@ class FusedForward:
         return present.scatter(logits), present.scatter(hidden) if hidden is not None else None
 
     def _forward(
-        self, reads: ctypes.Array[Read], tokens: Tensor, cache: KVCache, last_only: bool, hidden_layers: tuple[int, ...]
+        self, reads: ctypes.Array[Read], tokens: Tensor, cache: KVCache, last_only: bool,
+        hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         fast, weight, (rows, width) = self.fast, self._embeddings, tokens.shape
         count = len(fast.layers)
@@ -99,10 +111,14 @@ class FusedForward:
         tokens, work = tokens.contiguous(), weight.new_empty(rows * width * self._work)
         last = weight.new_empty(rows, width, fast.hidden_size)
         logits = None if last_only else weight.new_empty(rows, width, self.head.outputs)
-        kept = {n % (count + 1): torch.empty_like(last) for n in hidden_layers if n % (count + 1) < count}
+        kept = {
+            n % (count + 1): torch.empty_like(last) for n in hidden_layers
+            if n % (count + 1) < count
+        }
         places = [kept[n].data_ptr() if n in kept else None for n in range(count)] if kept else []
         self.kernels.forward(
-            ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places, tokens.data_ptr(),
+            ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places,
+            tokens.data_ptr(),
             last.data_ptr(), logits.data_ptr() if logits is not None else None,
             (ctypes.c_void_p * count)(*places) if kept else None, work.data_ptr(),
         )  # fmt: skip
@@ -115,42 +131,57 @@ class FusedForward:
         return logits, states[0].unsqueeze(2) if len(states) == 1 else torch.stack(states, 2)
 
     def chain(
-        self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int, draft_sampling: DraftSampling
+        self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
+        draft_sampling: DraftSampling
     ) -> Chains | None:
         """As `FastForward.chain`."""
         assert cache.stores is not None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
-        reads = self._reads(rows, text, 0, cache)                   # the kernel makes parents of its own
+        # the kernel makes parents of its own
+        reads = self._reads(rows, text, 0, cache)
         tokens, read = torch.empty(rows, 1 + steps, dtype=torch.int64), torch.empty_like(positions)
         ranks = torch.empty_like(tokens)
         each = width * (self.head.size + self._work) + self.head.outputs
         work = self._embeddings.new_empty(rows * each)
         drawn = (None if one is None else one.data_ptr() for one in draft_sampling[:4])
         done = self.kernels.chain(
-            ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places, text.data_ptr(), text.shape[1],
-            positions.data_ptr(), cache.lengths.data_ptr(), width, steps, nodes, *drawn, draft_sampling.floor, ABSENT,
+            ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places,
+            text.data_ptr(), text.shape[1],
+            positions.data_ptr(), cache.lengths.data_ptr(), width, steps, nodes, *drawn,
+            draft_sampling.floor, ABSENT,
             tokens.data_ptr(), ranks.data_ptr(), read.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(1 + done)
         return Chains(tokens[:, : 1 + done], ranks[:, : 1 + done], read)
 
     def _reads(
-        self, rows: int, parents: Tensor, first: int, cache: KVCache, present: _Present | None = None
+        self, rows: int, parents: Tensor, first: int, cache: KVCache,
+        present: _Present | None = None
     ) -> ctypes.Array[Read]:
         """The same read for every kind of attention."""
         fast, layer = self.fast, self.fast.layers[0]
-        some = (None, None) if present is None else (present.starts.data_ptr(), present.nodes.data_ptr())
+        some = (
+            (None, None) if present is None
+            else (present.starts.data_ptr(), present.nodes.data_ptr())
+        )
         angles, lengths = self._angles_up_to(cache.capacity), cache.lengths.data_ptr()
-        sizes = (rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim, cache.capacity)
+        sizes = (
+            rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
+            cache.capacity
+        )
         threads = torch.get_num_threads()
         reads = (Read * len(angles))()
         for number, (kind, (cosines, sines)) in enumerate(zip(fast.kinds, angles, strict=True)):
             places = (lengths, parents.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *some)
-            reads[number] = Read(*sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, *places, layer.scale)
+            reads[number] = Read(
+                *sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, *places,
+                layer.scale
+            )
         return reads
 
     def _angles_up_to(self, capacity: int) -> list[tuple[Tensor, Tensor]]:
-        """For each kind of attention, cosines and sines of all positions a cache of this capacity can hold."""
+        """For each kind of attention, cosines and sines of all positions a cache of this capacity
+        can hold."""
         fast, wanted = self.fast, min(capacity, self.fast.context)
         if len(self._angles[0][0]) < wanted:
             positions = torch.arange(wanted)[None]
@@ -182,9 +213,13 @@ class _Present(NamedTuple):
         tokens = torch.zeros(1, count, dtype=torch.int64)
         nodes, starts, back = torch.empty(3, (rows + 1) * width, dtype=torch.int64)
         given = tree.tokens.contiguous()
-        found.some(rows, width, ABSENT, *(one.data_ptr() for one in (given, starts, nodes, tokens, back)))
+        found.some(
+            rows, width, ABSENT, *(one.data_ptr() for one in (given, starts, nodes, tokens, back))
+        )
         return cls(tokens, nodes, starts[: rows + 1], back[: rows * width].view(rows, width))
 
     def scatter(self, states: Tensor) -> Tensor:
         """[B, N, ...] of states [1, M, ...]."""
-        return states[0].index_select(0, self.back.flatten()).view(*self.back.shape, *states.shape[2:])
+        return states[0].index_select(0, self.back.flatten()).view(
+            *self.back.shape, *states.shape[2:]
+        )

@@ -1,8 +1,8 @@
 """Reads recorded once for their shapes and replayed: CUDA graphs, HPU graphs.
 
-A small model's step goes into starting operators one by one; a graph starts them all. What is recorded is the whole read:
-mask, forward, and the writing of keys and values into the cache, whose storage must stay where it is. Closed shapes keep
-the number of graphs small.
+A small model's step goes into starting operators one by one; a graph starts them all. What is
+recorded is the whole read: mask, forward, and the writing of keys and values into the cache, whose
+storage must stay where it is. Closed shapes keep the number of graphs small.
 """
 
 from __future__ import annotations
@@ -31,24 +31,37 @@ class _Graph(NamedTuple):
 
 
 class GraphReplay(Target):
-    """A target whose reads are replayed. A reading lies where the last one of its shape lay: use it at once."""
+    """A target whose reads are replayed. A reading lies where the last one of its shape lay: use it
+    at once."""
 
     def __init__(self, target: Target, device: Device | None = None) -> None:
         vars(self).update(vars(target))                                         # examined already
         self._recorder = device or Device(target.device)
         if not self._recorder.captures:
-            raise BadInput(f"graphs were asked for, and {target.device.type} devices record none; leave --use-hpu-graphs out")
-        self._graphs: weakref.WeakKeyDictionary[KVCache, dict[object, _Graph]] = weakref.WeakKeyDictionary()
+            raise BadInput(
+                f"graphs were asked for, and {target.device.type} devices record none; leave "
+                "--use-hpu-graphs out"
+            )
+        self._graphs: weakref.WeakKeyDictionary[
+            KVCache, dict[object, _Graph]
+        ] = weakref.WeakKeyDictionary()
 
     def read(
-        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False, hidden_layers: tuple[int, ...] = ()
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
+        hidden_layers: tuple[int, ...] = ()
     ) -> Reading:
         """As `Target.read`."""
         nodes = tree.tokens.shape[1]
         if nodes > NODES:
-            return super().read(tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers)
-        seen = cache.reserve(nodes), cache.holds(nodes)                         # what the host decides of a read
-        key = (tree.tokens.shape, tree.depth_limit, tree.is_chain, first, last_only, hidden_layers, seen)
+            return super().read(
+                tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers
+            )
+        # what the host decides of a read
+        seen = cache.reserve(nodes), cache.holds(nodes)
+        key = (
+            tree.tokens.shape, tree.depth_limit, tree.is_chain, first, last_only, hidden_layers,
+            seen
+        )
         graphs = self._graphs.setdefault(cache, {})
         if key not in graphs:
             graphs[key] = self._recorded(tree, cache, first, last_only, hidden_layers)
@@ -58,9 +71,15 @@ class GraphReplay(Target):
         graph.replay()
         return graph.reading
 
-    def _recorded(self, tree: TokenTree, cache: KVCache, first: int, last_only: bool, hidden_layers: tuple[int, ...]) -> _Graph:
-        tokens, parents, depth, chain = tree.tokens.clone(), tree.parents.clone(), tree.depth_limit, tree.is_chain
-        plain, weakly = super().read, weakref.ref(cache)                                             # a graph must not keep its cache alive
+    def _recorded(
+        self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
+        hidden_layers: tuple[int, ...]
+    ) -> _Graph:
+        tokens, parents, depth, chain = (
+            tree.tokens.clone(), tree.parents.clone(), tree.depth_limit, tree.is_chain
+        )
+        # a graph must not keep its cache alive
+        plain, weakly = super().read, weakref.ref(cache)
 
         def read() -> Reading:
             alive = weakly()

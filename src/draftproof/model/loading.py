@@ -1,4 +1,5 @@
-"""Models and tokenizers from folders, hub ids and objects; every failure in one sentence. Knows transformers."""
+"""Models and tokenizers from folders, hub ids and objects; every failure in one sentence. Knows
+transformers."""
 
 from __future__ import annotations
 
@@ -23,53 +24,57 @@ from draftproof.model.device import Device
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 PACKAGES = {
-    "gptq": ("optimum", "gptqmodel"),
-    "awq": ("gptqmodel", "accelerate"),
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "torchao": ("torchao",),
-    "compressed-tensors": ("compressed-tensors",),
-    "fp8": ("accelerate",),
-    "mxfp4": ("accelerate",),
-    "bitnet": ("accelerate",),
-    "hqq": ("hqq",),
-    "quanto": ("optimum-quanto", "accelerate"),
-    "auto-round": ("auto-round",),
-    "aqlm": ("aqlm", "accelerate"),
-    "eetq": ("kernels", "accelerate"),
+    "gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"), "torchao": ("torchao",),
+    "compressed-tensors": ("compressed-tensors",), "fp8": ("accelerate",), "mxfp4": ("accelerate",),
+    "bitnet": ("accelerate",), "hqq": ("hqq",), "quanto": ("optimum-quanto", "accelerate"),
+    "auto-round": ("auto-round",), "aqlm": ("aqlm", "accelerate"), "eetq": ("kernels", "accelerate")
 }
 """What transformers needs beside itself to load a checkpoint that was quantised so."""
 
 
 def embedded(name: str = "demo") -> Path:
-    """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as well."""
+    """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
+    well."""
     folder = _EMBEDDED / name
     if not (folder / "config.json").is_file():
-        known = ", ".join(sorted(path.name for path in _EMBEDDED.iterdir() if (path / "config.json").is_file()))
+        known = ", ".join(
+            sorted(path.name for path in _EMBEDDED.iterdir() if (path / "config.json").is_file())
+        )
         raise ModelNotFound(f"there is no embedded model {name!r}; there are: {known}")
     return folder
 
 
 def resolve(model: str | Path) -> str:
-    """What transformers should load: the folder of an embedded name, a local folder, or a hub id as it is."""
+    """What transformers should load: the folder of an embedded name, a local folder, or a hub id as
+    it is."""
     if str(model) and (_EMBEDDED / str(model) / "config.json").is_file():
         return str(_EMBEDDED / str(model))
     return str(model)
 
 
 def load_model(
-    model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None, sharding: Any = None
+    model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
+    sharding: Any = None
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16 is not native.
+    """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16
+    is not native.
 
-    sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it where it is put.
+    sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it
+    where it is put.
     """
     name = resolve(model)
     with _clear_errors(name), _quiet(Path(name).is_dir()):
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models")
+            raise UnsupportedModel(
+                f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+            )
         if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedModel(f"{name} is a {config.model_type} model; transformers has no causal language model for it")
+            raise UnsupportedModel(
+                f"{name} is a {config.model_type} model; transformers has no causal language model "
+                "for it"
+            )
         wanted = _dtype(dtype) or "auto"
         place = Device.found(device)
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
@@ -77,18 +82,25 @@ def load_model(
         method = _quantised_with(config)
         if method is not None:
             _check_quantiser(name, method)
-        placed: dict[str, Any] = {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate") else {}
+        placed: dict[str, Any] = (
+            {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate")
+            else {}
+        )
         if sharding is not None:
             placed = {"distributed_config": sharding}
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **placed)
-    if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:   # neither to move nor to cast
+    # neither to move nor to cast
+    if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
         return loaded.eval()
     if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
         loaded = loaded.to(place.dtype_for(loaded.dtype))
     try:
         return loaded.to(where).eval()
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
-        raise BadInput(f"{name} cannot be put on device {str(where)!r}: {first_line(error)}; choose another device") from error
+        raise BadInput(
+            f"{name} cannot be put on device {str(where)!r}: {first_line(error)}; choose another "
+            "device"
+        ) from error
 
 
 def load_config(model: str | Path) -> Any:
@@ -104,28 +116,28 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
     try:
         with _quiet(True):
             return AutoTokenizer.from_pretrained(name)
-    except Exception as error:                                    # tokenizers raises no narrower class
+    # tokenizers raises no narrower class
+    except Exception as error:
         if any(Path(name, file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
-            raise ModelNotFound(f"the tokenizer in {name} cannot be read: {first_line(error)}") from error
+            raise ModelNotFound(
+                f"the tokenizer in {name} cannot be read: {first_line(error)}"
+            ) from error
         return None
 
 
 def default_sampling(model: PreTrainedModel) -> Sampling:
-    """The sampling that the model's own generation_config asks for, as transformers' ``generate`` would apply it."""
+    """The sampling that the model's own generation_config asks for, as transformers' ``generate``
+    would apply it."""
     config = model.generation_config
     if config is None:
         return Sampling()
     sampled = bool(config.do_sample)
     fields: dict[str, Any] = {
         "temperature": (config.temperature or 1.0) if sampled else 0.0,
-        "top_k": config.top_k if sampled else None,
-        "top_p": config.top_p if sampled else None,
-        "min_p": config.min_p if sampled else None,
-        "repetition_penalty": config.repetition_penalty,
-        "no_repeat_ngram": config.no_repeat_ngram_size,
-        "min_new_tokens": config.min_new_tokens,
-        "max_new_tokens": config.max_new_tokens,
-        "banned_words": config.bad_words_ids,
+        "top_k": config.top_k if sampled else None, "top_p": config.top_p if sampled else None,
+        "min_p": config.min_p if sampled else None, "repetition_penalty": config.repetition_penalty,
+        "no_repeat_ngram": config.no_repeat_ngram_size, "min_new_tokens": config.min_new_tokens,
+        "max_new_tokens": config.max_new_tokens, "banned_words": config.bad_words_ids
     }
     return Sampling(**{name: value for name, value in fields.items() if value is not None})
 
@@ -142,17 +154,22 @@ def _quantised_with(config: Any) -> str | None:
     if found is None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(method, "value", method) or "bitsandbytes")                 # older ones of theirs do not say
+    # older ones of theirs do not say
+    return str(getattr(method, "value", method) or "bitsandbytes")
 
 
 def _check_quantiser(name: str, method: str) -> None:
-    """Refuse what transformers would load as if it were not quantised, or fail to load for want of a package."""
+    """Refuse what transformers would load as if it were not quantised, or fail to load for want of
+    a package."""
     if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):
-        raise UnsupportedModel(f"{name} is quantised with {method}, which transformers does not know; choose another")
+        raise UnsupportedModel(
+            f"{name} is quantised with {method}, which transformers does not know; choose another"
+        )
     missing = [package for package in PACKAGES.get(method, ()) if not _is_installed(package)]
     if missing:
         raise UnsupportedModel(
-            f"{name} is quantised with {method}, which needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+            f"{name} is quantised with {method}, which needs {' and '.join(missing)}: pip install "
+            f"{' '.join(missing)}"
         )
 
 
@@ -168,7 +185,10 @@ def _is_installed(package: str) -> bool:
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+    names = {
+        "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
+        "fp64": "float64"
+    }
     found = getattr(torch, names.get(dtype, dtype), None)
     if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise BadInput(f"dtype was {dtype!r}; choose one of bfloat16, float16, float32, float64")
@@ -184,11 +204,16 @@ def _clear_errors(name: str) -> Iterator[None]:
         raise
     except OSError as error:
         if Path(name).is_dir():
-            raise ModelNotFound(f"the model in {name} cannot be read: {first_line(error)}") from error
+            raise ModelNotFound(
+                f"the model in {name} cannot be read: {first_line(error)}"
+            ) from error
         if name.startswith((".", "/", "~")) or "\\" in name:
-            raise ModelNotFound(f"there is no folder {name}; give a folder, 'demo', or a hub id such as org/model") from error
+            raise ModelNotFound(
+                f"there is no folder {name}; give a folder, 'demo', or a hub id such as org/model"
+            ) from error
         raise ModelNotFound(
-            f"{name} is not a local folder and cannot be fetched from the hub ({first_line(error)}); "
+            f"{name} is not a local folder and cannot be fetched from the hub "
+            f"({first_line(error)}); "
             "check the name and the network, or give a folder"
         ) from error
     except (ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:

@@ -28,11 +28,14 @@ class JointLinear(nn.Module):
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.out_features = outputs
-        self.native: Linear | None = None               # the layer as our kernels read it, if they do
-        self._last: tuple[Tensor, Tensor] | None = None     # inputs and outputs that slices still wait for
+        # the layer as our kernels read it, if they do
+        self.native: Linear | None = None
+        # inputs and outputs that slices still wait for
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
-        """Outputs `start` to `stop`; computed once, for the first slice, and kept until the last."""
+        """Outputs `start` to `stop`; computed once, for the first slice, and kept until the last.
+        """
         if self._last is None or self._last[0] is not inputs:
             self._last = (inputs, self.forward(inputs))
         outputs = self._last[1][..., start:stop]
@@ -81,7 +84,8 @@ class PackedSlice(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack every plain bfloat16 linear layer of `model` in place; return how many, 0 without kernels.
+    """Pack every plain bfloat16 linear layer of `model` in place; return how many, 0 without
+    kernels.
 
     For models loaded here, never for one that a user holds: the originals are given up, page by
     page, unless another module shares them, as embeddings tied to the head do.
@@ -90,9 +94,8 @@ def pack_linears(model: nn.Module) -> int:
     packed = 0
     for module in list(model.modules()):
         single = {
-            name: child
-            for name, child in module._modules.items()
-            if isinstance(child, nn.Linear) and packable(child)
+            name: child for name,
+            child in module._modules.items() if isinstance(child, nn.Linear) and packable(child)
         }
         for group in together(single, lambda linear: (linear.in_features, linear.bias is None)):
             widths = {name: linear.out_features for name, linear in group.items()}
@@ -120,7 +123,8 @@ def can_pack() -> bool:
 
 
 def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
-    """Layers of one module, by name; those of `JOINED` as one group if all are there, of one form."""
+    """Layers of one module, by name; those of `JOINED` as one group if all are there, of one form.
+    """
     joined = [
         {name: single[name] for name in names}
         for names in JOINED

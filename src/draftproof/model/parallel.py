@@ -1,8 +1,9 @@
 """A target in parts, one on each rank of a group: by transformers' own plan, or by DeepSpeed.
 
-Every rank runs the same program on the same prompts. Rank 0 decides; what it decides is broadcast, so that no rounding
-and no clock can make two ranks go different ways. The model is still called as a whole: it adds up its parts between
-the ranks, and gives every rank the same logits and hidden states.
+Every rank runs the same program on the same prompts. Rank 0 decides; what it decides is broadcast,
+so that no rounding and no clock can make two ranks go different ways. The model is still called as
+a whole: it adds up its parts between the ranks, and gives every rank the same logits and hidden
+states.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from draftproof.model.loading import PreTrainedModel
 T = TypeVar("T")
 
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for another that lives: reading its part of a large model from a slow disk takes long."""
+"""How long a rank waits for another that lives: reading its part of a large model from a slow disk
+takes long."""
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -53,14 +55,17 @@ class ProcessGroup:
         return self.rank == 0
 
     def same(self, *mine: Tensor) -> tuple[Tensor, ...]:
-        """Rank 0's integers in place of `mine`, which have the same shapes on every rank; one broadcast for all."""
+        """Rank 0's integers in place of `mine`, which have the same shapes on every rank; one
+        broadcast for all."""
         if self.alone:
             return mine
         packed = torch.cat([one.reshape(-1).long() for one in mine])
         with self.intact():
             dist.broadcast(packed, src=0)
         parts = torch.split(packed, [one.numel() for one in mine])
-        return tuple(part.view(one.shape).to(one.dtype) for part, one in zip(parts, mine, strict=True))
+        return tuple(
+            part.view(one.shape).to(one.dtype) for part, one in zip(parts, mine, strict=True)
+        )
 
     def number(self, mine: int) -> int:
         """Rank 0's number."""
@@ -79,7 +84,8 @@ class ProcessGroup:
         with self.intact():
             dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], OSError) and not self.leads:
-            raise BadInput(f"rank 0 met this: {told[0]}") from told[0]             # no file of this rank's
+            # no file of this rank's
+            raise BadInput(f"rank 0 met this: {told[0]}") from told[0]
         if isinstance(told[0], Exception):
             raise told[0]
         return told[0]  # type: ignore[return-value]
@@ -93,11 +99,13 @@ class ProcessGroup:
         try:
             yield
         except (RuntimeError, DraftproofError) as error:
-            reason = error.__cause__ if isinstance(error, DraftproofError) else error       # what loading made a sentence of
+            # what loading made a sentence of
+            reason = error.__cause__ if isinstance(error, DraftproofError) else error
             if isinstance(error, RankLost) or not _is_about_ranks(reason):
                 raise
             raise RankLost(
-                f"rank {self.rank} of {self.size} cannot reach the others any more, one of them has ended: see what it said, "
+                f"rank {self.rank} of {self.size} cannot reach the others any more, one of them "
+                "has ended: see what it said, "
                 "and start all ranks again"
             ) from error
 
@@ -114,7 +122,8 @@ def form_group() -> ProcessGroup:
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if missing and not dist.is_initialized():
         raise BadInput(
-            "running a model in parallel takes one process per device, and this one was started alone; start it as "
+            "running a model in parallel takes one process per device, and this one was started "
+            "alone; start it as "
             "torchrun --nproc-per-node 2 -m draftproof ..."
         )
     if not dist.is_initialized():
@@ -125,7 +134,8 @@ def form_group() -> ProcessGroup:
 
 
 def _connect() -> None:
-    """Meet the other ranks: over gloo for what lies in main memory, over the accelerator's own ways besides."""
+    """Meet the other ranks: over gloo for what lies in main memory, over the accelerator's own ways
+    besides."""
     device, backend = None, "gloo"
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -136,7 +146,9 @@ def _connect() -> None:
         dist.init_process_group(backend, timeout=PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RankLost(f"the ranks did not meet at {where}: {first_line(error)}; start all again") from error
+        raise RankLost(
+            f"the ranks did not meet at {where}: {first_line(error)}; start all again"
+        ) from error
     atexit.register(_leave)
 
 
@@ -147,18 +159,29 @@ def _leave() -> None:
 
 def _is_about_ranks(error: BaseException | None) -> bool:
     """Whether a collective failed, rather than the computation around it."""
-    signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "process group")
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs))
+    signs = (
+        "gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out",
+        "process group"
+    )
+    return (
+        isinstance(error, RuntimeError)
+        and (isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs))
+    )
 
 
 def load_sharded(
-    model: str | Path, dtype: str | torch.dtype | None, device: str | None, parallel: str, group: ProcessGroup
+    model: str | Path, dtype: str | torch.dtype | None, device: str | None, parallel: str,
+    group: ProcessGroup
 ) -> PreTrainedModel:
-    """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a whole one."""
+    """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a
+    whole one."""
     check_engine(parallel)
     best = Device.found().kind
     if device is not None and Device.found(device).where != torch.device(best):
-        raise BadInput(f"device was {device!r}, and the ranks of a parallel run each take a {best} of their own; leave it out")
+        raise BadInput(
+            f"device was {device!r}, and the ranks of a parallel run each take a {best} of their "
+            "own; leave it out"
+        )
     _check_heads(model, group.size)
     return ENGINES[parallel](model, dtype, group)
 
@@ -168,31 +191,52 @@ def check_engine(parallel: str) -> None:
     if parallel not in ENGINES:
         raise BadInput(f"parallel was {parallel!r}; choose one of {', '.join(ENGINES)}")
     if parallel == "deepspeed" and find_spec("deepspeed") is None:
-        raise BadInput("parallel was 'deepspeed', which is not installed: pip install 'draftproof[deepspeed]', or use 'tensor'")
+        raise BadInput(
+            "parallel was 'deepspeed', which is not installed: pip install "
+            "'draftproof[deepspeed]', or use 'tensor'"
+        )
 
 
 def _check_heads(model: str | Path, size: int) -> None:
     """Every rank takes as many heads as the others, of queries and of keys."""
     config = loading.load_config(model).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
-    sharing = {"attention heads": heads, "key-value heads": getattr(config, "num_key_value_heads", None) or heads}
+    sharing = {
+        "attention heads": heads,
+        "key-value heads": getattr(config, "num_key_value_heads", None) or heads
+    }
     for what, count in sharing.items():
         if count is not None and count % size:
-            fitting = [str(ranks) for ranks in range(2, count + 1) if not any((n or 0) % ranks for n in sharing.values())]
+            fitting = [
+                str(ranks) for ranks in range(2, count + 1)
+                if not any((n or 0) % ranks for n in sharing.values())
+            ]
             advice = f"start {' or '.join(fitting)}" if fitting else "run it in one process"
-            raise BadInput(f"{loading.resolve(model)} has {count} {what}, which {size} ranks cannot share evenly; {advice}")
+            raise BadInput(
+                f"{loading.resolve(model)} has {count} {what}, which {size} ranks cannot share "
+                f"evenly; {advice}"
+            )
 
 
-def _by_plan(model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup) -> PreTrainedModel:
+def _by_plan(
+    model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup
+) -> PreTrainedModel:
     """Tensor parallel by the plan that comes with the model in transformers."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
-        raise BadInput("this transformers has no tensor parallelism of its own; upgrade it, or use 'deepspeed'") from error
+        raise BadInput(
+            "this transformers has no tensor parallelism of its own; upgrade it, or use 'deepspeed'"
+        ) from error
     config = loading.load_config(model)
     if not getattr(config.get_text_config(), "base_model_tp_plan", None):
-        raise UnsupportedModel(f"transformers has no tensor-parallel plan for {config.model_type} models; try 'deepspeed'")
-    return loading.load_model(model, _lasting(dtype, config), None, DistributedConfig(tp_size=group.size, tp_plan="auto"))
+        raise UnsupportedModel(
+            f"transformers has no tensor-parallel plan for {config.model_type} models; try "
+            "'deepspeed'"
+        )
+    return loading.load_model(
+        model, _lasting(dtype, config), None, DistributedConfig(tp_size=group.size, tp_plan="auto")
+    )
 
 
 def _lasting(dtype: str | torch.dtype | None, config: Any) -> str | torch.dtype | None:
@@ -201,14 +245,21 @@ def _lasting(dtype: str | torch.dtype | None, config: Any) -> str | torch.dtype 
     return Device.found().dtype_for(stored) if dtype is None else dtype
 
 
-def _by_deepspeed(model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup) -> PreTrainedModel:
-    """DeepSpeed's automatic tensor parallelism; every rank reads the whole checkpoint into main memory first.
+def _by_deepspeed(
+    model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup
+) -> PreTrainedModel:
+    """DeepSpeed's automatic tensor parallelism; every rank reads the whole checkpoint into main
+    memory first.
 
-    DeepSpeed guesses how to cut a family it was not told of, so the parts are compared with the whole.
+    DeepSpeed guesses how to cut a family it was not told of, so the parts are compared with the
+    whole.
     """
     whole = loading.load_model(model, dtype, "cpu")
     if getattr(whole, "hf_quantizer", None) is not None:
-        raise BadInput(f"{loading.resolve(model)} is quantised already, and DeepSpeed cannot cut it; use 'tensor'")
+        raise BadInput(
+            f"{loading.resolve(model)} is quantised already, and DeepSpeed cannot cut it; use "
+            "'tensor'"
+        )
     text = torch.arange(1, 9)[None] % whole.config.get_text_config().vocab_size
     with torch.inference_mode():
         wanted = whole(input_ids=text, use_cache=False).logits.double()
@@ -218,7 +269,8 @@ def _by_deepspeed(model: str | Path, dtype: str | torch.dtype | None, group: Pro
     blur = float((found - wanted).abs().max() / wanted.abs().max())
     if not group.number(blur <= BLUR.get(parts.dtype, 0.0)):
         raise UnsupportedModel(
-            f"DeepSpeed cuts {type(whole).__name__} wrongly: on {group.size} ranks its logits are off by {blur:.0%}; "
+            f"DeepSpeed cuts {type(whole).__name__} wrongly: on {group.size} ranks its logits are "
+            f"off by {blur:.0%}; "
             "use 'tensor', or another model"
         )
     return parts
@@ -229,7 +281,8 @@ BLUR = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.flo
 
 
 def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
-    """Cut by DeepSpeed. Its sums in shared memory crash where they are used and not all ranks are on this machine.
+    """Cut by DeepSpeed. Its sums in shared memory crash where they are used and not all ranks are
+    on this machine.
 
     It learns how many are from LOCAL_SIZE, which its own launcher sets and torchrun does not.
     """
@@ -242,16 +295,23 @@ def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
         if local != group.size:
             deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
         sizes = {"tp_size": group.size}
-        engine = deepspeed.init_inference(whole, tensor_parallel=sizes, dtype=whole.dtype, replace_with_kernel_inject=False)
-    except (ImportError, RuntimeError, ValueError, AssertionError, AttributeError, OSError) as error:
-        raise UnsupportedModel(f"DeepSpeed cannot run {type(whole).__name__} here: {first_line(error)}") from error
+        engine = deepspeed.init_inference(
+            whole, tensor_parallel=sizes, dtype=whole.dtype, replace_with_kernel_inject=False
+        )
+    except (
+        ImportError, RuntimeError, ValueError, AssertionError, AttributeError, OSError
+    ) as error:
+        raise UnsupportedModel(
+            f"DeepSpeed cannot run {type(whole).__name__} here: {first_line(error)}"
+        ) from error
     parts: PreTrainedModel = engine.module
     return parts.eval()
 
 
 @contextmanager
 def _on_stderr() -> Iterator[None]:
-    """What DeepSpeed and the compilers it starts say on stdout goes to stderr: stdout is the text's."""
+    """What DeepSpeed and the compilers it starts say on stdout goes to stderr: stdout is the
+    text's."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,5 @@
-"""Which code serves a model on this machine, why, and what would change it: for `draftproof doctor`."""
+"""Which code serves a model on this machine, why, and what would change it: for `draftproof
+doctor`."""
 
 from __future__ import annotations
 
@@ -19,20 +20,26 @@ def paths(target: Target) -> dict[str, str]:
     told = {
         "layers": layers,
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond" if fused else sdpa,
-        "sampling": "torch's operators" if not host or kernels() is None else f"our {build} kernels",
+        "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
     }
     if not host:
         return told
     for kind in ("int8", "int4"):
         slow = slow_because(kind, target.dtype)
-        told[kind] = f"our {build} kernel" if slow is None else f"right, and not quicker than the original: {slow}"
+        told[kind] = (
+            f"our {build} kernel" if slow is None
+            else f"right, and not quicker than the original: {slow}"
+        )
     return told
 
 
 def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
     found, name = kernels(), type(target.model).__name__
-    own = "torch's operators in a short forward" if target.is_fast else "the model's own forward in transformers"
+    own = (
+        "torch's operators in a short forward" if target.is_fast
+        else "the model's own forward in transformers"
+    )
     if target.skips_absent:
         return f"our {library().build} kernels, a read in one call"
     if any(getattr(one, "native", None) is not None for one in target.model.modules()):
@@ -42,11 +49,13 @@ def _layers(target: Target) -> str:
     elif found is None:
         reason = f": {library().reason}"
     elif not found.bf16:
-        reason = f": the kernels for {library().build} have no bfloat16 product; a processor with AVX2 does"
+        build = library().build
+        reason = f": {build} kernels have no bfloat16 product; those of a processor with AVX2 do"
     elif target.dtype != torch.bfloat16:
-        reason = f": our kernels read bfloat16, not {str(target.dtype).removeprefix('torch.')}; give --dtype bfloat16"
+        dtype = str(target.dtype).removeprefix("torch.")
+        reason = f": our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
     elif name not in FAMILIES:
         reason = f": {name} is none of the families that our kernels read whole"
     else:
-        reason = ": its layers are not packed, or of sizes that our kernels do not read; give the model by name"
+        reason = ": its layers are not packed, or of odd sizes; give the model by name"
     return own + reason

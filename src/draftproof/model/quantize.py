@@ -1,4 +1,5 @@
-"""Copies of a model around the same weights: in 8 or 4 bits, and what it costs; or its first layers alone.
+"""Copies of a model around the same weights: in 8 or 4 bits, and what it costs; or its first layers
+alone.
 
 On a CPU quantised layers are ours; elsewhere torchao's.
 
@@ -64,16 +65,23 @@ def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> Pr
     if kind not in KINDS:
         raise BadInput(f"quantize was {kind!r}; choose one of {', '.join(KINDS)}")
     if is_quantized(model):
-        raise BadInput(f"{_name(model)} is quantised already; do not ask for {kind}, or give the original")
+        raise BadInput(
+            f"{_name(model)} is quantised already; do not ask for {kind}, or give the original"
+        )
     if model.device.type != "cpu":
         return _by_torchao(shallow_copy(model), kind)
     if kind == "fp8":
-        raise BadInput("8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4")
+        raise BadInput(
+            "8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4"
+        )
     made = shallow_copy(model)
     owners = Counter(id(one) for module in made.modules() for one in module._parameters.values())
     head, changed = made.get_output_embeddings(), False
     for module in [one for one in made.modules() if not isinstance(one, PackedSlice)]:
-        single = {name: layer for name, layer in module._modules.items() if layer is not None and _is_linear(layer)}
+        single = {
+            name: layer for name, layer in module._modules.items()
+            if layer is not None and _is_linear(layer)
+        }
         for group in together(single, _form):
             replaced = _replace(module, group, kind if head not in group.values() else "int8")
             changed |= replaced
@@ -93,13 +101,16 @@ def quantized_and_compared(
     made = quantized(model, kind, give_up=give_up)
     after, log_probs = weight_bytes(made), _log_probs(made, text)
     kl = (truth.exp() * (truth - log_probs)).sum(-1).mean() if len(truth) else torch.zeros(())
-    same = (truth.argmax(-1) == log_probs.argmax(-1)).double().mean() if len(truth) else torch.ones(())
+    same = (
+        (truth.argmax(-1) == log_probs.argmax(-1)).double().mean() if len(truth) else torch.ones(())
+    )
     slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
     return made, Quantization(kind, float(kl), float(same), len(truth), before, after, slow)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any layer is, by us, by torchao, or by what transformers loaded the checkpoint with."""
+    """Whether any layer is, by us, by torchao, or by what transformers loaded the checkpoint with.
+    """
     if getattr(model, "hf_quantizer", None) is not None:
         return True
     weights = (getattr(module, "weight", None) for module in model.modules())
@@ -108,7 +119,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights of a model, packed and quantised ones included; shared ones count once."""
+    """Bytes of all weights of a model, packed and quantised ones included; shared ones count once.
+    """
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
     wholes = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
@@ -117,11 +129,15 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 PASSAGE = """\
-The lighthouse keeper climbed the stairs every evening at six, carrying a lamp, a book and a piece of bread. "Nobody
-reads up there," said his daughter, "the wind turns the pages too fast." He laughed, because she was right.
+The lighthouse keeper climbed the stairs every evening at six, carrying a lamp, a book and a \
+piece of bread. "Nobody
+reads up there," said his daughter, "the wind turns the pages too fast." He laughed, because she \
+was right.
 
-By 1893 the station had been automated: the mechanism needed 12 kilograms of oil a week and one visit in three days.
-Scientists from the University of Copenhagen measured the intensity of the light and published their results.
+By 1893 the station had been automated: the mechanism needed 12 kilograms of oil a week and one \
+visit in three days.
+Scientists from the University of Copenhagen measured the intensity of the light and published \
+their results.
 
 def mean(values):
     if not values:
@@ -144,13 +160,17 @@ def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
 
 
 def _replace(module: nn.Module, layers: dict[str, nn.Module], kind: str) -> bool:
-    """Put one quantised layer in the place of `layers` of a module, if large enough; return whether."""
+    """Put one quantised layer in the place of `layers` of a module, if large enough; return
+    whether."""
     weights = {name: _dense(layer) for name, layer in layers.items()}
     weight = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
     if len(weight) < SMALLEST:
         return False
     biases = [_bias(layer) for layer in layers.values()]
-    bias = None if biases[0] is None else torch.cat([one.detach() for one in biases if one is not None])
+    bias = (
+        None if biases[0] is None
+        else torch.cat([one.detach() for one in biases if one is not None])
+    )
     grouped = len(weight) % 16 == 0 and weight.shape[1] % GROUP == 0
     whole = Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
     put(module, {name: len(one) for name, one in weights.items()}, whole)
@@ -159,7 +179,10 @@ def _replace(module: nn.Module, layers: dict[str, nn.Module], kind: str) -> bool
 
 def _is_linear(layer: nn.Module) -> bool:
     """Whether a layer is a plain matrix, packed or not, that nobody has hooked into."""
-    known = type(layer) in (nn.Linear, Conv1D, PackedLinear, PackedSlice) or type(layer).__name__ == "FalconLinear"
+    known = (
+        type(layer) in (nn.Linear, Conv1D, PackedLinear, PackedSlice)
+        or type(layer).__name__ == "FalconLinear"
+    )
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
@@ -199,12 +222,21 @@ def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
         from torchao.quantization import quantize_
 
         quantize_(made, _torchao(kind), body)
-        quantize_(made, _torchao("int8" if kind == "int4" else kind), lambda layer, _: layer is head and _is_linear(layer))
+        quantize_(
+            made, _torchao("int8" if kind == "int4" else kind), lambda layer,
+            _: layer is head and _is_linear(layer)
+        )
     except ModuleNotFoundError as error:
         missing = (error.name or "torchao").partition(".")[0]
-        raise BadInput(f"{kind} on {made.device.type} needs {missing}: pip install {missing}") from error
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise BadInput(f"torchao cannot quantise {_name(made)} to {kind} on {made.device}: {first_line(error)}") from error
+        raise BadInput(
+            f"{kind} on {made.device.type} needs {missing}: pip install {missing}"
+        ) from error
+    except (
+        AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError
+    ) as error:
+        raise BadInput(
+            f"torchao cannot quantise {_name(made)} to {kind} on {made.device}: {first_line(error)}"
+        ) from error
     return made
 
 
@@ -224,23 +256,40 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def shallow_copy(model: M) -> M:
-    """The model once more, sharing every parameter and buffer with it; a module put into one is not in the other."""
-    wrapped = next((name for name, module in model.named_modules() if "forward" in module.__dict__), None)
-    if wrapped is not None:                              # a forward bound to the original would run the original
-        raise UnsupportedModel(f"the forward of {wrapped or 'the model'} is wrapped, by offloading for one; load it unwrapped")
+    """The model once more, sharing every parameter and buffer with it; a module put into one is not
+    in the other."""
+    wrapped = next(
+        (name for name, module in model.named_modules() if "forward" in module.__dict__), None
+    )
+    # a forward bound to the original would run the original
+    if wrapped is not None:
+        raise UnsupportedModel(
+            f"the forward of {wrapped or 'the model'} is wrapped, by offloading for one; load it "
+            "unwrapped"
+        )
     return _shell(model, {})
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A shallow copy that reads with the first `count` layers alone, then with the model's own final norm and head."""
+    """A shallow copy that reads with the first `count` layers alone, then with the model's own
+    final norm and head."""
     whole = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= count < whole:
-        raise BadInput(f"{count} layers were asked for, to draft with; the model has {whole}: take fewer, at least 1")
+        raise BadInput(
+            f"{count} layers were asked for, to draft with; the model has {whole}: take fewer, at "
+            "least 1"
+        )
     short = shallow_copy(model)
-    stacks = [one for one in short.modules() if isinstance(one, nn.ModuleList) and len(one) == whole]
+    stacks = [
+        one for one in short.modules() if isinstance(one, nn.ModuleList) and len(one) == whole
+    ]
     if len(stacks) != 1:
-        raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in one list; draft with another model")
-    stacks[0]._modules = {str(index): layer for index, layer in enumerate(stacks[0]) if index < count}
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not keep its layers in one list; draft with another model"
+        )
+    stacks[0]._modules = {
+        str(index): layer for index, layer in enumerate(stacks[0]) if index < count
+    }
     config = _shortened(model.config, count)
     for module in short.modules():
         if getattr(module, "config", None) is model.config:
@@ -260,11 +309,18 @@ def _shortened(config: Any, count: int) -> Any:
 
 
 def _shell(module: M, made: dict[int, nn.Module]) -> M:
-    """A copy of a module's own state, with shells in the place of its children; shared modules stay shared."""
+    """A copy of a module's own state, with shells in the place of its children; shared modules stay
+    shared."""
     if id(module) not in made:
         made[id(module)] = shell = copy.copy(module)
-        own = {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
+        own = {
+            name: copy.copy(value) for name, value in module.__dict__.items()
+            if isinstance(value, dict)
+        }
         shell.__dict__.update(own)
-        shell._modules = {name: None if child is None else _shell(child, made) for name, child in module._modules.items()}
+        shell._modules = {
+            name: None if child is None else _shell(child, made)
+            for name, child in module._modules.items()
+        }
     found: Any = made[id(module)]
     return found

@@ -1,4 +1,5 @@
-"""Linear layers in 8 or 4 bits on a CPU. Knows our kernels and torch's operators, nothing of models.
+"""Linear layers in 8 or 4 bits on a CPU. Knows our kernels and torch's operators, nothing of
+models.
 
 A token's outputs are the same bits whatever is read beside it, on every path.
 """
@@ -18,7 +19,8 @@ GROUP = 32
 CHUNK = 1 << 22
 """Weights converted at a time, so that a large table needs no second copy."""
 EXACT = 1024
-"""Products of two 8-bit numbers that float32 sums exactly, in any order: 1024 * 127 * 127 < 2^24."""
+"""Products of two 8-bit numbers that float32 sums exactly, in any order: 1024 * 127 * 127 < 2^24.
+"""
 
 
 class Int8Linear(JointLinear):
@@ -36,7 +38,9 @@ class Int8Linear(JointLinear):
         for rows in _chunks(weight):
             scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
             codes[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
-        self.in_features, self.bias = weight.shape[1], None if bias is None else bias.to(weight.dtype)
+        self.in_features, self.bias = (
+            weight.shape[1], None if bias is None else bias.to(weight.dtype)
+        )
         found = kernels() if weight.dtype == torch.bfloat16 else None
         self.kernels = found if found is not None and found.int8 else None
         if self.kernels is not None:
@@ -54,7 +58,8 @@ class Int8Linear(JointLinear):
             return self.kernels.multiply(self.native, inputs)
         largest = inputs.abs().amax(-1, keepdim=True).float()                       # [..., 1]
         codes = inputs.float() * (127 / largest.clamp(min=1e-30))
-        codes = codes.add_(128.5).floor_().sub_(128)                                # to the nearest, as our kernel
+        # to the nearest, as our kernel
+        codes = codes.add_(128.5).floor_().sub_(128)
         outputs = self._sums(codes).mul_(self.scale).mul_(largest)
         return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
 
@@ -93,7 +98,8 @@ class Int4Linear(JointLinear):
             self.scales = grouped(scale.half(), (offset - 8 * scale).half())
             self._padded_bias = None if bias is None else rounded(bias.bfloat16())
             self.native = Linear.of_4_bits(
-                self.weight, self.scales, None, self._padded_bias, self.in_features, self.out_features
+                self.weight, self.scales, None, self._padded_bias, self.in_features,
+                self.out_features
             )
         else:
             pairs = all_codes.to(torch.uint8).view(len(weight), -1, 2)
@@ -109,8 +115,11 @@ class Int4Linear(JointLinear):
 
     def _by_rows(self, rows: Tensor) -> Tensor:
         """A row at a time: no library's blocking can then mix one row's sums with another's."""
-        codes = torch.stack([self.weight & 15, self.weight >> 4], -1).view(self.out_features, -1, GROUP)
-        scale, offset = self.scales.float().transpose(0, 1)[..., None].unbind(2)    # [outputs, groups, 1]
+        codes = torch.stack(
+            [self.weight & 15, self.weight >> 4], -1
+        ).view(self.out_features, -1, GROUP)
+        # [outputs, groups, 1]
+        scale, offset = self.scales.float().transpose(0, 1)[..., None].unbind(2)
         weight = ((codes - 8.0) * scale + offset).view(self.out_features, -1)
         return torch.stack([weight @ row for row in rows.float()]) if len(rows) else rows @ weight.T
 
@@ -121,11 +130,15 @@ class Int4Linear(JointLinear):
 
 
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
-    """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are."""
+    """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are.
+    """
     found = kernels()
     if found is None or not found.int8:
         return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
-    return None if kind == "int4" or dtype == torch.bfloat16 else f"our 8-bit kernel reads bfloat16, not {dtype}"
+    return (
+        None if kind == "int4" or dtype == torch.bfloat16
+        else f"our 8-bit kernel reads bfloat16, not {dtype}"
+    )
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
@@ -152,7 +165,8 @@ def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     w = (code - 8) * scale + offset.
     """
     grouped = weight.float().view(len(weight), -1, GROUP)
-    low, high = grouped.amin(-1), grouped.amax(-1)                                  # [outputs, groups]
+    # [outputs, groups]
+    low, high = grouped.amin(-1), grouped.amax(-1)
     scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
     offset = (low + 8 * scale.float()).bfloat16()
     codes = ((grouped - offset[..., None]) / scale[..., None]).round_().clamp_(-8, 7) + 8

@@ -1,4 +1,5 @@
-"""Between text and tokens: encoding, chat templates, and text from tokens one at a time. Knows tokenizers."""
+"""Between text and tokens: encoding, chat templates, and text from tokens one at a time. Knows
+tokenizers."""
 
 from __future__ import annotations
 
@@ -29,11 +30,19 @@ class Codec:
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a chat in the model's own template, ready for the assistant's answer."""
         if not self.tokenizer.chat_template:
-            raise BadInput(f"the tokenizer of {self.name} has no chat template; give plain text, or a chat model")
+            raise BadInput(
+                f"the tokenizer of {self.name} has no chat template; give plain text, or a chat "
+                "model"
+            )
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:                                    # templates are programs: they raise anything
-            raise BadInput(f"the chat template of {self.name} refuses these messages: {error}") from error
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        # templates are programs: they raise anything
+        except Exception as error:
+            raise BadInput(
+                f"the chat template of {self.name} refuses these messages: {error}"
+            ) from error
         return self.encode(str(text), special=False)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
@@ -45,18 +54,25 @@ class Codec:
         mine, theirs = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         shared = mine.keys() & theirs.keys()
         smaller = min(len(mine), len(theirs))
-        return len(shared) >= 0.99 * smaller and all(mine[token] == theirs[token] for token in shared)
+        return (
+            len(shared) >= 0.99 * smaller and all(mine[token] == theirs[token] for token in shared)
+        )
 
 
 class TextStream:
-    """Turns new tokens into text as they come; special tokens are skipped, as in ``tokenizer.decode``."""
+    """Turns new tokens into text as they come; special tokens are skipped, as in
+    ``tokenizer.decode``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._before = self._context(prompt)                 # decides about the first space, and is not said again
+        # decides about the first space, and is not said again
+        self._before = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
-        self._stream = DecodeStream(self._before, skip_special_tokens=True) if self._backend is not None else None
+        self._stream = (
+            DecodeStream(self._before, skip_special_tokens=True) if self._backend is not None
+            else None
+        )
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
@@ -67,7 +83,8 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left when no token follows: an incomplete character shows as the replacement character."""
+        """What is left when no token follows: an incomplete character shows as the replacement
+        character."""
         pending, self._pending = self._pending, []
         return self._decoded(pending)
 
@@ -75,7 +92,8 @@ class TextStream:
         assert self._stream is not None
         try:
             return self._stream.step(self._backend, token) or ""  # type: ignore[arg-type]
-        except Exception:                                    # a stray byte unmakes the character before it, which was said
+        # a stray byte unmakes the character before it, which was said
+        except Exception:
             self._stream = DecodeStream(skip_special_tokens=True)
             return "".join(self._stream.step(self._backend, left) or "" for left in self._pending)  # type: ignore[arg-type]
 
@@ -84,7 +102,8 @@ class TextStream:
         return "" if text.endswith("\ufffd") else text
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, from the start of a character on: bytes that are cut spoil all that follow."""
+        """The last tokens of the prompt, from the start of a character on: bytes that are cut spoil
+        all that follow."""
         for size in range(_CONTEXT, _CONTEXT + 4):
             context = list(prompt[-size:])
             if not self._decoded(context).startswith("\ufffd"):
@@ -92,4 +111,8 @@ class TextStream:
         return []
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

@@ -1,0 +1,182 @@
+"""What one attention layer stores of a running batch, as the model computes it or in 8 bits.
+
+The layer class is the seam to transformers: a model writes through it wherever `slots` says.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer stores per position."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer: keys [B, heads, capacity, key_dim] and values, written at the slots its cache
+    points to."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.is_initialized = True
+        self.slots: Tensor | None = None                 # [B, W] where the running read writes
+        self.span: int = keys.shape[2]                   # and how many slots it may see
+
+    @classmethod
+    def empty(
+        cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Storage for `rows` rows of `capacity` positions. Zeroed: scratch is masked, but NaN would
+        pass a mask."""
+        sizes = (shape.key_dim, shape.value_dim)
+        return cls(
+            *(
+                torch.zeros(rows, shape.heads, capacity, size, dtype=dtype, device=device)
+                for size in sizes
+            )
+        )
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """All that is stored, [B, heads, capacity, ...] each; what makes a layer anew."""
+        return self.keys, self.values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, heads, W, dim] at `slots`; return the first `span` slots of the layer."""
+        assert self.slots is not None
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            write(store, self.slots, states)
+        return self.keys[:, :, : self.span], self.values[:, :, : self.span]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: storage exists from the start."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.span, 0
+
+    def get_seq_length(self) -> int:
+        return 0        # rows differ; positions are always given explicitly
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+class QuantizedKVLayer(KVLayer):
+    """Keys and values in 8 bits: codes [B, heads, capacity, dim], and their scales [B, heads,
+    capacity, 1].
+
+    What a token's keys and values become depends on them alone, not on their slot nor on what was
+    written beside
+    them: trees, moves and rollbacks are as exact as with the plain cache.
+    """
+
+    most: ClassVar[float]
+    """The largest code."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor
+    ) -> None:
+        super().__init__(keys, values)
+        self.key_scales, self.value_scales = key_scales, value_scales
+
+    @classmethod
+    def empty(
+        cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
+        store = (rows, shape.heads, capacity)
+        codes = [
+            torch.zeros(*store, size, dtype=torch.int8, device=device)
+            for size in (shape.key_dim, shape.value_dim)
+        ]
+        return cls(*codes, *(torch.zeros(*store, 1, dtype=dtype, device=device) for _ in codes))
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise [B, heads, W, dim] and write it at `slots`; return the first `span` slots as
+        they can be multiplied."""
+        assert self.slots is not None
+        pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
+        for (codes, scales), states in zip(pairs, (key_states, value_states), strict=True):
+            scale = (
+                states.abs().amax(-1, keepdim=True) / self.most
+            ).clamp_(min=torch.finfo(states.dtype).tiny)
+            exact = torch.promote_types(states.dtype, torch.float32)
+            write(
+                codes, self.slots,
+                self._encode((states.to(exact) / scale).clamp_(-self.most, self.most))
+            )
+            write(scales, self.slots, scale)
+        seen = [(codes[:, :, : self.span], scales[:, :, : self.span]) for codes, scales in pairs]
+        return self._decode(*seen[0]), self._decode(*seen[1])
+
+    @abstractmethod
+    def _encode(self, scaled: Tensor) -> Tensor:
+        """int8, of numbers up to `most`."""
+
+    @abstractmethod
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Codes times scales, in the dtype of the scales."""
+
+
+class Int8Layer(QuantizedKVLayer):
+    """Codes are integers: even steps."""
+
+    most = 127.0
+
+    def _encode(self, scaled: Tensor) -> Tensor:
+        return scaled.round_().to(torch.int8)
+
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes * scales
+
+
+class Fp8Layer(QuantizedKVLayer):
+    """Codes are floats of three bits behind the point (e4m3), held as bytes: small numbers keep
+    their precision."""
+
+    most = 448.0
+
+    def _encode(self, scaled: Tensor) -> Tensor:
+        return scaled.to(torch.float8_e4m3fn).view(torch.int8)
+
+    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).to(scales.dtype).mul_(scales)
+
+
+LAYERS: dict[str, type[KVLayer]] = {"int8": Int8Layer, "fp8": Fp8Layer}
+"""Quantised layers by the name of what they store."""
+
+
+def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
+    """store[b, :, slots[b, w]] = states[b, :, w]."""
+    if len(store) == 1:
+        store.index_copy_(2, slots[0], states)
+    # far quicker than scattering along the slots, and no strided view
+    else:
+        rows, heads, capacity, size = store.shape
+        first = capacity * torch.arange(rows * heads, device=slots.device).view(rows, heads, 1)
+        store.view(-1, size).index_copy_(
+            0, (first + slots[:, None]).flatten(), states.reshape(-1, size)
+        )
