@@ -53,14 +53,9 @@ class Exactness(NamedTuple):
     def promise(self) -> str:
         """What may be said of this model on this machine, in one sentence."""
         if self.exact_nodes < 2:
-            return (
-                "exact up to rounding: a near-tie may fall either way when the shape of a forward "
-                "changes"
-            )
-        trees = (
-            f"trees up to {self.exact_tree_nodes} nodes" if self.exact_tree_nodes
-            else "trees up to rounding"
-        )
+            return "exact up to rounding: a near-tie may fall either way when shapes change"
+        nodes = self.exact_tree_nodes
+        trees = f"trees up to {nodes} nodes" if nodes else "trees up to rounding"
         return (
             f"bit-identical to plain decoding for chains up to {self.exact_nodes} rows x nodes per "
             f"forward; {trees}"

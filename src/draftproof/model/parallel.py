@@ -83,8 +83,7 @@ class ProcessGroup:
                 told = [error]
         with self.intact():
             dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], OSError) and not self.leads:
-            # no file of this rank's
+        if isinstance(told[0], OSError) and not self.leads:         # no file of this rank's
             raise BadInput(f"rank 0 met this: {told[0]}") from told[0]
         if isinstance(told[0], Exception):
             raise told[0]
@@ -105,8 +104,7 @@ class ProcessGroup:
                 raise
             raise RankLost(
                 f"rank {self.rank} of {self.size} cannot reach the others any more, one of them "
-                "has ended: see what it said, "
-                "and start all ranks again"
+                "has ended: see what it said, and start all ranks again"
             ) from error
 
 
@@ -123,8 +121,7 @@ def form_group() -> ProcessGroup:
     if missing and not dist.is_initialized():
         raise BadInput(
             "running a model in parallel takes one process per device, and this one was started "
-            "alone; start it as "
-            "torchrun --nproc-per-node 2 -m draftproof ..."
+            "alone; start it as torchrun --nproc-per-node 2 -m draftproof ..."
         )
     if not dist.is_initialized():
         if int(os.environ["WORLD_SIZE"]) == 1:
@@ -270,8 +267,7 @@ def _by_deepspeed(
     if not group.number(blur <= BLUR.get(parts.dtype, 0.0)):
         raise UnsupportedModel(
             f"DeepSpeed cuts {type(whole).__name__} wrongly: on {group.size} ranks its logits are "
-            f"off by {blur:.0%}; "
-            "use 'tensor', or another model"
+            f"off by {blur:.0%}; use 'tensor', or another model"
         )
     return parts
 

@@ -222,10 +222,8 @@ def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
         from torchao.quantization import quantize_
 
         quantize_(made, _torchao(kind), body)
-        quantize_(
-            made, _torchao("int8" if kind == "int4" else kind), lambda layer,
-            _: layer is head and _is_linear(layer)
-        )
+        of_head = _torchao("int8" if kind == "int4" else kind)
+        quantize_(made, of_head, lambda layer, _: layer is head and _is_linear(layer))
     except ModuleNotFoundError as error:
         missing = (error.name or "torchao").partition(".")[0]
         raise BadInput(
