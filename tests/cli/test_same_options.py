@@ -25,7 +25,7 @@ COMMANDS = ("run", "batch", "bench", "prove", "doctor")
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """No timing, and a proof that only looks at the engine it would examine."""
     def looked(engine: Engine, *_: object, **__: object) -> Section:
-        return Section("bits", True, f"{engine.drafter.name}, {engine.target.quantization}, {engine.target.kv_cache}")
+        return Section("bits", f"{engine.drafter.name}, {engine.target.quantization}, {engine.target.kv_cache}")
 
     monkeypatch.setattr(proving, "prove_bits", looked)
     monkeypatch.setattr(exactness, "probe", partial(exactness.probe, widths=(2,), forced=8))

@@ -17,8 +17,9 @@ from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
-from draftproof.verify import exact
-from draftproof.verify.exact import DRAFT, DRAWS, TARGET, WAYS, Ask, Case, Outcomes, examine
+from draftproof.verify import enumeration, exact
+from draftproof.verify.enumeration import DRAWS, Ask, Case, Outcomes
+from draftproof.verify.exact import DRAFT, TARGET, WAYS, examine
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -42,7 +43,7 @@ def test_the_statistics_tell_the_distance_of_what_is_written(way: str) -> None:
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):
         outcomes = Outcomes(plans)
-        for done in exact._run(case, outcomes, len(plans)):
+        for done in enumeration._run(case, outcomes, len(plans)):
             probability = float(outcomes.probs[done.sample])
             law[tuple(done.tokens)] += probability
             told += probability * (done.stats.distance or 0.0)

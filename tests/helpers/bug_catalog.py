@@ -62,5 +62,4 @@ MISTAKES: dict[str, Mistake] = {
         for weight in (0.9, 0.75, 0.5, 0.25)
     },
 }  # fmt: skip
-"""The table of signatures: what each bug makes of the next token. Exact: the law of a text follows by enumeration."""
-NO_BONUS = "token behind a wholly accepted draft taken from the position before it (missing bonus position)"
+"""What each bug makes of the next token."""

@@ -36,7 +36,8 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.sequence import SequenceState
 from draftproof.verify import exact, sampling
 from draftproof.verify.bits import prove_bits
-from draftproof.verify.exact import GRAMMARS, WAYS, Ask, Case, case, enumerate_texts, examine
+from draftproof.verify.enumeration import Ask, Case, Distribution, enumerate_texts
+from draftproof.verify.exact import GRAMMARS, WAYS, case, examine
 from draftproof.verify.sampling import Trial
 from draftproof.verify.statistics import g_test
 
@@ -75,7 +76,7 @@ def law_cases() -> dict[str, Case]:
     return {name: replace(one, name=name) for name, one in cases.items()}
 
 
-def reference(one: Case) -> list[exact.Distribution]:
+def reference(one: Case) -> list[Distribution]:
     """What plain Python says of a case; with a user's logits processor, plain decoding."""
     if any(ask.sampling.processors for ask in one.asks):
         return enumerate_texts(one.plain()).laws
@@ -84,7 +85,7 @@ def reference(one: Case) -> list[exact.Distribution]:
 
 
 @cache
-def wanted(name: str) -> list[exact.Distribution]:
+def wanted(name: str) -> list[Distribution]:
     return reference(law_cases()[name])
 
 

@@ -19,11 +19,13 @@ import pytest
 import torch
 import transformers
 from helpers import bug_catalog
+from helpers.bug_catalog import RIGHT
 
 from draftproof import embedded
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
-from draftproof.verify.audit import Audit, Law, ModelLaw, Text, assisted, audit
+from draftproof.verify.audit import Audit, Law, Text, audit
+from draftproof.verify.engines import ModelLaw, assisted
 from draftproof.verify.sampling import toy
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
@@ -41,7 +43,6 @@ def table(salt: int, sharp: float = 1.5, temperature: float = 1.0) -> Law:
 
 
 TARGET, DRAFT = table(1), table(2)
-RIGHT: bug_catalog.Mistake = lambda p, q, raw, place: bug_catalog._weighed(q, p / q, bug_catalog._rest(p, q))  # noqa: E731
 Sampler = Callable[[list[int], int, int], list[list[int]]]
 
 

@@ -18,6 +18,7 @@ from draftproof.core.messages import Accepted
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.verify import exact
+from draftproof.verify.enumeration import Ask, Case, Outcomes, distance, enumerate_texts, table
 from draftproof.verify.exact import (
     CONTROLS,
     ENDS,
@@ -27,15 +28,9 @@ from draftproof.verify.exact import (
     SEEN,
     TARGET,
     WAYS,
-    Ask,
-    Case,
-    Outcomes,
     cases,
-    distance,
-    enumerate_texts,
     examine,
     prove_law,
-    table,
     weighing,
 )
 

@@ -10,7 +10,8 @@ from helpers.mutants import MUTANTS, WATCHES, Mutant
 from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
-from draftproof.verify.exact import SEEN, WAYS, Ask, case, examine, weighing
+from draftproof.verify.enumeration import Ask
+from draftproof.verify.exact import SEEN, WAYS, case, examine, weighing
 
 
 @pytest.mark.parametrize("name", mutants.law_cases())

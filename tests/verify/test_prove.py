@@ -14,14 +14,14 @@ from draftproof.errors import BadInput
 from draftproof.verify import prove as proving
 from draftproof.verify.report import Report, Section, silent, versions
 
-GOOD = Section("law", True, "3 cases, nothing found", {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}, (), 1.5)
-BAD = Section("bits", False, "1 of 3 texts differ", {"texts": 3}, ["behind token 4 | off by 0.3"], 2.0)
+GOOD = Section("law", "3 cases, nothing found", {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}, (), 1.5)
+BAD = Section("bits", "1 of 3 texts differ", {"texts": 3}, ["behind token 4 | off by 0.3"], 2.0)
 
 
 @pytest.fixture
 def sections(monkeypatch: pytest.MonkeyPatch) -> dict[str, Section]:
     """Sections that are decided beforehand."""
-    found = {name: Section(name, True, "fine") for name in proving.SECTIONS} | {"law": GOOD}
+    found = {name: Section(name, "fine") for name in proving.SECTIONS} | {"law": GOOD}
     for name in found:
         monkeypatch.setattr(proving, f"prove_{name}", lambda *_, name=name, **__: found[name])
     return found
@@ -66,7 +66,7 @@ def test_exit_codes_and_files(sections: dict[str, Section], tmp_path: Path) -> N
     assert code == 0 and out.startswith("PASS law (2 s): 3 cases")
     assert json.loads((tmp_path / "json").read_text())["passed"]
     assert (tmp_path / "html").exists() and (tmp_path / "markdown").exists()
-    sections["sampling"] = Section("sampling", False, "biased", failures=["rejection: p = 1e-9"])
+    sections["sampling"] = Section("sampling", "biased", failures=["rejection: p = 1e-9"])
     code, out = command("--section", "sampling", "--section", "law")
     assert code == 1 and "FAIL sampling" in out and "rejection: p = 1e-9" in out and "PASS law" in out
     assert out.strip().endswith("see sampling")

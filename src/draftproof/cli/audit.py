@@ -61,24 +61,25 @@ def audit(
         from draftproof.core.params import Sampling
         from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
         from draftproof.verify import audit as audits
+        from draftproof.verify import engines
 
         logging.set_verbosity_error()
         want = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         name = str(hf or reference or model)
-        engine = audits.from_module(python) if python else None
+        engine = engines.from_module(python) if python else None
         known = load_model(name, dtype, device)
         vocab, tokenizer = int(known.config.get_text_config().vocab_size), load_tokenizer(name)
-        law: Any = audits.ModelLaw(known, want)
+        law: Any = engines.ModelLaw(known, want)
         ends, opaque = stop_tokens(known), frozenset[int]()
         length = length if length is not None else 3 if vocab <= 64 else 2
         if hf is not None:
             draft = load_model(str(assistant_model), dtype, device)
-            engine = audits.assisted(known, draft, want, length, num_assistant_tokens, ends)
+            engine = engines.assisted(known, draft, want, length, num_assistant_tokens, ends)
         elif endpoint is not None:
             if tokenizer is None:
                 raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")
-            words = audits.Vocabulary(tokenizer, min(len(tokenizer), vocab))
-            engine = audits.Endpoint(endpoint, str(model), want, length, words)
+            words = engines.Vocabulary(tokenizer, min(len(tokenizer), vocab))
+            engine = engines.Endpoint(endpoint, str(model), want, length, words)
             law, opaque = words.merged(law), words.shared
         ids = _prompt(prompt, prompt_tokens, tokenizer, vocab)
         found = audits.audit(
@@ -128,8 +129,6 @@ def _print(title: str, found: Any) -> None:
         control = "caught" if check.control else "missed"
         table.add_row(check.name, f"{check.p_value:.2g}", verdict, control, check.detail)
     console.print(table)
-    for line in found.notes:
-        console.print(f"Note: {line}", markup=False)
     console.print(
         f"A correct engine is accused about {found.false_alarm:.0e} of the time; a wrong one of a total "
         f"variation of {joint.detects:.3f} or more is caught with probability 0.999.", style="dim",

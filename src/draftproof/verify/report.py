@@ -34,11 +34,14 @@ class Section:
     it passed. figures: plain values, among them every tolerance and every negative control."""
 
     name: str
-    passed: bool
     verdict: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     failures: Sequence[str] = ()
     seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, for machines."""
-        sections = [asdict(section) for section in self.sections]
+        sections = [{**asdict(one), "passed": one.passed} for one in self.sections]
         body = {"passed": self.passed, "verdict": self.verdict, "about": dict(self.about)}
         return json.dumps({**body, "sections": sections}, indent=2, default=str)
 

@@ -7,7 +7,6 @@ texts must follow the distribution that enumeration gives. On one whose logits a
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +30,7 @@ from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.model.target import Target
-from draftproof.verify.exact import Ask, Case, enumerate_texts, one_thread
+from draftproof.verify.enumeration import Ask, Case, enumerate_texts, one_thread
 from draftproof.verify.report import Section, Tick, failed, silent
 from draftproof.verify.statistics import FALSE_ALARM, POWER, GTest, g_test, too_equal
 
@@ -250,7 +249,7 @@ def prove_sampling(
     `FALSE_ALARM`, no random number is used twice, the target drafting for itself is accepted whole,
     and the planted mistake is rejected.
     """
-    start, count = time.perf_counter(), sequences or (QUICK_SEQUENCES if quick else SEQUENCES)
+    count = sequences or (QUICK_SEQUENCES if quick else SEQUENCES)
     chosen = trials or (QUICK_TRIALS if quick else TRIALS)
     tests: dict[str, GTest] = {}
     pooled: dict[str, Counter[tuple[int, ...]]] = {trial.want: Counter() for trial in chosen}
@@ -270,7 +269,10 @@ def prove_sampling(
             if seen and len(chosen) > len(laws):
                 tests[f"all together, {want}"] = judged(seen, laws[want])
         tick(0.8, "noise")
-        streams = _noise_tests(seed)
+        try:
+            streams = dict(noise_tests(seed))
+        except Exception as error:                             # as above
+            streams = {failed(error): 0.0}
         failures += broken_streams(seed)
         tick(0.95, "a planted mistake")
         with shared_noise() if trials is None else nullcontext():
@@ -296,13 +298,4 @@ def prove_sampling(
         "total_variation": {name: [test.tv, test.low, test.high] for name, test in tests.items()},
         "noise": streams, "planted_mistake": planted,
     }
-    seconds = time.perf_counter() - start
-    return Section("sampling", not failures, verdict, figures, failures[:20], seconds)
-
-
-def _noise_tests(seed: int) -> dict[str, float]:
-    """What `noise_tests` finds; what fails to run has no chance at all."""
-    try:
-        return dict(noise_tests(seed))
-    except Exception as error:
-        return {failed(error): 0.0}
+    return Section("sampling", verdict, figures, failures)
