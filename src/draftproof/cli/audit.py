@@ -1,4 +1,4 @@
-"""``draftproof audit``: somebody else's engine examined. Exit code 0 unbiased, 1 biased, 2 no verdict."""
+"""``draftproof audit``: an engine examined. Exit code 0 unbiased, 1 biased, 2 no verdict."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _option(metavar: str, text: str, *names: str) -> Any:
 
 
 def audit(
-    hf: Annotated[str | None, _option("MODEL", "transformers' assisted generation with this.", "--hf")] = None,
+    hf: Annotated[str | None, _option("MODEL", "transformers' assistant mode.", "--hf")] = None,
     endpoint: Annotated[str | None, _option("URL", "An OpenAI-compatible server.")] = None,
     python: Annotated[str | None, _option("MODULE:NAME", "Your sample(prompt, n, seed).")] = None,
-    model: Annotated[str | None, _option("NAME", "The server's model; --python: its local copy.")] = None,
+    model: Annotated[str | None, _option("NAME", "Server: its model; else a local copy.")] = None,
     reference: Annotated[str | None, _option("MODEL", "Local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
     num_assistant_tokens: opt.DraftTokens = None,
-    prompt: Annotated[str | None, _option("TEXT", "What the texts continue.", "--prompt", "-p")] = None,
+    prompt: Annotated[str | None, _option("TEXT", "What texts continue.", "--prompt", "-p")] = None,
     prompt_tokens: Annotated[str | None, _option("1,2,3", "... as token ids.")] = None,
     length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
     samples: Annotated[int, _option("N", "Texts to draw.")] = 4000,
@@ -42,18 +42,18 @@ def audit(
     top_k: Annotated[int, _option("K", "0 is off.")] = 0,
     top_p: Annotated[float, _option("P", "1 is off.")] = 1.0,
     seed: Annotated[int, _option("S", "First seed; every call gets the next one.")] = 0,
-    json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write figures there.")] = None,
+    json_: Annotated[Path | None, _option("FILE", "Write figures there.", "--json")] = None,
     dtype: opt.Dtype = "float32",
     device: opt.Device = None,
 ) -> None:
     """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
     with _no_verdict(), show.status("drawing texts ..."):
         if sum(source is not None for source in (hf, endpoint, python)) != 1:
-            raise BadInput("give one engine to audit: --hf MODEL, --endpoint URL or --python MODULE:NAME")
+            raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
         if hf is not None and assistant_model is None:
             raise BadInput("--hf needs the assistant too; add --assistant-model MODEL")
         if endpoint is not None and (model is None or reference is None):
-            raise BadInput("--endpoint needs --model NAME and --reference MODEL (a local copy of it)")
+            raise BadInput("--endpoint needs --model NAME and --reference MODEL, its local copy")
         if python is not None and model is None:
             raise BadInput("--python needs --model MODEL, a local copy of the model")
         from transformers.utils import logging
@@ -107,12 +107,14 @@ def _prompt(text: str | None, ids: str | None, tokenizer: Any, vocab: int) -> li
     if text is not None and ids is not None:
         raise BadInput("both --prompt and --prompt-tokens were given; give one of them")
     if tokenizer is not None and ids is None:
-        return [int(token) for token in tokenizer(text if text is not None else PROMPT)["input_ids"]]
+        return [int(token) for token in tokenizer(PROMPT if text is None else text)["input_ids"]]
     if text is not None:
         raise BadInput("the model has no tokenizer; give the prompt with --prompt-tokens 1,2,3")
-    numbers = [int(part) if part.strip().isdecimal() else -1 for part in (ids or "1,2,3").split(",")]
+    parts = (ids or "1,2,3").split(",")
+    numbers = [int(part) if part.strip().isdecimal() else -1 for part in parts]
     if min(numbers) < 0 or max(numbers) >= vocab:
-        raise BadInput(f"prompt_tokens was {ids!r}; give token ids from 0 to {vocab - 1}, such as 1,2,3")
+        last = vocab - 1
+        raise BadInput(f"prompt_tokens was {ids!r}; give token ids from 0 to {last}, such as 1,2,3")
     return numbers
 
 
@@ -122,7 +124,8 @@ def _print(title: str, found: Any) -> None:
     style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
     console.print(f"{word}: {title}", style=style, markup=False)
     interval = f"true one between {joint.low:.3f} and {joint.high:.3f} (99 %)"
-    console.print(f"total variation {joint.tv:.3f}, {interval}; {found.samples} texts", markup=False)
+    figures = f"total variation {joint.tv:.3f}, {interval}; {found.samples} texts"
+    console.print(figures, markup=False)
     table = Table("test", "p-value", "verdict", "control", "detail", box=SIMPLE_HEAD)
     for check in found.checks:
         verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
@@ -130,6 +133,7 @@ def _print(title: str, found: Any) -> None:
         table.add_row(check.name, f"{check.p_value:.2g}", verdict, control, check.detail)
     console.print(table)
     console.print(
-        f"A correct engine is accused about {found.false_alarm:.0e} of the time; a wrong one of a total "
-        f"variation of {joint.detects:.3f} or more is caught with probability 0.999.", style="dim",
+        f"A correct engine is accused about {found.false_alarm:.0e} of the time; a wrong one of a "
+        f"total variation of {joint.detects:.3f} or more is caught with probability 0.999.",
+        style="dim",
     )

@@ -1,9 +1,11 @@
-"""``draftproof prove``: is it lossless here? Sections with a verdict each, and a certificate. Knows the terminal only."""
+"""``draftproof prove``: is it lossless here? Sections with a verdict each, and a certificate."""
 
 from __future__ import annotations
 
+import sys
 from datetime import date
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,15 +32,23 @@ class Part(StrEnum):
     architectures = "architectures"
 
 
-Model = Annotated[str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)]
+def _file(name: str, text: str) -> Any:
+    return typer.Option(name, metavar="FILE", help=text)
+
+
+Model = Annotated[
+    str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Everything scaled down, in about a minute.")]
 Parts = Annotated[
     list[Part] | None,
-    typer.Option("--section", metavar="NAME", help=f"Only {', '.join(Part)}; repeatable.", show_default=False),
+    typer.Option(
+        "--section", metavar="NAME", help=f"Only {', '.join(Part)}; repeatable.", show_default=False
+    ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The report, for machines.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The certificate, one page.")]
-MarkdownFile = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="The certificate, for a release.")]
+JsonFile = Annotated[Path | None, _file("--json", "The report, for machines.")]
+HtmlFile = Annotated[Path | None, _file("--html", "The certificate, one page.")]
+MarkdownFile = Annotated[Path | None, _file("--markdown", "The certificate, in Markdown.")]
 SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the random numbers start.")]
 
 
@@ -60,18 +70,20 @@ def prove(
     quantize_draft: opt.QuantizeDraft = None,
     kv_cache: opt.KvCache = None,
 ) -> None:
-    """Prove that decoding is lossless: by law, by sampling, bit for bit, and with every architecture."""
+    """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
     for file in (json_, html, markdown):
         if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
+            folder = file.absolute().parent
+            raise BadInput(f"there is no folder {folder} for {file.name}; make it first")
     if model is None and drafter is None and assistant_model is None:
         assistant_model = "demo-draft"
     setup = EngineConfig(
-        model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype, device=device,
-        quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
+        model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype,
+        device=device, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
     )  # fmt: skip
     found = _run(setup, quick, [part.value for part in section or Part], seed)
-    for file, page in ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown)):
+    pages = ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown))
+    for file, page in pages:
         if file is not None:
             file.write_text(page(), encoding="utf-8")
     if not found.passed:
@@ -79,26 +91,30 @@ def prove(
 
 
 def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Report:
-    """Run the sections with a progress bar on stderr; print each verdict as it is reached, and one over all."""
+    """Run the sections with a progress bar on stderr; print each verdict, then one over all."""
     from draftproof.verify.prove import prove as prove_sections
     from draftproof.verify.report import Report, versions
 
-    out, loaded = Console(highlight=False, soft_wrap=True), list[Any]()
+    loaded = list[Any]()
+    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())       # a file keeps its lines
 
     def engine() -> Engine:
         loaded.append(engine_of(setup))
-        return loaded[0]                                                    # type: ignore[no-any-return]
+        return loaded[0]                                        # type: ignore[no-any-return]
 
     done: list[Section] = []
-    columns = (TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
+    show = [TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()]
+    show.append(TextColumn("{task.description}"))
     console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        for section in prove_sections(engine, names, quick=quick, seed=seed, progress=lambda name: _bar(bars, name)):
+    with Progress(*show, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tick = partial(_bar, bars)
+        for section in prove_sections(engine, names, quick=quick, seed=seed, progress=tick):
             done.append(section)
             for task in bars.task_ids:
                 bars.remove_task(task)
             _print(out, section)
-    about: dict[str, Any] = {"date": date.today().isoformat(), "extent": "quick" if quick else "full"}
+    about: dict[str, Any] = {"date": date.today().isoformat()}
+    about["extent"] = "quick" if quick else "full"
     about |= {"seed": seed, "sections": ", ".join(names), **versions()}
     if loaded:
         about |= _described(setup, loaded[0])
@@ -115,7 +131,8 @@ def _bar(bars: Progress, name: str) -> Tick:
 
 def _print(out: Console, section: Section) -> None:
     """The verdict first, then what failed."""
-    out.print("PASS" if section.passed else "FAIL", style="bold green" if section.passed else "bold red", end=" ")
+    word, style = ("PASS", "bold green") if section.passed else ("FAIL", "bold red")
+    out.print(word, style=style, end=" ")
     out.print(f"{section.name} ({section.seconds:.0f} s): {section.verdict}", markup=False)
     for failure in section.failures:
         out.print(f"     {failure}", style="red", markup=False)
@@ -123,9 +140,10 @@ def _print(out: Console, section: Section) -> None:
 
 def _described(setup: EngineConfig, engine: Engine) -> dict[str, Any]:
     """The model at hand."""
+    assistant = setup.assistant_model
     return {
         "model": setup.model,
-        "drafter": engine.drafter.name + (f" ({setup.assistant_model})" if setup.assistant_model else ""),
+        "drafter": engine.drafter.name + (f" ({assistant})" if assistant else ""),
         "draft_tokens": engine.budget.most,
         "device": str(engine.target.device),
         "dtype": str(engine.target.dtype).removeprefix("torch."),

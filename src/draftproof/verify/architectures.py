@@ -1,5 +1,5 @@
-"""Section "architectures": every causal language model of the installed transformers, tiny and random,
-run exactly or refused. Whole texts are compared, longer than any window."""
+"""Section "architectures": every causal language model of the installed transformers, tiny and
+random, run exactly or refused. Whole texts are compared, longer than any window."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ SMALL: dict[str, Any] = {
     "sliding_window": WINDOW, "initializer_range": 0.3, "tie_word_embeddings": False,
 }
 SIZES = {name: size for names, size in SMALL.items() for name in names.split()}
-"""What configurations call their sizes, whichever family they are of, and how small these are here."""
+"""What configurations call their sizes, whichever family they are of, and the small sizes here."""
 OF_ONE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "hrm_text": {"initializer_range": 0.1},     # reads its layers repeatedly, so rounding would grow
+    "hrm_text": {"initializer_range": 0.1},     # reads its layers repeatedly: rounding would grow
     "moshi": {"sliding_window": CONTEXT},       # its cache crops what its forward sees
 }
 LARGE = 3e7
 """Parameters that a model is not made with."""
-QUICK = ("bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3", "qwen3_moe")
+QUICK = (
+    "bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3",
+    "qwen3_moe",
+)
 PROMPTS, NEW_TOKENS = (24, 3, 9), 24
 
 
@@ -82,15 +85,16 @@ def prove_architectures(
 ) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
     known, found = architectures(), []
-    names = names if names is not None else [name for name in QUICK if name in known] if quick else known
+    names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
         found.append(examine(name))
     by_kind = {kind: {one.name: one.why for one in found if one.kind is kind} for kind in Kind}
     exact, chains, refused, broken, unmade = (len(by_kind[kind]) for kind in Kind)
     verdict = (
-        f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and random, "
-        f"{exact} are run exactly, {chains} more by chains alone, {refused} are refused in a sentence"
+        f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and "
+        f"random, {exact} are run exactly, {chains} more by chains alone, {refused} are refused "
+        "in a sentence"
         f"{f', {broken} are broken' if broken else ''}"
         f"{f'; {unmade} could not be made so small' if unmade else ''}"
     )
@@ -101,7 +105,7 @@ def prove_architectures(
 
 
 def examine(name: str, around: Callable[[Target], Target] = lambda target: target) -> Finding:
-    """Write with a tiny model of this type, plainly and with drafts, and compare with its own words.
+    """Write with a tiny model of this type, plainly and with drafts; compare with its own words.
 
     around: what stands between the model and the engine, to show that a mistake there is found.
     """
@@ -127,7 +131,7 @@ def examine(name: str, around: Callable[[Target], Target] = lambda target: targe
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """A random model of this type, in float32. Raises whatever its configuration or making raises."""
+    """A random model of this type, in float32. Raises whatever its configuration raises."""
     mapping = AutoModelForCausalLM._model_mapping
     config = _config(next(one for one in mapping if one.model_type == name), OF_ONE.get(name, {}))
     with torch.device("meta"):
@@ -136,7 +140,8 @@ def tiny(name: str) -> PreTrainedModel:
         raise ValueError(f"it has {size} parameters, however small its configuration is")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = made.eval()
     model.generation_config = GenerationConfig()
     return model
 
@@ -179,7 +184,7 @@ class _Knows(Drafter):
 
 
 def _wrong(model: PreTrainedModel, target: Target) -> str:
-    """Where the plain text differs from the model's own, or a drafted one from it; "" if nowhere."""
+    """Where plain text differs from the model's own, or drafted text from plain; "" if nowhere."""
     dice = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in PROMPTS]
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):

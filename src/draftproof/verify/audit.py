@@ -1,4 +1,4 @@
-"""Audit: does somebody else's engine draw from the distribution it should? If not, how far is it off?
+"""Audit: does an engine draw from the distribution it should? If not, how far is it off?
 
 Short texts are drawn and compared with the exact distribution of the model, prefix by prefix.
 
@@ -92,14 +92,14 @@ class Audit:
 
 
 def audit(
-    sampler: Any, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000, seed: int = 0,
-    ends: Sequence[int] = (), opaque: frozenset[int] = frozenset(),
+    sampler: Any, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000,
+    seed: int = 0, ends: Sequence[int] = (), opaque: frozenset[int] = frozenset(),
 ) -> Audit:
     """Draw `samples` continuations of `length` tokens and test them against the law.
 
-    sampler: a `Draw`, or an object with a method `sample` like it. ends: end tokens; all count as one.
-    opaque: tokens behind which the law is not known (several share one name). Raises BadInput if the
-    request cannot be judged, too few samples included.
+    sampler: a `Draw`, or an object with a method `sample` like it. ends: end tokens, which count as
+    one. opaque: tokens behind which the law is not known (several share one name). Raises BadInput
+    if the request cannot be judged, too few samples included.
     """
     if not prompt:
         raise BadInput("the prompt is empty; give at least one token")
@@ -139,8 +139,8 @@ def _asked(draw: Draw, prompt: list[int], n: int, seed: int) -> list[Text]:
 
 @dataclass
 class Outcomes:
-    """What may come behind a prompt, cut where it becomes rare. A cell is a text, or a text with RARE
-    or IMPOSSIBLE in the place of its last token. laws: by text; own: tokens with cells of their own."""
+    """What may come behind a prompt, cut where it becomes rare. A cell is a text, or a text with
+    RARE or IMPOSSIBLE in the place of its last token. laws: by text; own: tokens with a cell."""
 
     law: Law
     prompt: Text
@@ -159,10 +159,12 @@ class Outcomes:
             below: dict[Text, float] = {}
             for (text, mass), row in zip(level.items(), rows, strict=True):
                 if abs(row.sum() - 1) > 1e-4:
-                    raise BadInput(f"the law must sum to one; behind {text} it sums to {row.sum():g}")
+                    said = f"behind {text} it sums to {row.sum():g}"
+                    raise BadInput(f"the law must sum to one; {said}")
                 self.laws[text], self.mass[text] = row / row.sum(), mass
                 self.own[text] = np.flatnonzero(mass * row * self.samples >= KEEP)
-                going = [token for token in self.own[text] if token not in (*self.ends, *self.opaque)]
+                last = {*self.ends, *self.opaque}
+                going = [token for token in self.own[text] if token not in last]
                 below |= {(*text, int(token)): mass * row[token] for token in going}
             likely = sorted(below, key=lambda text: -below[text])[: CONTEXTS - len(self.laws)]
             level = {text: below[text] for text in likely if len(text) < self.length}
@@ -211,7 +213,7 @@ class Outcomes:
         return cells
 
     def check(self, texts: Sequence[Text], tokens: int, seed: int) -> Check:
-        """The G-test of the first `tokens` tokens; its control is a law as wrong as it should see."""
+        """The G-test of the first `tokens` tokens; its control is a law as wrong as it detects."""
         law, seen = self.cells(tokens), Counter(self.cell(text, tokens) for text in texts)
         cells = sorted(law.keys() | seen.keys())
         expected = np.array([law.get(cell, 0.0) for cell in cells])
@@ -242,7 +244,7 @@ def _repeats(texts: Sequence[Text]) -> list[Check]:
     equal = sum(count * (count - 1) for count in Counter(texts).values())
     rate = equal / (len(texts) * (len(texts) - 1))
     if rate > 0.9:
-        return []                                       # nearly always the same text: nothing to see
+        return []                                       # nearly always the same text
     calls = [texts[start : start + CHUNK] for start in range(0, len(texts) - CHUNK + 1, CHUNK)]
     between = [pair for one, two in zip(calls[::2], calls[1::2], strict=False)
                for pair in zip(one, two, strict=True)]  # fmt: skip

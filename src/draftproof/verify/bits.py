@@ -1,8 +1,9 @@
 """Section "bits": on the model at hand, texts and log-probabilities against plain decoding.
 
-Rows of every kind share a batch: greedy and sampled, seeds beyond 32 bits, ends at different times. Each must be what plain
-decoding writes for it alone. Where the machine has an exactness class every bit must agree; elsewhere the model's own
-rounding, measured by transformers alone, must explain every difference.
+Rows of every kind share a batch: greedy and sampled, seeds beyond 32 bits, ends at different times.
+Each must be what plain decoding writes for it alone. Where the machine has an exactness class every
+bit must agree; elsewhere the model's own rounding, measured by transformers alone, must explain
+every difference.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SLACK = 4.0
 
 @dataclass
 class Found:
-    """What was compared so far. noise, bounds: the model's rounding, and by text what it may explain."""
+    """What was compared so far. noise, bounds: the model's rounding, over all and by text."""
 
     texts: int = 0
     identical: int = 0
@@ -65,9 +66,9 @@ def prove_bits(
 ) -> Section:
     """Compare the engine's drafter, prompt lookup and plain batches with plain decoding row by row.
 
-    exact_nodes: the machine's exactness class (rows x nodes), None to probe it. wants: how to sample,
-    in turn. Passes if, inside the class, every token and every bit of every log-probability agrees;
-    outside it, if no difference exceeds the rounding, and a forgotten token does.
+    exact_nodes: the machine's exactness class (rows x nodes), None to probe it. wants: how to
+    sample, in turn. Passes if, inside the class, every token and every bit of every log-probability
+    agrees; outside it, if no difference exceeds the rounding, and a forgotten token does.
     """
     if exact_nodes is None:
         tick(0.0, "probing the machine")
@@ -81,7 +82,8 @@ def prove_bits(
         _measure(engine.target, prompt, one, found)
     drafters: dict[str, Drafter] = {"none": Plain(), engine.drafter.name: engine.drafter}
     drafters["prompt-lookup"] = PromptLookup()
-    exact_cases, cases = 0, [(name, rows) for name in drafters for rows in ROWS if name != "none" or rows > 1]
+    cases = [(name, rows) for name in drafters for rows in ROWS if name != "none" or rows > 1]
+    exact_cases = 0
     for done, (name, rows) in enumerate(cases):
         tick((done + 1) / (len(cases) + 1), f"{name}, batch {rows}")
         drafter, own = drafters[name], name == engine.drafter.name
@@ -96,10 +98,12 @@ def prove_bits(
             _compare(f"{case}, text {place + 1}", engine, prompts[place], asked[place], ours, one,
                      0.0 if exact else found.bounds[place], found)  # fmt: skip
     if not found.control > 1:
-        found.failures.append("a forgotten token changes logits no more than rounding: this is blind")
-    here = f"{exact_cases} of {len(cases)} set-ups in the machine's exactness class of {exact_nodes} nodes"
+        why = "a forgotten token changes logits no more than rounding: this is blind"
+        found.failures.append(why)
+    here = f"{exact_cases} of {len(cases)} set-ups in the machine's exactness class"
     verdict = (
-        f"{found.texts} texts compared with plain decoding, {found.identical} to the last bit; {here}; "
+        f"{found.texts} texts compared with plain decoding, {found.identical} to the last bit; "
+        f"{here} of {exact_nodes} nodes; "
         f"log-probabilities differ by at most {found.largest:.2g}, the model's own logits by "
         f"{found.noise:.2g}; {len(found.diverged)} texts diverged at near-ties"
     )
@@ -118,7 +122,8 @@ def _prompts(engine: Engine) -> list[list[int]]:
     if engine.codec is not None:
         return [(engine.codec.encode(text) or [0])[-longest:] for text in TEXTS]
     dice = torch.Generator().manual_seed(0)
-    texts = [torch.randint(vocab, (size,), generator=dice).tolist() for size in (9, 5, 14, 7, 2, 11, 6, 3)]
+    sizes = (9, 5, 14, 7, 2, 11, 6, 3)
+    texts = [torch.randint(vocab, (size,), generator=dice).tolist() for size in sizes]
     return [(text[:3] * 5 if index % 2 else text)[-longest:] for index, text in enumerate(texts)]
 
 
@@ -138,14 +143,15 @@ def _asked(wants: Sequence[Sampling], new: int) -> list[Sampling]:
 
 
 def _write(
-    engine: Engine, drafter: Drafter, budget: int, prompts: list[list[int]], asked: list[Sampling], rows: int
+    engine: Engine, drafter: Drafter, budget: int, prompts: list[list[int]], asked: list[Sampling],
+    rows: int,
 ) -> list[Completion]:
     own = Engine(engine.target, drafter, budget=budget, stop_tokens=engine.stop_tokens)
     return [one.checked() for one in own.generate(prompts, sampling=asked, batch_size=rows)]
 
 
 def _measure(target: Target, prompt: list[int], plain: Completion, found: Found) -> None:
-    """Hold plain decoding against the model's own forward, by transformers alone; note its rounding."""
+    """Compare plain decoding with the model's own forward, by transformers; note its rounding."""
     text = [*prompt, *plain.tokens]
     whole, step = _own(target, text, len(text)), _own(target, text, 1)
     rounding = torch.finfo(target.dtype).eps * float(whole[whole.isfinite()].abs().max())
@@ -153,7 +159,7 @@ def _measure(target: Target, prompt: list[int], plain: Completion, found: Found)
     behind = whole[len(prompt) - 1 : -1].log_softmax(-1)
     own = behind.gather(1, torch.tensor(plain.tokens, device=behind.device)[:, None])[:, 0]
     off = _furthest(own, torch.tensor(plain.logprobs, dtype=own.dtype, device=own.device))
-    if target.kv_cache is not None:                             # which transformers' own forward has not
+    if target.kv_cache is not None:                     # which transformers' own forward has not
         noise = max(noise, off)
     elif not off <= 2 * SLACK * noise:
         why = f"off by {off:.2g}, its rounding allows {2 * SLACK * noise:.2g}"
@@ -178,8 +184,8 @@ def _own(target: Target, text: list[int], width: int) -> Tensor:
 
 
 def _compare(
-    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: Completion, theirs: Completion,
-    bound: float, found: Found,
+    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: Completion,
+    theirs: Completion, bound: float, found: Found,
 ) -> None:
     """Hold one text against plain decoding. bound: how far logits may be off; 0: not a bit."""
     pairs = list(zip(ours.tokens, theirs.tokens, strict=False))
@@ -202,8 +208,8 @@ def _compare(
 
 
 def _near_tie(
-    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: list[int], theirs: list[int],
-    split: int, bound: float, found: Found,
+    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: list[int],
+    theirs: list[int], split: int, bound: float, found: Found,
 ) -> None:
     """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
     text, target = [*prompt, *ours[:split]], engine.target
@@ -211,9 +217,8 @@ def _near_tie(
     ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
     ops = Device(target.device).ops(engine.shapes.closed)
     sampler = Sampler([SamplingParams(want, len(prompt), ends)], target.device, ops)
-    prefix = Prefix(
-        torch.tensor([text], device=target.device), torch.tensor([len(text) - 1], device=target.device)
-    )
+    last = torch.tensor([len(text) - 1], device=target.device)
+    prefix = Prefix(torch.tensor([text], device=target.device), last)
     paths = Paths(prefix, TokenTree.root(prefix.root))
     scores = sampler.gumbel_logits(logits[None, None], paths, Role.TARGET)[0, 0].double()
     apart = float(scores[ours[split]] - scores[theirs[split]])
@@ -224,8 +229,8 @@ def _near_tie(
     })
     if not explained:
         found.failures.append(
-            f"{case}: new token {split + 1} is {theirs[split]}, plain decoding gives {ours[split]}; "
-            f"they are {apart:.3g} apart, rounding of {bound:.2g} cannot turn that"
+            f"{case}: new token {split + 1} is {theirs[split]}, plain decoding gives "
+            f"{ours[split]}; they are {apart:.3g} apart, rounding of {bound:.2g} cannot turn that"
         )
 
 

@@ -1,4 +1,4 @@
-"""Engines and models to audit: transformers' assisted generation, a completions server, a function."""
+"""Engines to audit: transformers' assisted generation, a completions server, a function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 64
 
 
 class ModelLaw:
-    """A model's distribution under a sampling: `law(texts)` is [n, V], behind texts of one length."""
+    """A model's distribution under a sampling: `law(texts)` is [n, V], texts of one length."""
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
         self.model, self.sampling = model, sampling
@@ -97,14 +97,16 @@ class Vocabulary:
         if string.startswith("token_id:"):
             return int(self.first[int(string.removeprefix("token_id:"))])
         if string not in self.ids:
-            raise BadInput(f"the server returned the token {string!r}, unknown to the reference's tokenizer")
+            raise BadInput(f"the server's token {string!r} is unknown to the reference's tokenizer")
         return self.ids[string]
 
 
 class Endpoint:
     """Any server with OpenAI's POST /v1/completions. Prompts go as token ids."""
 
-    def __init__(self, url: str, model: str, want: Sampling, length: int, words: Vocabulary) -> None:
+    def __init__(
+        self, url: str, model: str, want: Sampling, length: int, words: Vocabulary
+    ) -> None:
         base = url.rstrip("/")
         if not base.startswith(("http://", "https://")):
             raise BadInput(f"endpoint was {url!r}; give an address such as http://127.0.0.1:8000")
@@ -122,7 +124,7 @@ class Endpoint:
             own = {"n": min(ROWS, n - len(texts)), "seed": (seed * 1009 + len(texts)) % 2**31}
             choices = self._post({**self.body, "prompt": prompt, **own}).get("choices")
             if not isinstance(choices, list) or not choices:
-                raise BadInput(f"{self.url} answered without any choices; is it a completions server?")
+                raise BadInput(f"{self.url} gave no choices; is it a completions server?")
             texts += [self._tokens(choice) for choice in choices][: n - len(texts)]
         return texts
 
@@ -137,19 +139,21 @@ class Endpoint:
             raise BadInput(f"{self.url} answered {error.code}: {said or error.reason}") from error
         except OSError as error:
             why = getattr(error, "reason", error)
-            raise BadInput(f"{self.url} cannot be reached ({why}); is the server running?") from error
+            said = f"{self.url} cannot be reached ({why}); is the server running?"
+            raise BadInput(said) from error
         except ValueError as error:
-            raise BadInput(f"{self.url} answered with no JSON; is it a completions server?") from error
+            said = f"{self.url} answered with no JSON; is it a completions server?"
+            raise BadInput(said) from error
         return answer if isinstance(answer, dict) else {}
 
     def _tokens(self, choice: dict[str, Any]) -> list[int]:
-        """Token ids of a choice: as given, by the strings of its log-probabilities, or by its text."""
+        """Token ids of a choice: as given, by the strings of its log-probabilities, or by text."""
         ids, scores = choice.get("token_ids"), choice.get("logprobs") or {}
         if isinstance(ids, list) and ids:
             return [int(self.words.first[token]) for token in ids]
         strings = scores.get("tokens") or [entry["token"] for entry in scores.get("content") or []]
         if not strings and self.length > 1 and choice.get("text"):
-            why = "neither token ids nor logprobs, so only one token can be told apart; add --length 1"
+            why = "neither token ids nor logprobs: only one token can be judged; add --length 1"
             raise BadInput(f"{self.url} returns {why}")
         return [self.words.id(string) for string in strings or [choice.get("text")] if string]
 
@@ -170,5 +174,6 @@ def from_module(name: str) -> Any:
     except AttributeError as error:
         raise BadInput(f"module {module} has no {attribute}") from error
     if not callable(getattr(found, "sample", found)):
-        raise BadInput(f"{name} is a {type(found).__name__}; it must be a function sample(prompt, n, seed)")
+        kind = type(found).__name__
+        raise BadInput(f"{name} is a {kind}; it must be a function sample(prompt, n, seed)")
     return found

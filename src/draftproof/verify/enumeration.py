@@ -1,4 +1,4 @@
-"""Every random outcome of the whole engine enumerated: the exact distribution of the texts it writes.
+"""Every random outcome of the whole engine enumerated: the exact distribution of its texts.
 
 The target is a table in float64. Where the engine would draw a number, the enumeration decides what
 comes, and multiplies the probabilities: the distribution of the text is known, not estimated.
@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -67,7 +68,7 @@ class TableModel(PreTrainedModel):  # type: ignore[misc]
 
     def scores(self, text: Sequence[int]) -> list[float]:
         """The logits behind a text."""
-        return self._scores(sum((token + 1) * self.BASE**place for place, token in enumerate(text)))
+        return self._scores(sum((token + 1) * self.BASE**at for at, token in enumerate(text)))
 
     def _scores(self, code: int) -> list[float]:
         if code not in self._known:
@@ -83,7 +84,7 @@ class TableModel(PreTrainedModel):  # type: ignore[misc]
         columns = (input_ids + 1, places.expand_as(input_ids))
         tokens, places = (column[:, None, :, None].double() for column in columns)
         if past_key_values is not None:
-            tokens, places = past_key_values.update(tokens, places, 0)                 # [B, 1, S, 1]
+            tokens, places = past_key_values.update(tokens, places, 0)          # [B, 1, S, 1]
         sees = torch.ones(input_ids.shape[1], tokens.shape[2], dtype=torch.bool).tril()
         sees = sees if attention_mask is None else attention_mask[:, 0] == 0           # [B, N, S]
         worth = tokens[..., 0].long() * self.BASE ** places[..., 0].long().clamp(0, 20)
@@ -123,11 +124,11 @@ class Letters(Codec):
 
 
 class Outcomes:
-    """The draws of many worlds side by side: each follows its plan, then takes the likeliest outcome.
+    """The draws of many worlds side by side: each follows its plan, then the likeliest outcome.
 
     plans: [W, DRAWS] outcomes decided, -1 beyond. probs: [W] what a world's outcomes cost. others:
-    plans of the outcomes not taken, one per possible outcome of every draw beyond the plan; together
-    they are everything that can happen.
+    plans of the outcomes not taken, one per possible outcome of every draw beyond the plan: with
+    the taken ones everything that can happen.
     """
 
     def __init__(self, plans: Tensor) -> None:
@@ -137,13 +138,12 @@ class Outcomes:
         self.others: list[tuple[Tensor, Tensor]] = []
 
     def take(self, worlds: Tensor, law: Tensor) -> Tensor:
-        """[B] one outcome per row of `law` [B, K], for the `worlds` [B]; equal worlds draw together."""
+        """[B] one outcome per row of `law` [B, K] for the `worlds` [B]; equal worlds draw once."""
         once, copies = torch.unique(worlds, return_inverse=True)
         if len(once) == len(worlds):
             return self._take(worlds, law)
-        first = torch.full_like(once, len(worlds)).scatter_reduce(
-            0, copies, torch.arange(len(worlds)), "amin"
-        )
+        first = torch.full_like(once, len(worlds))
+        first = first.scatter_reduce(0, copies, torch.arange(len(worlds)), "amin")
         return self._take(once, law[first])[copies]
 
     def _take(self, worlds: Tensor, law: Tensor) -> Tensor:
@@ -186,7 +186,8 @@ class Decided:
         takes its likeliest tokens."""
         if role is Role.TARGET or sampler.greedy:
             return sampler.filtered(logits, paths)
-        return self._decided(sampler, logits, paths, self.fan[int(paths.tree.depths[0, paths.first])])
+        depth = int(paths.tree.depths[0, paths.first])
+        return self._decided(sampler, logits, paths, self.fan[depth])
 
     def _decided(self, sampler: Sampler, logits: Tensor, paths: Paths, children: int) -> Tensor:
         scores, worlds = sampler.filtered(logits, paths), self.worlds(sampler)
@@ -198,12 +199,12 @@ class Decided:
             for rank in range(children):                        # without replacement
                 best = argmax_token(left)
                 none = best == NOTHING
-                sure = torch.nn.functional.one_hot(best.clamp(min=0), left.shape[1]).double()
-                certain = (greedy[rows] | none)[:, None]
-                law = torch.where(certain, sure, left.double().softmax(-1))
+                sure = one_hot(best.clamp(min=0), left.shape[1]).double()
+                law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
                 taken = self.outcomes.take(worlds[rows], law)
                 before = order[rows, node, taken]
-                order[rows, node, taken] = torch.where(none, before, before.new_tensor(children - rank))
+                rank_left = before.new_tensor(children - rank)
+                order[rows, node, taken] = torch.where(none, before, rank_left)
                 left = left.scatter(1, taken[:, None], -torch.inf)
         return order
 
@@ -219,7 +220,7 @@ class Decided:
             def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
                 weights = weights.double()
                 broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
-                sure = torch.nn.functional.one_hot(torch.zeros_like(depth), weights.shape[1])
+                sure = one_hot(torch.zeros_like(depth), weights.shape[1])
                 law = weights / weights.sum(-1, keepdim=True)
                 law = torch.where(broken[:, None], sure.double(), law)
                 return torch.where(broken, NOTHING, outcomes.take(worlds, law))
@@ -337,7 +338,7 @@ def _wrong_counts(case: Case, done: Completion) -> str:
     if written > case.asks[done.prompt].limit:
         return f"{written} tokens were written, more than allowed"
     if stats.emitted != written - 1:
-        return f"{stats.emitted} tokens were counted behind the first, {written - 1} were written"
+        return f"{stats.emitted} tokens were counted after the first, {written - 1} were written"
     accepted, drafted = stats.accepted, stats.drafted
     if not accepted <= stats.emitted <= accepted + stats.rounds or accepted > drafted:
         return f"{accepted} accepted of {drafted} drafted do not fit {stats.emitted} tokens"
@@ -348,4 +349,5 @@ def _wrong_counts(case: Case, done: Completion) -> str:
 
 def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
     """Total variation."""
-    return sum(abs(one.get(end, 0.0) - other.get(end, 0.0)) for end in one.keys() | other.keys()) / 2
+    ends = one.keys() | other.keys()
+    return sum(abs(one.get(end, 0.0) - other.get(end, 0.0)) for end in ends) / 2

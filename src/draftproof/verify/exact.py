@@ -54,7 +54,7 @@ def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[f
         with one_thread():
             wanted = enumerate_texts(case.plain()).laws if wanted is None else wanted
             found = enumerate_texts(case)
-    except Exception as error:                                 # a broken algorithm may break anywhere
+    except Exception as error:                          # a broken algorithm may break anywhere
         return 1.0, 0, failed(error)
     if found.wrong:
         return 1.0, found.worlds, found.wrong
@@ -63,7 +63,7 @@ def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[f
     return apart, found.worlds, wrong
 
 
-# Cases ----------------------------------------------------------------------------------------------
+# Cases
 
 OPTIONS = {
     "T 1": Sampling(temperature=1.0),
@@ -81,7 +81,8 @@ OPTIONS = {
     "repetition reward": Sampling(temperature=1.0, repetition_penalty=0.6),
     "greedy, penalised": Sampling(repetition_penalty=2.5, frequency_penalty=0.6, no_repeat_ngram=2),
     "all at once": Sampling(
-        temperature=0.9, top_k=2, top_p=0.9, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.3,
+        temperature=0.9, top_k=2, top_p=0.9, min_p=0.02, repetition_penalty=1.3,
+        presence_penalty=0.3,
         frequency_penalty=-0.4, no_repeat_ngram=3, logit_bias={2: 0.6}, banned_words=((1, 0, 2),),
     ),
 }
@@ -161,11 +162,12 @@ def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
 
 def _special(name: str, rule: Rule) -> Iterator[Case]:
     """Different requests in one batch, a draft that is the target, a budget that comes and goes."""
+    free = Sampling(temperature=1.0)
     mixed = (
         Ask(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
         Ask(Sampling(repetition_penalty=1.4), (1,), 4),
         Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
-        Ask(Sampling(temperature=1.0, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
+        Ask(replace(free, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
     )
     for way in ("chain", "tree of 3", "lookup"):
         one = case(f"{name}: {way}, mixed batch", rule, WAYS[way], *mixed)
@@ -174,13 +176,15 @@ def _special(name: str, rule: Rule) -> Iterator[Case]:
     chain, drawn = WAYS["chain"], rule.drawn
     own = Sampling(temperature=1.0 if drawn else 0.0, stop_tokens=(2,), repetition_penalty=1.3)
     for when, budget in (("", partial(Fixed, 2)), (" at times", partial(Alternating, 2))):
-        one = case(f"{name}: drafts for itself{when}", rule, by_model(TARGET, 2), Ask(own, (1, 0), 4))
+        ask = Ask(own, (1, 0), 4)
+        one = case(f"{name}: drafts for itself{when}", rule, by_model(TARGET, 2), ask)
         yield replace(one, budget=budget, drafts_itself=True)
     fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if drawn else 3)
-    yield case(f"{name}: budget comes and goes", rule, chain, fading, budget=partial(Alternating, 2))
+    at_times = partial(Alternating, 2)
+    yield case(f"{name}: budget comes and goes", rule, chain, fading, budget=at_times)
     penalised = Sampling(temperature=1.0, top_k=2, repetition_penalty=2.0, frequency_penalty=0.7)
     asks = [Ask(penalised, (1, 0), 4)]
-    if not drawn:                               # every choice counts there: greedy, but long and many
+    if not drawn:                               # every choice counts there: greedy, but many
         greedy = replace(penalised, temperature=0.0)
         asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
     yield case(f"{name}: penalties in a tree", rule, WAYS["tree of 4"], *asks)
@@ -208,7 +212,7 @@ GRAMMARS = {
 }
 
 
-# Planted mistakes that must be seen, and the section ------------------------------------------------
+# Planted mistakes that must be seen, and the section
 
 
 def weighing(rule: Callable[[TokenTree, Tensor, Chance], Accepted]) -> Rule:
@@ -249,8 +253,8 @@ def prove_law(
 ) -> Section:
     """Examine every rule in the whole engine; another rule can be passed to be proved.
 
-    Passes if no case is further than `EXACT` from plain decoding, plain decoding has the table's own
-    distribution, and every planted mistake is seen.
+    Passes if no case is further than `EXACT` from plain decoding, plain decoding has the table's
+    own distribution, and every planted mistake is seen.
     """
     chosen = list(cases(rules, every=67 if quick else 1))
     worst, outcomes, failures = plain_error(), 0, []
@@ -274,7 +278,8 @@ def prove_law(
         "planted mistakes seen"
     )
     figures = {
-        "cases": len(chosen), "outcomes": outcomes, "max_total_variation": worst, "tolerance": EXACT,
+        "cases": len(chosen), "outcomes": outcomes, "max_total_variation": worst,
+        "tolerance": EXACT,
         "controls": planted, "rules": sorted(rules),
     }
     return Section("law", verdict, figures, failures)

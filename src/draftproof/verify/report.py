@@ -13,8 +13,8 @@ Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
 SCOPE = (
     "What this says: the emitted text follows the target model. What it does not: the same text "
-    "across machines, dtypes or forward shapes that round differently, and nothing about lossy modes. "
-    "See docs/lossless.md."
+    "across machines, dtypes or forward shapes that round differently, and nothing about lossy "
+    "modes. See docs/lossless.md."
 )
 STYLE = "body{font:15px/1.5 sans-serif;max-width:52rem;margin:2rem auto}td{padding:.2rem .6rem}"
 
@@ -30,7 +30,7 @@ def failed(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """One examination. verdict: one sentence with the figures. failures: one sentence each, empty if
+    """One examination. verdict: one sentence with the figures. failures: one sentence each, none if
     it passed. figures: plain values, among them every tolerance and every negative control."""
 
     name: str
@@ -72,7 +72,8 @@ class Report:
 
     def as_markdown(self) -> str:
         """One page to attach to a release."""
-        forms = {"h1": "# {}\n", "h2": "\n## {}\n", "p": "{}\n", "li": "- {}", "table": "| | |\n|---|---|"}
+        forms = {"h1": "# {}\n", "h2": "\n## {}\n", "p": "{}\n", "li": "- {}"}
+        forms["table"] = "| | |\n|---|---|"
         lines = [
             f"| {text[0]} | {text[1]} |" if kind == "tr" else forms[kind].format(*text)
             for kind, *text in self._page(lambda text: text.replace("|", "\\|"))
@@ -85,12 +86,14 @@ class Report:
             f"<tr><td>{text[0]}<td>{text[1]}" if kind == "tr" else f"<{kind}>{''.join(text)}"
             for kind, *text in self._page(html.escape)
         ]
-        head = f"<!doctype html><meta charset=utf-8><title>Lossless decoding</title><style>{STYLE}</style>"
+        title = "<!doctype html><meta charset=utf-8><title>Lossless decoding</title>"
+        head = f"{title}<style>{STYLE}</style>"
         return "\n".join([head, *lines]) + "\n"
 
     def _page(self, escape: Callable[[str], str]) -> Iterator[tuple[str, ...]]:
         """(kind, text) of every line of the certificate."""
-        yield from [("h1", "Certificate of lossless decoding"), ("p", escape(self.verdict)), ("table",)]
+        yield "h1", "Certificate of lossless decoding"
+        yield from [("p", escape(self.verdict)), ("table",)]
         yield from (("tr", escape(key), escape(_cell(value))) for key, value in self.about.items())
         for section in self.sections:
             word = "PASS" if section.passed else "FAIL"

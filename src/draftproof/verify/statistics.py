@@ -57,7 +57,7 @@ def g_test(counts: ArrayLike, law: ArrayLike) -> GTest:
 def detectable(samples: int, cells: int, alarm: float = FALSE_ALARM, power: float = POWER) -> float:
     """The smallest total variation that a G-test surely finds, whatever its direction.
 
-    The test's noncentrality is samples * sum(d^2 / p), at least samples * (2 TV)^2 (Cauchy-Schwarz).
+    The test's noncentrality is samples * sum(d^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz).
     """
     threshold = stats.chi2.isf(alarm, cells - 1)
     missing = lambda shift: stats.ncx2.sf(threshold, cells - 1, shift) - power      # noqa: E731
@@ -66,8 +66,8 @@ def detectable(samples: int, cells: int, alarm: float = FALSE_ALARM, power: floa
 
 
 def tv_interval(counts: ArrayLike, law: ArrayLike, draws: int = 400) -> tuple[float, float, float]:
-    """Total variation to `law`, and a 99 % bootstrap interval of the true one, the noise of sampling
-    taken off below."""
+    """Total variation to `law`, and a 99 % bootstrap interval of the true one, the noise of
+    sampling taken off below."""
     seen, expected = np.asarray(counts, float), np.asarray(law, float)
     samples, dice = int(seen.sum()), np.random.default_rng(0)
 
@@ -91,5 +91,6 @@ def _pooled(seen: Array, law: Array) -> tuple[Array, Array]:
     rare = law * seen.sum() < 5
     if not rare.any():
         return seen, law
-    counts, shares = np.append(seen[~rare], seen[rare].sum()), np.append(law[~rare], law[rare].sum())
+    counts = np.append(seen[~rare], seen[rare].sum())
+    shares = np.append(law[~rare], law[rare].sum())
     return (counts, shares) if shares[-1] > 0 else (counts[:-1], shares[:-1])
