@@ -409,9 +409,9 @@ def counted(own: Any, self: Any, width: int, drafted: int, reach: int, accepted:
     own(self, width, drafted, reach, accepted, accepted + 1, *rest[1:])
 
 
-def only_first(own: Any, self: Any, keys: Tensor, role: int, place: Tensor, origin: Any) -> Tensor:
+def only_first(own: Any, self: Any, keys: Tensor, role: Role, place: Tensor, *rest: Any) -> Tensor:
     """A kernel whose noise repeats: every position gets the first one's."""
-    return own(self, keys, role, place[:, :1].expand_as(place), origin)
+    return own(self, keys, role, place[:, :1].expand_as(place), *rest)
 
 
 def nothing(*args: Any, **how: Any) -> None:
@@ -455,7 +455,7 @@ MUTANTS = (
     Mutant("the target's noise repeats", "4: stale buffer",
            streams(Role.TARGET, position=lambda place, origin: place % 4), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
-           around("native.kernels:Kernels.streams", only_first), "noise"),
+           around("native.cpu_ops:_Functions.stream", only_first), "noise"),
     Mutant("replacement drawn by the smallest noise", "6: exponential race upside down",
            lambda: patch.object(KeyedChance, "draw", smallest), "draws"),
     Mutant("a coin that cannot fall falls at zero", "6: transformers r_i <= probability_ratio",
