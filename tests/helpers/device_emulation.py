@@ -81,7 +81,7 @@ class DeviceEmulation:
 
     @contextmanager
     def part(self, name: str, strict: bool = False) -> Iterator[None]:
-        """One call of a component. `strict`: the rules hold inside; otherwise only shapes are noted."""
+        """One call of a component. `strict`: the rules hold; otherwise only shapes are noted."""
         outer, self.strict = self.strict, self.strict or (strict and self.warm)
         self._stack.append([])
         try:
@@ -175,9 +175,10 @@ class _Operators(TorchDispatchMode):
         if name == "lift_fresh":
             self.emulation.host_data("a constant")
         out = func(*args, **kwargs)
+        given = zip(func._schema.arguments, args, strict=False)
         written = [
-            value for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+            value for argument, value in given if isinstance(value, Tensor)
+            and argument.alias_info is not None and argument.alias_info.is_write
         ]
         inputs, made = tree_leaves((args, kwargs)), tree_leaves(out)
         self.emulation.operator(f"{name}.{func._overloadname}", inputs, made, written)
@@ -185,8 +186,9 @@ class _Operators(TorchDispatchMode):
 
     def _must_be_static(self, name: str, func: Any, args: Any) -> None:
         """Refuse operators whose output takes its shape from data; an index of bools is one."""
+        bools = (torch.bool, torch.uint8)
         masks = name in ("index", "index_put", "index_put_") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1])
+            isinstance(one, Tensor) and one.dtype in bools for one in tree_leaves(args[1])
         )
         alone = name == "where" and len(args) == 1
         if masks or alone or name in DYNAMIC or f"{name}.{func._overloadname}" in DYNAMIC:
@@ -206,7 +208,7 @@ class _Calls(TorchFunctionMode):
             self.emulation.host_data(f"torch.{name}")
         if name in TO_HOST and args and isinstance(args[0], Tensor):
             self.emulation.reads(name)
-            with self.emulation.free():                         # what it consists of was counted as one
+            with self.emulation.free():                         # its parts were counted as one
                 return func(*args, **kwargs)
         words = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
         if name == "to" and "cpu" in words:
@@ -275,7 +277,8 @@ def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
             (engine.drafter, "propose", "draft"),
             (engine.drafter, "observe", "observe"),
         ):
-            stack.enter_context(patch.object(owner, verb, emulation.wrapped(name, getattr(owner, verb))))
+            call = emulation.wrapped(name, getattr(owner, verb))
+            stack.enter_context(patch.object(owner, verb, call))
         stack.enter_context(patch.object(engines, "Decoder", _decoder(emulation)))
         stack.enter_context(patch.object(Device, "widest", torch.float32))
         yield

@@ -1,7 +1,8 @@
-"""The exact law of acceptance rules, by enumeration. Knows rules and laws as tables; knows no models and no noise.
+"""The exact law of acceptance rules, by enumeration, with laws as tables.
 
-Every outcome of a round (draft, coins, draws) is a row of one batch, a *world*, with its probability. Rounds follow
-each other until `length` tokens are there, so the answer is the law of the text that the loop writes.
+Every outcome of a round (draft, coins, draws) is a row of one batch, a *world*, with its
+probability. Rounds follow each other until `length` tokens are there, so the answer is the law of
+the text that the loop writes.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ DrawnRule = Callable[[TokenTree, Tensor, Chance], Accepted]
 
 
 def random_law(vocab: int, salt: int, sharpness: float = 1.5, zeros: int = 0) -> Law:
-    """A law that really depends on the text; `zeros` tokens are impossible, other ones behind each text."""
+    """A law that depends on the text; `zeros` tokens are impossible, others behind each text."""
     known: dict[Text, Tensor] = {}
 
     def law(text: Text) -> Tensor:
         if text not in known:
             dice = random.Random(repr((salt, text)))
-            scores = torch.tensor([dice.gauss(0, sharpness) for _ in range(vocab)], dtype=torch.float64)
+            values = [dice.gauss(0, sharpness) for _ in range(vocab)]
+            scores = torch.tensor(values, dtype=torch.float64)
             scores[dice.sample(range(vocab), zeros)] = -torch.inf
             known[text] = scores.softmax(-1)
         return known[text]
@@ -61,11 +63,12 @@ def text_law(target: Law, vocab: int, length: int, root: int = 0) -> dict[Text, 
 
 def distance(one: dict[Text, float], other: dict[Text, float]) -> float:
     """Total variation."""
-    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in one.keys() | other.keys()) / 2
+    texts = one.keys() | other.keys()
+    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in texts) / 2
 
 
 class Worlds:
-    """A `Chance` where each row's coins [B, N] and draw [B] are decided beforehand; `confidence` [B] is what they cost."""
+    """A `Chance` where each row's coins [B, N] and draw [B] are decided; `odds` [B]: their cost."""
 
     def __init__(self, coins: Tensor, tokens: Tensor, odds: Tensor) -> None:
         self.coins, self.tokens, self.odds, self.used = coins, tokens, odds.clone(), set[int]()
@@ -83,19 +86,24 @@ class Worlds:
         return self.tokens
 
     def _pay(self, probability: Tensor) -> None:
-        self.odds = torch.where(self.odds > 0, self.odds * probability, 0)      # what cannot happen may be NaN
+        self.odds = torch.where(self.odds > 0, self.odds * probability, 0)  # the rest may be NaN
 
 
 class Draft(NamedTuple):
-    """One draft that may come, with its probability: tokens [N], the root first, and the law of each node [N, V]."""
+    """A draft that may come, with its probability: tokens [N], root first, laws of nodes [N, V]."""
 
     tokens: list[int]
     laws: list[Tensor]
     odds: float
 
 
-def drawn_drafts(text: Text, root: int, shape: TreeShape, draft: Law, vocab: int) -> Iterator[Draft]:
-    """Every tree of `shape` drawn from `draft`: children without replacement, absent where the law is used up."""
+def drawn_drafts(
+    text: Text, root: int, shape: TreeShape, draft: Law, vocab: int
+) -> Iterator[Draft]:
+    """Every tree of `shape` drawn from `draft`: children without replacement, absent where the law
+    is used up."""
+    nothing = torch.zeros(vocab, dtype=torch.float64)
+
     def grow(tokens: list[int], laws: list[Tensor], odds: float) -> Iterator[Draft]:
         node = len(tokens)
         if node == len(shape):
@@ -103,7 +111,7 @@ def drawn_drafts(text: Text, root: int, shape: TreeShape, draft: Law, vocab: int
             return
         parent = shape.parents[node]
         there = tokens[parent] != ABSENT
-        law = draft(path_of(text, tokens, shape, parent)) if there else torch.zeros(vocab, dtype=torch.float64)
+        law = draft(path_of(text, tokens, shape, parent)) if there else nothing
         siblings = [tokens[other] for other in range(1, node) if shape.parents[other] == parent]
         left = law.clone()
         left[[token for token in siblings if token != ABSENT]] = 0
@@ -125,10 +133,15 @@ def path_of(text: Text, tokens: Sequence[int], shape: TreeShape, node: int) -> T
     return (*text, *path)
 
 
-def target_laws(text: Text, tokens: Sequence[int], shape: TreeShape, target: Law, vocab: int) -> Tensor:
-    """[N, V] the target's law at every node; at absent nodes something wrong, which must not matter."""
+def target_laws(
+    text: Text, tokens: Sequence[int], shape: TreeShape, target: Law, vocab: int
+) -> Tensor:
+    """[N, V] the target's law at every node; at absent nodes a wrong one, which must not matter."""
     wrong = torch.nn.functional.one_hot(torch.tensor(vocab - 1), vocab).double()
-    laws = [wrong if token == ABSENT else target(path_of(text, tokens, shape, node)) for node, token in enumerate(tokens)]
+    laws = [
+        wrong if token == ABSENT else target(path_of(text, tokens, shape, node))
+        for node, token in enumerate(tokens)
+    ]
     return torch.stack(laws)
 
 
@@ -139,25 +152,31 @@ class Round(NamedTuple):
     accepted: float
 
 
-def drawn_round(rule: DrawnRule, text: Text, root: int, shape: TreeShape, target: Law, draft: Law, vocab: int) -> Round:
+def drawn_round(
+    rule: DrawnRule, text: Text, root: int, shape: TreeShape, target: Law, draft: Law, vocab: int
+) -> Round:
     """Every draft times every coin times every draw, as one batch."""
     drafts = list(drawn_drafts(text, root, shape, draft, vocab))
     nodes = len(shape)
     coins = torch.tensor(list(itertools.product([False, True], repeat=nodes - 1)))
     coins = torch.cat([torch.zeros(len(coins), 1, dtype=torch.bool), coins], 1)
-    which = torch.cartesian_prod(torch.arange(len(drafts)), torch.arange(len(coins)), torch.arange(vocab))      # [W, 3]
+    sizes = (len(drafts), len(coins), vocab)
+    which = torch.cartesian_prod(*map(torch.arange, sizes))                     # [W, 3]
     tokens = torch.tensor([one.tokens for one in drafts])[which[:, 0]]
     laws = torch.stack([torch.stack(one.laws) for one in drafts])[which[:, 0]]
-    probs = torch.stack([target_laws(text, one.tokens, shape, target, vocab) for one in drafts])[which[:, 0]]
+    targets = [target_laws(text, one.tokens, shape, target, vocab) for one in drafts]
+    probs = torch.stack(targets)[which[:, 0]]
     odds = torch.tensor([one.odds for one in drafts], dtype=torch.float64)[which[:, 0]]
     chance = Worlds(coins[which[:, 1]], which[:, 2], odds)
     accepted = rule(TokenTree.shaped(tokens, shape, laws), probs, chance)
-    idle = [node for node in range(1, nodes) if node not in chance.used]        # a coin nobody looked at is counted once
+    idle = [node for node in range(1, nodes) if node not in chance.used]        # counted once
     once = ~chance.coins[:, idle].any(-1)
     return _collect(tokens, accepted, torch.where(once, chance.odds, 0))
 
 
-def matched_round(tokens: Sequence[int], text: Text, shape: TreeShape, target: Law, vocab: int) -> Round:
+def matched_round(
+    tokens: Sequence[int], text: Text, shape: TreeShape, target: Law, vocab: int
+) -> Round:
     """A chosen draft, with every combination of the target's picks."""
     laws = target_laws(text, tokens, shape, target, vocab)
     target_tokens = torch.cartesian_prod(*[torch.arange(vocab)] * len(shape)).view(-1, len(shape))
@@ -169,11 +188,12 @@ def matched_round(tokens: Sequence[int], text: Text, shape: TreeShape, target: L
 def _collect(tokens: Tensor, accepted: Accepted, odds: Tensor) -> Round:
     """Sum the worlds that emit the same."""
     real = odds != 0                                                            # NaN is not 0
-    tokens, nodes, count, odds = tokens[real], accepted.nodes[real], accepted.count[real], odds[real]
+    tokens, odds, count, root = tokens[real], odds[real], accepted.count[real], accepted.root[real]
+    nodes = accepted.nodes[real]
     path = tokens.gather(1, nodes)
     place = torch.arange(path.shape[1])
     assert not ((path == ABSENT) & (place < count[:, None])).any(), "an absent node was accepted"
-    ended = torch.cat([path[:, 1:], path[:, :1]], 1).scatter(1, count[:, None] - 1, accepted.root[real][:, None])
+    ended = torch.cat([path[:, 1:], path[:, :1]], 1).scatter(1, count[:, None] - 1, root[:, None])
     ended = torch.where(place < count[:, None], ended, -1)
     texts, which = torch.unique(ended, dim=0, return_inverse=True)
     sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(0, which, odds)
@@ -182,8 +202,10 @@ def _collect(tokens: Tensor, accepted: Accepted, odds: Tensor) -> Round:
     return Round(law, float((odds * (count - 1)).sum()))
 
 
-def loop_law(one_round: Callable[[Text, int], Round], length: int, root: int = 0) -> dict[Text, float]:
-    """The law of the `length` tokens that the loop writes behind `root`, over as many rounds as it takes."""
+def loop_law(
+    one_round: Callable[[Text, int], Round], length: int, root: int = 0
+) -> dict[Text, float]:
+    """The law of the `length` tokens that the loop writes behind `root`, in as many rounds."""
     open_: list[defaultdict[Text, float]] = [defaultdict(float) for _ in range(length + 1)]
     open_[0][()] = 1.0
     for texts in open_[:length]:
@@ -195,15 +217,12 @@ def loop_law(one_round: Callable[[Text, int], Round], length: int, root: int = 0
     return dict(open_[length])
 
 
-def drawn_law(rule: DrawnRule, shape: TreeShape, target: Law, draft: Law, vocab: int, length: int) -> dict[Text, float]:
+def drawn_law(
+    rule: DrawnRule, shape: TreeShape, target: Law, draft: Law, vocab: int, length: int
+) -> dict[Text, float]:
     """What the loop writes with drawn drafts."""
-    return loop_law(lambda text, root: drawn_round(rule, text, root, shape, target, draft, vocab), length)
-
-
-def matched_law(shape: TreeShape, target: Law, draft: Law, vocab: int, length: int) -> dict[Text, float]:
-    """What the loop writes when the draft's likeliest tokens are matched with the target's picks."""
     def one_round(text: Text, root: int) -> Round:
-        return matched_round(likeliest(text, root, shape, draft), text, shape, target, vocab)
+        return drawn_round(rule, text, root, shape, target, draft, vocab)
 
     return loop_law(one_round, length)
 

@@ -1,4 +1,4 @@
-"""The drawn rules once more, written row by row, each with the mistakes that real projects made (known by name)."""
+"""The drawn rules once more, row by row, each with the mistakes that real projects made."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ TOKEN_MISTAKES = (
     "draft law not renormalised",  # siblings drawn without replacement, weighed as if with
     "residual restricted to the draft's support",
     "ratio upside down",
-    "one child stands for all",  # only the first child is tried, its siblings are tried against p itself
+    "one child stands for all",  # the first child's siblings are tried against p itself
     "accepted without a coin",  # the first drafted token is taken unseen (lattice #243)
 )
-BLOCK_MISTAKES = ("stop at the first failed coin", "token rule's residual", "no minimum", "bonus from a residual", "p_i in Z_i")
+BLOCK_MISTAKES = (
+    "stop at the first failed coin", "token rule's residual", "no minimum", "bonus from a residual",
+    "p_i in Z_i",
+)
 
 
 def token_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = "") -> Accepted:
@@ -34,7 +37,8 @@ def token_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = ""
         token = tree.tokens[:, node].clamp(min=0)
         tried = (tree.parents[:, node] == here) & tree.present[:, node]
         first = torch.tensor([node == 1 or tree.parents[0, node] != tree.parents[0, node - 1]])
-        draft = laws[:, node] if left is None else torch.where((tried & first)[:, None], laws[:, node], left)
+        fresh = (tried & first)[:, None]
+        draft = laws[:, node] if left is None else torch.where(fresh, laws[:, node], left)
         ratio = law[worlds, token] / draft[worlds, token].clamp(min=1e-300)
         if mistake == "ratio upside down":
             ratio = draft[worlds, token] / law[worlds, token].clamp(min=1e-300)
@@ -50,7 +54,8 @@ def token_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = ""
             residual = torch.where(residual > 0, residual.exp(), 1.0)
         total = residual.sum(-1, keepdim=True)
         residual = torch.where(total > 0, residual / total.clamp(min=1e-300), law)
-        if mistake == "target instead of residual" or (mistake == "one child stands for all" and not first):
+        once = mistake == "one child stands for all" and not first
+        if mistake == "target instead of residual" or once:
             residual = law
         rest = draft.scatter(1, token[:, None], 0.0)
         if mistake != "draft law not renormalised":
@@ -66,11 +71,12 @@ def token_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = ""
 def block_rule(tree: TokenTree, probs: Tensor, chance: Chance, mistake: str = "") -> Accepted:
     """Block verification of full chains, from B.1 of the specification."""
     assert tree.draft_probs is not None
-    laws, worlds, length = tree.draft_probs, torch.arange(len(tree.tokens)), tree.tokens.shape[1] - 1
-    weight, tau, going = probs.new_ones(len(worlds)), torch.zeros_like(worlds), torch.ones_like(worlds, dtype=torch.bool)
+    laws, worlds, length = tree.draft_probs, torch.arange(len(probs)), tree.tokens.shape[1] - 1
+    weight, tau, going = probs.new_ones(len(worlds)), torch.zeros_like(worlds), worlds >= 0
     weights = [weight]
     for i in range(1, length + 1):
-        ratio = probs[worlds, i - 1, tree.tokens[:, i]] / laws[worlds, i, tree.tokens[:, i]].clamp(min=1e-300)
+        token = tree.tokens[:, i]
+        ratio = probs[worlds, i - 1, token] / laws[worlds, i, token].clamp(min=1e-300)
         weight = weight * ratio if mistake == "no minimum" else (weight * ratio).clamp(max=1)
         weights.append(weight)
     stacked = torch.stack(weights, 1)

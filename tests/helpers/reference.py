@@ -21,7 +21,9 @@ SLOW = 2
 """A token that shows only with the token behind it, as half a character would."""
 
 
-def distribution_of_run(logits: Logits, prompt: Sequence[int], want: Any, limit: int) -> dict[End, float]:
+def distribution_of_run(
+    logits: Logits, prompt: Sequence[int], want: Any, limit: int
+) -> dict[End, float]:
     """Every way a run can end, with its probability."""
     ends: dict[End, float] = {}
     waiting: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -72,7 +74,8 @@ def penalised(scores: Scores, text: list[int], prompt_length: int, want: Any) ->
     for token, bias in want.logit_bias.items():
         scores[token] += bias
     for token in set(text) if want.repetition_penalty != 1 else ():
-        scores[token] *= want.repetition_penalty if scores[token] < 0 else 1 / want.repetition_penalty
+        penalty = want.repetition_penalty
+        scores[token] *= penalty if scores[token] < 0 else 1 / penalty
     for token in set(new):
         scores[token] -= want.presence_penalty + want.frequency_penalty * new.count(token)
     banned = set(stop_tokens) if len(new) < want.min_new_tokens else set()

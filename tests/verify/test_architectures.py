@@ -1,4 +1,4 @@
-"""Every architecture of the transformers at hand: run exactly, or refused in a sentence. Nothing in between."""
+"""Every architecture of the transformers at hand: run exactly, or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from draftproof.core.messages import Reading
 from draftproof.errors import BrokenModel
 from draftproof.model.target import Target
 from draftproof.verify import architectures as proving
-from draftproof.verify.architectures import QUICK, Kind, architectures, examine, prove_architectures, tiny
+from draftproof.verify.architectures import (
+    QUICK,
+    Kind,
+    architectures,
+    examine,
+    prove_architectures,
+    tiny,
+)
 
 
 @pytest.mark.parametrize("name", architectures())
@@ -23,7 +30,8 @@ def test_an_architecture_is_run_exactly_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", Kind.exact), ("gemma3_text", Kind.exact), ("mpt", Kind.chains), ("bloom", Kind.refused), ("rwkv", Kind.refused)],
+    [("llama", Kind.exact), ("gemma3_text", Kind.exact), ("mpt", Kind.chains),
+     ("bloom", Kind.refused), ("rwkv", Kind.refused)],
 )
 def test_what_is_known_of_some(name: str, kind: Kind) -> None:
     assert examine(name).kind is kind
@@ -88,7 +96,8 @@ def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_section_tells_who_is_what(monkeypatch: pytest.MonkeyPatch) -> None:
     section = prove_architectures(names=["llama", "mpt", "bloom"])
-    assert section.passed and "1 are run exactly, 1 more by chains alone, 1 are refused" in section.verdict
+    assert section.passed, section.failures
+    assert "1 are run exactly, 1 more by chains alone, 1 are refused" in section.verdict
     assert section.figures[Kind.exact] == "llama" and "bloom" in section.figures[Kind.refused]
     monkeypatch.setattr(proving, "_wrong", lambda model, target: "it is wrong")
     section = prove_architectures(names=["llama"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import mutants, reference
+from helpers import examinations, reference
 from helpers.reference import distribution_of_run, next_law
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
         want = replace(OPTIONS[option], **stops)
         ask = Ask(want, PROMPTS[number % len(PROMPTS)], 3)
         (law,) = enumerate_texts(Case(end, [ask], TARGET)).laws
-        assert distance(law, mutants.reference(Case(end, [ask], TARGET))[0]) < EXACT, end
+        assert distance(law, examinations.reference(Case(end, [ask], TARGET))[0]) < EXACT, end
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -89,26 +90,28 @@ def test_traversal_verification_is_not_accused(way: str) -> None:
     ask = Ask(Sampling(temperature=1.0))
     assert not examine(exact.case("", weighing(traversal), WAYS[way], ask))[2]
     if way in ("tree of 3", "smaller draft"):
-        stubborn = weighing(lambda tree, probs, chance: traversal(tree, probs, chance, update=False))
+        stubborn = weighing(partial(traversal, update=False))
         assert examine(exact.case("", stubborn, WAYS[way], ask))[0] > SEEN
 
 
 def traversal(tree: TokenTree, probs: Tensor, chance: Chance, update: bool = True) -> Accepted:
-    """Every node is once a leaf, children before parents in the order drawn; the first that stands ends the path."""
+    """Every node is once a leaf, children before parents in the order drawn."""
     assert tree.draft_probs is not None
     rows, nodes = tree.tokens.shape
     row, parents = torch.arange(rows), tree.parents[0].tolist()
-    children: list[list[int]] = [[node for node in range(nodes) if parents[node] == parent] for parent in range(nodes)]
-    law, left = probs.clone(), torch.zeros_like(probs)                          # P and Q behind every node
+    children = [[node for node in range(nodes) if parents[node] == one] for one in range(nodes)]
+    law, left = probs.clone(), torch.zeros_like(probs)              # P and Q behind every node
     for parent, own in enumerate(children):
         if own:
-            left[:, parent] = torch.where(tree.present[:, own[0], None], tree.draft_probs[:, own[0]], 0)
+            first = tree.present[:, own[0], None]
+            left[:, parent] = torch.where(first, tree.draft_probs[:, own[0]], 0)
     weight = torch.ones(rows, nodes, dtype=probs.dtype)                         # r
     stands_at = torch.full((rows,), -1)
 
     def descend(node: int) -> None:
         for child in children[node]:
-            token, there = tree.tokens[:, child].clamp(min=0), tree.present[:, child] & (stands_at < 0)
+            token = tree.tokens[:, child].clamp(min=0)
+            there = tree.present[:, child] & (stands_at < 0)
             ratio = law[row, node, token] / left[row, node, token].clamp(min=1e-300)
             weight[:, child] = (weight[:, node] * ratio).clamp(max=1)
             descend(child)
@@ -133,11 +136,11 @@ def traversal(tree: TokenTree, probs: Tensor, chance: Chance, update: bool = Tru
     return Accepted(tree.path_to(stands_at), depth + 1, chance.draw(law[row, stands_at], depth))
 
 
-# The parts ------------------------------------------------------------------------------------------
+# The parts
 
 
 def test_outcomes_are_everything_that_can_happen() -> None:
-    """Two draws in turn, the second depending on the first: each path once, with its probability."""
+    """Two draws in turn, the second by the first: each path once, with its probability."""
     second = {0: [0.5, 0.5, 0.0], 1: [0.0, 0.25, 0.75]}
     plans, seen = torch.full((1, 4), -1), {}
     while len(plans):
@@ -180,7 +183,8 @@ def test_reference_laws(want: Sampling, text: list[int], law: list[float]) -> No
 
 def test_reference_filters_and_ends() -> None:
     def law(**wants: float) -> list[float]:
-        return next_law([2.0, 1.0, 0.0], [0], 1, Sampling(temperature=1.0, **wants))         # type: ignore[arg-type]
+        want = Sampling(temperature=1.0, **wants)                   # type: ignore[arg-type]
+        return next_law([2.0, 1.0, 0.0], [0], 1, want)
 
     assert law() == pytest.approx([0.6652, 0.2447, 0.0900], abs=1e-4)
     assert law(top_p=0.7) == law(min_p=0.2) == pytest.approx([0.7311, 0.2689, 0], abs=1e-4)
@@ -188,7 +192,8 @@ def test_reference_filters_and_ends() -> None:
     want = Sampling(temperature=1.0, stop=("ab",), stop_tokens=(0,))
     ends = distribution_of_run(lambda _: UNIFORM, (0,), want, 2)
     assert ends[(0,), "a", "stop"] == pytest.approx(1 / 3)
-    assert ends[(1, 1), "bb", "length"] == pytest.approx(1 / 9) and sum(ends.values()) == pytest.approx(1)
+    assert ends[(1, 1), "bb", "length"] == pytest.approx(1 / 9)
+    assert sum(ends.values()) == pytest.approx(1)
 
 
 def test_a_rule_that_accepts_absent_nodes_is_found() -> None:
@@ -196,7 +201,8 @@ def test_a_rule_that_accepts_absent_nodes_is_found() -> None:
         accepted = acceptance.accept_by_rejection(tree, probs, chance)
         last = accepted.nodes.gather(1, accepted.count[:, None] - 1)[:, 0]
         last = torch.where(tree.tokens[:, -1] == ABSENT, tree.tokens.shape[1] - 1, last)
-        return Accepted(tree.path_to(last), tree.depths.gather(1, last[:, None])[:, 0] + 1, accepted.root)
+        count = tree.depths.gather(1, last[:, None])[:, 0] + 1
+        return Accepted(tree.path_to(last), count, accepted.root)
 
     ask = Ask(Sampling(temperature=1.0))
     assert examine(exact.case("", weighing(greedy_for_nodes), WAYS["smaller draft"], ask))[0] > SEEN

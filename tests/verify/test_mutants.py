@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers import mutants
+from helpers import examinations
+from helpers.examinations import WATCHES
 from helpers.mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
-from helpers.mutants import MUTANTS, WATCHES, Mutant
+from helpers.mutants import MUTANTS, Mutant
 
 from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES
@@ -14,9 +15,9 @@ from draftproof.verify.enumeration import Ask
 from draftproof.verify.exact import SEEN, WAYS, case, examine, weighing
 
 
-@pytest.mark.parametrize("name", mutants.law_cases())
+@pytest.mark.parametrize("name", examinations.law_cases())
 def test_the_sound_code_writes_the_reference_distribution(name: str) -> None:
-    assert mutants.by_law(name) == ""
+    assert examinations.by_law(name) == ""
 
 
 @pytest.mark.parametrize("watch", ["bits", "noise", "streams", "draws"])
@@ -25,16 +26,16 @@ def test_the_sound_code_is_not_accused(watch: str) -> None:
 
 
 def test_the_sound_code_is_counted_right() -> None:
-    assert [mutants.by_count(rule) for rule in RULES] == [""] * len(RULES)
+    assert [examinations.by_count(rule) for rule in RULES] == [""] * len(RULES)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     if mutant.watch == "law":
         for name in mutant.options:
-            mutants.wanted(name)                    # of the sound code
-    mutants.toy_law()
-    mutants.sound_accepted()
+            examinations.wanted(name)                    # of the sound code
+    examinations.toy_law()
+    examinations.sound_accepted()
     with mutant.plant():
         try:
             seen = WATCHES[mutant.watch](*mutant.options)
@@ -60,14 +61,16 @@ def test_a_wrong_block_rule_is_seen(mistake: str) -> None:
 
 def test_the_rules_written_row_by_row_are_exact() -> None:
     for rule in (token_rule, block_rule):
-        assert not examine(case("", weighing(rule), WAYS["chain"], Ask(Sampling(temperature=1.0))))[2]
+        one = case("", weighing(rule), WAYS["chain"], Ask(Sampling(temperature=1.0)))
+        assert not examine(one)[2]
 
 
 def test_a_match_without_its_ancestors_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample-and-match: a node whose parent was rejected, or the first one unseen, may not count."""
-    def careless(tree, logits, frontier):                                       # type: ignore[no-untyped-def]
+    """Sample-and-match: a node whose parent was rejected, or the first unseen, may not count."""
+    def careless(tree, logits, frontier):                           # type: ignore[no-untyped-def]
         parents = tree.parents.clamp(max=0)                 # every node hangs from the root
-        return acceptance.match(type(tree)(tree.tokens, parents, tree.depth_limit), logits, frontier)
+        hung = type(tree)(tree.tokens, parents, tree.depth_limit)
+        return acceptance.match(hung, logits, frontier)
 
     rule = RULES["match"]._replace(accept=careless)
     one = case("", rule, WAYS["tree of 4"], Ask(Sampling(temperature=1.0, top_k=2)))

@@ -1,4 +1,4 @@
-"""The proof as a whole: sections in turn, a report in three forms, and a command with exit codes."""
+"""The proof as a whole: sections in turn, a report in three forms, a command with exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from draftproof.errors import BadInput
 from draftproof.verify import prove as proving
 from draftproof.verify.report import Report, Section, silent, versions
 
-GOOD = Section("law", "3 cases, nothing found", {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}, (), 1.5)
+FIGURES = {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}
+GOOD = Section("law", "3 cases, nothing found", FIGURES, (), 1.5)
 BAD = Section("bits", "1 of 3 texts differ", {"texts": 3}, ["behind token 4 | off by 0.3"], 2.0)
 
 
@@ -35,7 +36,8 @@ def command(*words: str) -> tuple[int, str]:
 def test_a_report_in_three_forms() -> None:
     report = Report([GOOD, BAD], {"model": "demo", "date": "2026-02-03", **versions()})
     body = json.loads(report.as_json())
-    assert body["passed"] is False and body["about"]["date"] == "2026-02-03" and body["about"]["torch"]
+    assert body["passed"] is False and body["about"]["date"] == "2026-02-03"
+    assert body["about"]["torch"]
     assert [section["name"] for section in body["sections"]] == ["law", "bits"]
     markdown, page = report.as_markdown(), report.as_html()
     for text in ("1 of 3 texts differ", "nothing found", "demo", "2026-02-03"):
@@ -50,7 +52,9 @@ def test_one_broken_section_breaks_the_report() -> None:
     assert "bits" in Report([GOOD, BAD], {}).verdict
 
 
-def test_sections_run_in_turn_and_the_engine_loads_only_when_needed(sections: dict[str, Section]) -> None:
+def test_sections_run_in_turn_and_the_engine_loads_only_when_needed(
+    sections: dict[str, Section]
+) -> None:
     def engine() -> None:
         raise AssertionError("nobody asked for the model")
 
@@ -61,18 +65,23 @@ def test_sections_run_in_turn_and_the_engine_loads_only_when_needed(sections: di
 
 
 def test_exit_codes_and_files(sections: dict[str, Section], tmp_path: Path) -> None:
-    files = [word for form in ("json", "html", "markdown") for word in (f"--{form}", str(tmp_path / form))]
+    forms = ("json", "html", "markdown")
+    files = [word for form in forms for word in (f"--{form}", str(tmp_path / form))]
     code, out = command("--section", "law", *files)
     assert code == 0 and out.startswith("PASS law (0 s): 3 cases")
     assert json.loads((tmp_path / "json").read_text())["passed"]
     assert (tmp_path / "html").exists() and (tmp_path / "markdown").exists()
     sections["sampling"] = Section("sampling", "biased", failures=["rejection: p = 1e-9"])
     code, out = command("--section", "sampling", "--section", "law")
-    assert code == 1 and "FAIL sampling" in out and "rejection: p = 1e-9" in out and "PASS law" in out
+    assert code == 1
+    assert all(part in out for part in ("FAIL sampling", "rejection: p = 1e-9", "PASS law"))
     assert out.strip().endswith("see sampling")
 
 
-def test_wrong_usage_is_told_before_anything_runs(sections: dict[str, Section], tmp_path: Path) -> None:
+def test_wrong_usage_is_told_before_anything_runs(
+    sections: dict[str, Section], tmp_path: Path
+) -> None:
     assert command("--section", "nothing")[0] == 2
     result = CliRunner().invoke(app, ["prove", "--json", str(tmp_path / "no" / "a.json")])
-    assert result.exit_code == 1 and isinstance(result.exception, BadInput) and "make it first" in str(result.exception)
+    assert result.exit_code == 1 and isinstance(result.exception, BadInput)
+    assert "make it first" in str(result.exception)

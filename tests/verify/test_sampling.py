@@ -1,4 +1,4 @@
-"""Counting: the section passes, wrong rules and repeated noise fail it, and the statistics are right."""
+"""Counting: the section passes, wrong rules and repeated noise fail it, statistics are right."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_broken_rule_is_a_failure_not_a_traceback(quiet: None) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    rules = {"broken": RULES["rejection"]._replace(accept=broken)}                          # type: ignore[arg-type]
+    rules = {"broken": RULES["rejection"]._replace(accept=broken)}  # type: ignore[arg-type]
     section = prove_sampling(sequences=64, rules=rules, trials=[Trial("broken", "chain", 2)])
     assert not section.passed and "ZeroDivisionError: by nothing" in section.failures[0]
 
@@ -63,7 +63,7 @@ def test_the_law_of_the_toy_is_what_its_own_forward_says() -> None:
     assert min(map(len, exact_law(WANTS["penalised, ending"]))) < sampling.LENGTH
 
 
-# Statistics -----------------------------------------------------------------------------------------
+# Statistics
 
 def test_impossible_texts_are_never_excused() -> None:
     assert judged(Counter({(0,): 999_999, (9,): 1}), {(0,): 1.0}).p_value == 0

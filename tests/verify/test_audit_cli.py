@@ -1,0 +1,189 @@
+"""`draftproof audit`: a server, a function, exit codes; errors are one sentence each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.bug_catalog import drawn
+
+from draftproof import embedded
+from draftproof.core.params import Sampling
+from draftproof.verify.audit import Text
+from draftproof.verify.engines import ModelLaw
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the demo's tokenizer, sharp enough for a small sample."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, initializer_range=0.8,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded("demo") / name, folder / name)
+    return folder
+
+
+class Server(NamedTuple):
+    url: str
+    sins: set[str]
+
+
+@pytest.fixture(scope="module")
+def server(served: Path) -> Iterator[Server]:
+    """A right completions server; what is in `sins` makes it wrong."""
+    model = transformers.LlamaForCausalLM.from_pretrained(served).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(served)
+    sins: set[str] = set()
+
+    @cache
+    def row(text: Text, temperature: float) -> Any:
+        return ModelLaw(model, Sampling(temperature=temperature))([text])[0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            code = 404 if ask["model"] != "tiny" else 200
+            said = {"choices": self.choices(ask)} if code == 200 else {"error": "no such model"}
+            answer = json.dumps(said).encode()
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(b"<html>" if "no JSON" in sins else answer)
+
+        def choices(self, ask: dict[str, Any]) -> list[dict[str, Any]]:
+            dice = np.random.default_rng(0 if "constant seed" in sins else ask["seed"])
+            temperature = 1.0 if "temperature ignored" in sins else ask["temperature"]
+            choices = []
+            for _ in range(ask["n"]):
+                text: list[int] = []
+                while len(text) < ask["max_tokens"] and 0 not in text:
+                    text.append(drawn(dice, row((*ask["prompt"], *text), temperature)))
+                strings = [tokenizer.decode([token]) for token in text]
+                scores = None if "no logprobs" in sins else {"tokens": strings}
+                choices.append({"text": "".join(strings), "logprobs": scores})
+            return choices
+
+        def log_message(self, *said: Any) -> None:
+            """Say nothing."""
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield Server(f"http://127.0.0.1:{httpd.server_port}", sins)
+    httpd.shutdown()
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+    """``draftproof audit ARGS``, in this process."""
+    from draftproof.cli.app import main
+
+    def run(*args: str) -> Said:
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        monkeypatch.setattr(sys, "argv", ["draftproof", "audit", *args])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+        return Said(code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sin", "code"), [("", 0), ("constant seed", 1), ("temperature ignored", 1)]
+)
+def test_a_server(
+    server: Server, served: Path, call: Callable[..., Said], tmp_path: Path, sin: str, code: int
+) -> None:
+    server.sins.clear()
+    server.sins.add(sin)
+    report = tmp_path / "audit.json"
+    said = call(
+        "--endpoint", server.url, "--model", "tiny", "--reference", str(served), "--prompt", "Once",
+        "--temperature", "0.6", "--samples", "2000", "--json", str(report),
+    )  # fmt: skip
+    assert said.code == code and said.out.startswith("BIASED" if code else "UNBIASED"), said
+    figures = json.loads(report.read_text())
+    assert figures["verdict"] == ("biased" if code else "unbiased") and figures["length"] == 2
+    assert all(check["control"] for check in figures["checks"])
+
+
+def test_a_server_without_logprobs_is_judged_by_one_token(
+    server: Server, served: Path, call: Callable[..., Said]
+) -> None:
+    server.sins.clear()
+    server.sins.add("no logprobs")
+    ask = ("--endpoint", server.url, "--model", "tiny", "--reference", str(served))
+    ask += ("--prompt", "Once", "--samples", "1000")
+    said = call(*ask)
+    assert said.code == 2 and "--length 1" in said.err
+    assert call(*ask, "--length", "1").code == 0
+
+
+def test_the_command_line_with_a_function(
+    served: Path, call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = "def sample(prompt, n, seed):\n    return [[7, 7]] * n\n"
+    (tmp_path / "my_engine.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    said = call("--python", "my_engine:sample", "--model", str(served), "--samples", "1000")
+    assert said.code == 1 and said.out.startswith("BIASED")
+
+
+NOBODY = ("--endpoint", "http://127.0.0.1:9")
+FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "one engine"),
+        (["--hf", "x", "--python", "y:z"], "one engine"),
+        (["--hf", "demo"], "--assistant-model"),
+        ([*NOBODY], "--reference"),
+        ([*NOBODY, "--model", "x", "--reference", "SERVED"], "cannot be reached"),
+        (["--endpoint", "127.0.0.1", "--model", "x", "--reference", "SERVED"], "http://"),
+        (["--endpoint", "SERVER", "--model", "x", "--reference", "SERVED"], "404"),
+        (["--python", "no_such_module:f", "--model", "SERVED"], "no_such_module"),
+        (["--python", "json:nothing", "--model", "SERVED"], "nothing"),
+        (["--python", "json", "--model", "SERVED"], "module:attribute"),
+        ([*FUNCTION, "--prompt-tokens", "1,9999"], "from 0 to 4095"),
+        ([*FUNCTION, "--samples", "3"], "at least 200"),
+        ([*FUNCTION, "--temperature", "-1"], "temperature"),
+        (["--hf", "/no/where", "--assistant-model", "x"], "/no/where"),
+    ],
+)
+def test_usage_is_one_sentence_and_exit_code_2(
+    call: Callable[..., Said], served: Path, server: Server, options: list[str], words: str
+) -> None:
+    server.sins.clear()
+    known = {"SERVED": str(served), "SERVER": server.url}
+    said = call(*(known.get(option, option) for option in options))
+    lines = said.err.splitlines()
+    assert said.code == 2 and said.out == "" and words in said.err, said
+    assert len(lines) == 1 and lines[0].startswith("draftproof: ")
