@@ -19,26 +19,26 @@ from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.verify import enumeration, exact
 from draftproof.verify.enumeration import DRAWS, Ask, Case, Outcomes
-from draftproof.verify.exact import DRAFT, TARGET, WAYS, examine
+from draftproof.verify.exact import DRAFT, TARGET, SETUPS, examine
 
 WARM = Sampling(temperature=1.0, seed=3)
 
 
-def case_of(rule: Rule, way: str, limit: int = 3) -> Case:
-    return exact.case("typical", rule, WAYS[way], Ask(Sampling(temperature=1.0), (1, 0), limit))
+def case_of(rule: Rule, setup: str, limit: int = 3) -> Case:
+    return exact.case("typical", rule, SETUPS[setup], Ask(Sampling(temperature=1.0), (1, 0), limit))
 
 
-@pytest.mark.parametrize("way", ["chain", "tree of 3"])
-def test_the_decoder_does_not_write_the_targets_law(way: str) -> None:
+@pytest.mark.parametrize("setup", ["chain", "tree of 3"])
+def test_the_decoder_does_not_write_the_targets_law(setup: str) -> None:
     """By the enumeration that finds every exact rule below 1e-12."""
-    assert examine(case_of(RULES["match"], way))[0] < 1e-12
-    distance, _, wrong = examine(case_of(Typical().rule, way))
+    assert examine(case_of(RULES["match"], setup))[0] < 1e-12
+    distance, _, wrong = examine(case_of(Typical().rule, setup))
     assert distance > 0.05 and "total variation" in wrong
 
 
-@pytest.mark.parametrize("way", ["chain", "tree of 3", "lookup"])
-def test_the_statistics_tell_the_distance_of_what_is_written(way: str) -> None:
-    case = case_of(Typical().rule, way, limit=4)
+@pytest.mark.parametrize("setup", ["chain", "tree of 3", "lookup"])
+def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None:
+    case = case_of(Typical().rule, setup, limit=4)
     law: defaultdict[tuple[int, ...], float] = defaultdict(float)
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):

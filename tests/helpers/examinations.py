@@ -24,7 +24,7 @@ from draftproof.engine.engine import Engine
 from draftproof.verify import exact, sampling
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.enumeration import Ask, Case, Distribution, enumerate_texts
-from draftproof.verify.exact import GRAMMARS, WAYS, case, examine
+from draftproof.verify.exact import GRAMMARS, SETUPS, case, examine
 from draftproof.verify.sampling import Trial
 from draftproof.verify.statistics import g_test
 
@@ -47,15 +47,15 @@ def law_cases() -> dict[str, Case]:
     asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
     itself = exact.by_model(exact.TARGET, 2)
     cases = {
-        "draft": case("", reject, WAYS["chain"], Ask(free)),
-        "block": case("", block, WAYS["chain"], Ask(free)),
-        "larger draft": case("", reject, WAYS["larger draft"], Ask(free, (1,), 2)),
-        "tree": case("", match, WAYS["tree of 3"], Ask(free, (1,), 4)),
-        "options": case("", reject, WAYS["tree of 4"], Ask(ALL, (0, 1, 2), 4)),
-        "ends": case("", reject, WAYS["chain"], Ask(replace(free, **WORDS), (1,), 4)),
-        "mixed": case("", reject, WAYS["chain"], *MIXED),
-        "penalties in a tree": case("", match, WAYS["tree of 4"], *asks),
-        "grammar": case("", match, WAYS["chain"], Ask(bound, (1, 0), 4)),
+        "draft": case("", reject, SETUPS["chain"], Ask(free)),
+        "block": case("", block, SETUPS["chain"], Ask(free)),
+        "larger draft": case("", reject, SETUPS["larger draft"], Ask(free, (1,), 2)),
+        "tree": case("", match, SETUPS["tree of 3"], Ask(free, (1,), 4)),
+        "options": case("", reject, SETUPS["tree of 4"], Ask(ALL, (0, 1, 2), 4)),
+        "ends": case("", reject, SETUPS["chain"], Ask(replace(free, **WORDS), (1,), 4)),
+        "mixed": case("", reject, SETUPS["chain"], *MIXED),
+        "penalties in a tree": case("", match, SETUPS["tree of 4"], *asks),
+        "grammar": case("", match, SETUPS["chain"], Ask(bound, (1, 0), 4)),
         "itself": case("", reject, itself, Ask(own, (1, 0), 4), drafts_itself=True),
     }
     return {name: replace(one, name=name) for name, one in cases.items()}

@@ -20,32 +20,19 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.verify import exact
 from draftproof.verify.enumeration import Ask, Case, Outcomes, distance, enumerate_texts, table
-from draftproof.verify.exact import (
-    CONTROLS,
-    ENDS,
-    EXACT,
-    OPTIONS,
-    PROMPTS,
-    SEEN,
-    TARGET,
-    WAYS,
-    cases,
-    examine,
-    prove_law,
-    weighing,
-)
+from draftproof.verify.exact import EXACT, SEEN, SETUPS, cases, examine, prove_law, weighing
 
 UNIFORM = [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", exact.OPTIONS)
 def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
     """Every option with every way to end, held against plain Python that shares no code."""
-    for number, (end, stops) in enumerate(ENDS.items()):
-        want = replace(OPTIONS[option], **stops)
-        ask = Ask(want, PROMPTS[number % len(PROMPTS)], 3)
-        (law,) = enumerate_texts(Case(end, [ask], TARGET)).laws
-        assert distance(law, examinations.reference(Case(end, [ask], TARGET))[0]) < EXACT, end
+    for number, (end, stops) in enumerate(exact.ENDS.items()):
+        want = replace(exact.OPTIONS[option], **stops)
+        ask = Ask(want, exact.PROMPTS[number % len(exact.PROMPTS)], 3)
+        (law,) = enumerate_texts(Case(end, [ask], exact.TARGET)).laws
+        assert distance(law, examinations.reference(Case(end, [ask], exact.TARGET))[0]) < EXACT, end
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -60,7 +47,7 @@ def test_drafts_change_nothing(part: int) -> None:
 def test_every_rule_option_end_and_way_is_covered() -> None:
     names = " | ".join(case.name for case in cases())
     special = ("mixed batch", "as on a device", "drafts for itself", "1 tokens", "comes and goes")
-    for word in (*RULES, *OPTIONS, *filter(None, ENDS), *WAYS, *special):
+    for word in (*RULES, *exact.OPTIONS, *filter(None, exact.ENDS), *SETUPS, *special):
         assert word in names
 
 
@@ -76,7 +63,7 @@ def test_the_section_tells_what_was_enumerated(monkeypatch: pytest.MonkeyPatch) 
     assert not section.passed and "blind" in section.failures[0]
 
 
-@pytest.mark.parametrize("wrong", CONTROLS.values())
+@pytest.mark.parametrize("wrong", exact.CONTROLS.values())
 def test_a_wrong_rule_fails_the_section(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     own = exact.cases
     monkeypatch.setattr(exact, "cases", lambda rules, every: itertools.islice(own(rules, every), 1))
@@ -84,14 +71,14 @@ def test_a_wrong_rule_fails_the_section(wrong, monkeypatch: pytest.MonkeyPatch) 
     assert not section.passed and section.failures[0].startswith("wrong: ")
 
 
-@pytest.mark.parametrize("way", ["chain", "tree of 3", "smaller draft", "lookup"])
-def test_traversal_verification_is_not_accused(way: str) -> None:
+@pytest.mark.parametrize("setup", ["chain", "tree of 3", "smaller draft", "lookup"])
+def test_traversal_verification_is_not_accused(setup: str) -> None:
     """Leaf to root (Weng et al., 2505.12398), on chains and trees; what forgets to update is."""
     ask = Ask(Sampling(temperature=1.0))
-    assert not examine(exact.case("", weighing(traversal), WAYS[way], ask))[2]
-    if way in ("tree of 3", "smaller draft"):
+    assert not examine(exact.case("", weighing(traversal), SETUPS[setup], ask))[2]
+    if setup in ("tree of 3", "smaller draft"):
         stubborn = weighing(partial(traversal, update=False))
-        assert examine(exact.case("", stubborn, WAYS[way], ask))[0] > SEEN
+        assert examine(exact.case("", stubborn, SETUPS[setup], ask))[0] > SEEN
 
 
 def traversal(tree: TokenTree, probs: Tensor, chance: Chance, update: bool = True) -> Accepted:
@@ -205,4 +192,5 @@ def test_a_rule_that_accepts_absent_nodes_is_found() -> None:
         return Accepted(tree.path_to(last), count, accepted.root)
 
     ask = Ask(Sampling(temperature=1.0))
-    assert examine(exact.case("", weighing(greedy_for_nodes), WAYS["smaller draft"], ask))[0] > SEEN
+    case = exact.case("", weighing(greedy_for_nodes), SETUPS["smaller draft"], ask)
+    assert examine(case)[0] > SEEN

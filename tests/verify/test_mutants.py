@@ -12,7 +12,7 @@ from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
 from draftproof.verify.enumeration import Ask
-from draftproof.verify.exact import SEEN, WAYS, case, examine, weighing
+from draftproof.verify.exact import SEEN, SETUPS, case, examine, weighing
 
 
 @pytest.mark.parametrize("name", examinations.law_cases())
@@ -47,8 +47,9 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
 @pytest.mark.parametrize("mistake", TOKEN_MISTAKES)
 def test_a_wrong_token_rule_is_seen(mistake: str) -> None:
     rule = weighing(lambda tree, probs, chance: token_rule(tree, probs, chance, mistake))
-    ways = (WAYS["chain"], WAYS["smaller draft"], WAYS["tree of 3"])
-    found = (examine(case(mistake, rule, way, Ask(Sampling(temperature=1.0)))) for way in ways)
+    setups = (SETUPS["chain"], SETUPS["smaller draft"], SETUPS["tree of 3"])
+    ask = Ask(Sampling(temperature=1.0))
+    found = (examine(case(mistake, rule, setup, ask)) for setup in setups)
     assert any(distance > SEEN for distance, _, _ in found)
 
 
@@ -56,12 +57,12 @@ def test_a_wrong_token_rule_is_seen(mistake: str) -> None:
 def test_a_wrong_block_rule_is_seen(mistake: str) -> None:
     rule = weighing(lambda tree, probs, chance: block_rule(tree, probs, chance, mistake))
     ask = Ask(Sampling(temperature=1.0), (1,), 4)
-    assert "total variation" in examine(case(mistake, rule, WAYS["chain"], ask))[2]
+    assert "total variation" in examine(case(mistake, rule, SETUPS["chain"], ask))[2]
 
 
 def test_the_rules_written_row_by_row_are_exact() -> None:
     for rule in (token_rule, block_rule):
-        one = case("", weighing(rule), WAYS["chain"], Ask(Sampling(temperature=1.0)))
+        one = case("", weighing(rule), SETUPS["chain"], Ask(Sampling(temperature=1.0)))
         assert not examine(one)[2]
 
 
@@ -73,5 +74,5 @@ def test_a_match_without_its_ancestors_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return acceptance.match(hung, logits, frontier)
 
     rule = RULES["match"]._replace(accept=careless)
-    one = case("", rule, WAYS["tree of 4"], Ask(Sampling(temperature=1.0, top_k=2)))
+    one = case("", rule, SETUPS["tree of 4"], Ask(Sampling(temperature=1.0, top_k=2)))
     assert examine(one)[0] > SEEN

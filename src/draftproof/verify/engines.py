@@ -137,13 +137,9 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(300).decode(errors="replace").split())
             raise BadInput(f"{self.url} answered {error.code}: {said or error.reason}") from error
-        except OSError as error:
-            why = getattr(error, "reason", error)
-            said = f"{self.url} cannot be reached ({why}); is the server running?"
-            raise BadInput(said) from error
-        except ValueError as error:
-            said = f"{self.url} answered with no JSON; is it a completions server?"
-            raise BadInput(said) from error
+        except (OSError, ValueError) as error:
+            why = f"cannot be reached or gave no JSON ({getattr(error, 'reason', error)})"
+            raise BadInput(f"{self.url} {why}; is a completions server running?") from error
         return answer if isinstance(answer, dict) else {}
 
     def _tokens(self, choice: dict[str, Any]) -> list[int]:

@@ -99,23 +99,23 @@ PROMPTS = ((1,), (2, 0, 1, 2, 0), (1, 1), (0, 2, 0, 2))
 TARGET, DRAFT = table(3, 1), table(3, 2)
 
 
-class Way(NamedTuple):
-    """A way to draft: the drafter, how many tokens, and its fan (see `Case`)."""
+class Setup(NamedTuple):
+    """How to draft: the drafter, how many tokens, and its fan (see `Case`)."""
 
     draft: Callable[[], Drafter]
     most: int
     fan: Sequence[int] = (1,) * 8
 
 
-def by_model(model: Target, most: int, *children: int, vocab: int = 3) -> Way:
+def by_model(model: Target, most: int, *children: int, vocab: int = 3) -> Setup:
     """Drafting with a table, a chain or a tree with so many children by depth."""
     shape = TreeShape.branching(children) if children else None
-    return Way(lambda: DraftModel(model, vocab, shape), most, (*children, *(1,) * 8))
+    return Setup(lambda: DraftModel(model, vocab, shape), most, (*children, *(1,) * 8))
 
 
-WAYS = {
+SETUPS = {
     "chain": by_model(DRAFT, 2),
-    "lookup": Way(partial(PromptLookup, 2, 1), 2),
+    "lookup": Setup(partial(PromptLookup, 2, 1), 2),
     "tree of 3": by_model(DRAFT, 2, 2),
     "single": by_model(DRAFT, 1),
     "tree of 4": by_model(DRAFT, 3, 2, 1),
@@ -135,28 +135,30 @@ class Alternating(Budget):
         return (self.most, 0, min(1, self.most))[self.rounds % 3]
 
 
-def case(name: str, rule: Rule, how: Way, *asks: Ask, target: Target = TARGET, **more: Any) -> Case:
-    """A case that drafts in this way."""
+def case(
+    name: str, rule: Rule, how: Setup, *asks: Ask, target: Target = TARGET, **more: Any
+) -> Case:
+    """A case that drafts so."""
     given = {"draft": how.draft, "budget": partial(Fixed, how.most), "fan": how.fan, **more}
     return Case(name, asks, target, rule=rule, **given)
 
 
 def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
-    """What needs a case of its own; then rule x way x option x end, limits and prompts in turn."""
+    """Special cases; then rule x set-up x option x end, with limits and prompts in turn."""
     for name, rule in rules.items():
         yield from _special(name, rule)
     numbers = itertools.count()
-    for (way, how), (option, asked), (end, stops) in itertools.product(
-        WAYS.items(), OPTIONS.items(), ENDS.items()
+    for (setup, how), (option, asked), (end, stops) in itertools.product(
+        SETUPS.items(), OPTIONS.items(), ENDS.items()
     ):
         want = replace(asked, **stops)
-        if way == "tree of 4" and want.temperature:
+        if setup == "tree of 4" and want.temperature:
             want = replace(want, top_k=2)                       # or a round has 3 ** 5 ends
         for name, rule in rules.items():
             number = next(numbers)
             if number % every == 0:
                 ask = Ask(want, PROMPTS[number % len(PROMPTS)], LIMITS[number % len(LIMITS)])
-                words = [f"{name}: {way}", option, end, f"{ask.limit} tokens"]
+                words = [f"{name}: {setup}", option, end, f"{ask.limit} tokens"]
                 yield case(", ".join(filter(None, words)), rule, how, ask)
 
 
@@ -169,11 +171,11 @@ def _special(name: str, rule: Rule) -> Iterator[Case]:
         Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
         Ask(replace(free, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
     )
-    for way in ("chain", "tree of 3", "lookup"):
-        one = case(f"{name}: {way}, mixed batch", rule, WAYS[way], *mixed)
+    for setup in ("chain", "tree of 3", "lookup"):
+        one = case(f"{name}: {setup}, mixed batch", rule, SETUPS[setup], *mixed)
         yield one
         yield replace(one, name=f"{one.name} as on a device", shapes=ShapePolicy(closed=True))
-    chain, drawn = WAYS["chain"], rule.drawn
+    chain, drawn = SETUPS["chain"], rule.drawn
     own = Sampling(temperature=1.0 if drawn else 0.0, stop_tokens=(2,), repetition_penalty=1.3)
     for when, budget in (("", partial(Fixed, 2)), (" at times", partial(Alternating, 2))):
         ask = Ask(own, (1, 0), 4)
@@ -187,10 +189,10 @@ def _special(name: str, rule: Rule) -> Iterator[Case]:
     if not drawn:                               # every choice counts there: greedy, but many
         greedy = replace(penalised, temperature=0.0)
         asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
-    yield case(f"{name}: penalties in a tree", rule, WAYS["tree of 4"], *asks)
-    for way, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
+    yield case(f"{name}: penalties in a tree", rule, SETUPS["tree of 4"], *asks)
+    for setup, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
         bound = Sampling(temperature=1.0, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
-        yield case(f"{name}: {way}, {grammar}", rule, WAYS[way], Ask(bound, (1, 0)))
+        yield case(f"{name}: {setup}, {grammar}", rule, SETUPS[setup], Ask(bound, (1, 0)))
     how = by_model(table(5, 8), 1, vocab=5)
     five = Ask(Sampling(temperature=1.1))
     yield case(f"{name}: 5 tokens, 3 long", rule, how, five, target=table(5, 7))
@@ -267,7 +269,7 @@ def prove_law(
         failures += [f"{one.name}: {wrong}"] if wrong else []
     ask = Ask(Sampling(temperature=1.0))
     planted = {
-        name: examine(case(name, weighing(rule), WAYS["chain"], ask))[0]
+        name: examine(case(name, weighing(rule), SETUPS["chain"], ask))[0]
         for name, rule in CONTROLS.items()
     }
     blind = [name for name, seen in planted.items() if not seen > SEEN]
