@@ -44,9 +44,6 @@ End = tuple[tuple[int, ...], str, str]
 Distribution = dict[End, float]
 
 
-# The model
-
-
 class TableModel(PreTrainedModel):  # type: ignore[misc]
     """A causal language model that is a table in float64, with a KV cache as transformers knows it.
 
@@ -118,9 +115,6 @@ class Letters(Codec):
     def finish(self) -> str:
         piece, self.late = self.late, ""
         return piece
-
-
-# Decided draws
 
 
 class Outcomes:
@@ -236,9 +230,6 @@ class Decided:
             patch.object(acceptance, "KeyedChance", self.chance),
         ):
             yield
-
-
-# Enumeration
 
 
 class Ask(NamedTuple):
