@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from draftproof.cli import options as opt
 from draftproof.cli.setup import engine_of, lost
@@ -132,8 +133,8 @@ def _bar(bars: Progress, name: str) -> Tick:
 def _print(out: Console, section: Section) -> None:
     """The verdict first, then what failed."""
     word, style = ("PASS", "bold green") if section.passed else ("FAIL", "bold red")
-    out.print(word, style=style, end=" ")
-    out.print(f"{section.name} ({section.seconds:.0f} s): {section.verdict}", markup=False)
+    said = f" {section.name} ({section.seconds:.0f} s): {section.verdict}"
+    out.print(Text.assemble((word, style), said))
     for failure in section.failures:
         out.print(f"     {failure}", style="red", markup=False)
 
