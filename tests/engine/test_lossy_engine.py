@@ -19,7 +19,7 @@ from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.verify import enumeration, exact
 from draftproof.verify.enumeration import DRAWS, Ask, Case, Outcomes
-from draftproof.verify.exact import DRAFT, TARGET, SETUPS, examine
+from draftproof.verify.exact import DRAFT, SETUPS, TARGET, examine
 
 WARM = Sampling(temperature=1.0, seed=3)
 
