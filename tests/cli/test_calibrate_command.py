@@ -78,11 +78,10 @@ def test_everything_that_was_found_is_said_and_kept(call: Call, model: str, head
     assert [lane["name"] for lane in found["compared"]] == ["plain", "calibrated tree",
                                                             "dynamic tree"]
     assert len(found["tokens"]) == len(found["speed_up"]) == 7
-    assert "acceptance in % by depth and rank" in said.out and "tokens/round" in said.out
+    assert "tokens/round" in said.out
     measured = r"measured on held-out prompts \(1\), \d draft tokens?: calibrated tree [\d.]+ "
     assert re.search(measured, said.out)
     assert str(heads) in said.err
-    assert (heads / "calibration.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_with_out_the_heads_stay_as_they_are(call: Call, model: str, heads: Path, prompts: str,

@@ -80,7 +80,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no time": (["--minutes", "0"], ["minutes", "above 0"]),
     "no steps": (["--steps", "0"], ["steps", "above 0"]),
     "no rate": (["--lr", "0"], ["rate", "above 0"]),
-    "too large a cache": (["--cache-gb", "9"], ["cache_gb", "to 2"]),
     "nothing to write": (["--self-generate", "--tokens", "0"], ["at least 1"]),
     "cold": (["--self-generate", "--temperature", "-1"], ["temperatures"]),
     "no heads": (["--heads", "-1"], ["num_heads", "at least 1"]),

@@ -11,7 +11,7 @@ from torch import Tensor
 from training_helpers import Recorder, head_of, trainable, trainer_of, written
 
 from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss
-from draftproof.training.features import Streamed
+from draftproof.training.heads import read
 from draftproof.training.rows import Batches
 
 CLAIMS = {
@@ -54,7 +54,8 @@ def test_steps_share_the_teachers_law_to_the_bit(name: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over steps is that of steps that each work it out, and it is worked out once."""
     head = head_of("medusa")
-    features = Streamed(target(), head.hidden_layers, True)(Batches(written(), 4, 0)[0])
+    with torch.no_grad():
+        features = read(target(), Batches(written(), 4, 0)[0], head, logits=True)
     assert features.logits is not None
     alone = torch.zeros((), dtype=torch.float32)
     for step, logits in enumerate(head.predict(features, target())):
@@ -99,7 +100,8 @@ def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
     """On texts the target wrote: its loss falls, and drafts are accepted more often."""
     head, recorder = head_of("medusa"), Recorder()
     batch = Batches(written(), 24, 0)[0]
-    features = Streamed(target(), head.hidden_layers, True)(batch)
+    with torch.no_grad():
+        features = read(target(), batch, head, logits=True)
     assert features.logits is not None
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.engine.engine import Engine
 from draftproof.model.loading import load_tokenizer
 from draftproof.training.config import TrainConfig
-from draftproof.training.features import Streamed
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.rows import Batches, Example, Rows
 from draftproof.training.self_generate import Progress
@@ -67,8 +66,7 @@ def head_of(kind: str) -> DraftHead:
 
 
 def trainable(head: DraftHead, objective: str = "ce") -> FrozenTarget:
-    read = Streamed(target(), head.hidden_layers, objective != "ce")
-    return FrozenTarget(head, target(), read, read, objective)
+    return FrozenTarget(head, target(), objective)
 
 
 class Recorder:

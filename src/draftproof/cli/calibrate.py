@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,20 +20,20 @@ from draftproof.errors import BadInput
 if TYPE_CHECKING:
     from draftproof.training.calibrate import Calibration
 
-SIZES, RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 10
-"""Rows and columns of the tables."""
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Rows of the table."""
 _option = partial(opt.option, None)
 Heads = Annotated[str, _option("DIR", "The draft heads.", "--drafter")]
 Files = Annotated[list[Path], _option("FILE", ".jsonl or .txt; repeatable.", "--prompts")]
 Tokens = Annotated[int, _option("N", "New tokens per prompt.", "--tokens")]
-Heat = Annotated[float, _option("T", "What the target writes with; 0 is greedy.", "--temperature")]
+Temp = Annotated[float, _option("T", "What the target writes with; 0 is greedy.", "--temperature")]
 MaxNodes = Annotated[int, _option("N", "The largest tree that is looked at.", "--max-nodes")]
 Most = Annotated[int, _option("N", "Of the files, at most so many prompts.", "--max-prompts")]
 Out = Annotated[Path | None, _option("DIR", "For the heads and their tree; or in place.", "--out")]
 
 
 def calibrate(
-    model: opt.Model, drafter: Heads, prompts: Files, tokens: Tokens = 128, temperature: Heat = 0.0,
+    model: opt.Model, drafter: Heads, prompts: Files, tokens: Tokens = 128, temperature: Temp = 0.0,
     max_nodes: MaxNodes = 64, max_prompts: Most = 64, out: Out = None, chat: opt.Chat = False,
     strict: Strict = False, dtype: opt.Dtype = None, device: opt.Device = None,
 ) -> None:  # fmt: skip
@@ -45,11 +44,9 @@ def calibrate(
     from draftproof.engine.load import HEADS, load
     from draftproof.model import loading
     from draftproof.training import calibrate as calibration
-    from draftproof.training import plot
     from draftproof.training.rows import prompt_of
     from draftproof.training.texts import read
 
-    plot.need_matplotlib()
     config = calibration.CalibrateConfig(tokens, temperature, max_nodes)
     folder = Path(loading.resolve(HEADS.get(drafter, drafter)))
     if not is_head(folder):
@@ -70,8 +67,8 @@ def calibrate(
     asked = [prompt_of(document, codec) for document in documents]
     fitting = [one for one in asked if 0 < len(one) <= target.context - tokens][:max_prompts]
     if not fitting:
-        room = f"{tokens} new tokens in {target.context}"
-        raise BadInput(f"no prompt leaves room for {room}; give shorter ones")
+        wanted = f"{tokens} new tokens in {target.context}"
+        raise BadInput(f"no prompt leaves room for {wanted}; give shorter ones")
     with Screen() as screen:
         found = calibration.calibrate(engine, head, fitting, config, screen.show_bar)
     _show(Console(highlight=False, soft_wrap=True), found)
@@ -83,10 +80,8 @@ def calibrate(
     else:
         out.mkdir(parents=True, exist_ok=True)
         show.note(f"{head.kind} heads shape a tree of their own in every round: none was stored")
-    title = f"{Path(model).name} with {Path(drafter).name}, temperature {temperature:g}"
-    plot.plot_calibration(found, title, out / "calibration.png")
     (out / "calibration.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
-    show.note(f"picture: {out / 'calibration.png'} · figures: {out / 'calibration.json'}")
+    show.note(f"figures: {out / 'calibration.json'}")
 
 
 def _must_be_ours(folder: Path) -> None:
@@ -100,40 +95,28 @@ def _must_be_ours(folder: Path) -> None:
 
 
 def _show(out: Console, found: Calibration) -> None:
-    out.print(f"{found.written:,} tokens written by the target, {found.positions:,} positions")
-    columns, tree = min(RANKS, len(found.acceptance[0])), f"in the tree of {len(found.tree)}"
-    names = ["depth", *(str(rank + 1) for rank in range(columns)), "positions"]
-    by_depth = enumerate(zip(found.acceptance, found.positions_by_depth, strict=True), 1)
-    rows = [[str(depth), *(f"{100 * share:.1f}" for share in row[:columns]), f"{total:,}"]
-            for depth, (row, total) in by_depth]  # fmt: skip
-    title = f"acceptance in % by depth and rank, where all before it is {tree}"
-    out.print(_table(title, names, rows))
-    largest, best = len(found.tree), found.speed_up[found.nodes]
-    sizes = sorted({0, found.nodes, largest, *(size for size in SIZES if size < largest)})
-    figures = [(found.tokens[n], 1000 * found.seconds(n), found.speed_up[n]) for n in sizes]
-    rows = [[f"{'*' * (size == found.nodes)}{size}", *(f"{one:.2f}" for one in row)]
-            for size, row in zip(sizes, figures, strict=True)]  # fmt: skip
-    names = ["draft tokens", "tokens/round", "ms/round", "expected speed-up"]
-    out.print(_table("by size of the tree", names, rows))
+    out.print(f"{found.written:,} tokens written by the target")
+    sizes = sorted({0, found.nodes, len(found.tree), *(n for n in SIZES if n < len(found.tree))})
+    table = Table(title="by size of the tree", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("draft tokens", "tokens/round", "ms/round", "expected speed-up"):
+        table.add_column(name, justify="right")
+    for size in sizes:
+        figures = found.tokens[size], 1000 * found.seconds[size], found.speed_up[size]
+        table.add_row(f"{'*' * (size == found.nodes)}{size}", *(f"{one:.2f}" for one in figures))
+    out.print(table)
+    best = found.speed_up[found.nodes]
     if best < 1:
         verdict = f"drafting does not pay here: {best:.2f}× at best; use --drafter none"
     else:
         verdict = f"{found.tokens[found.nodes]:.2f} tokens per round, {best:.2f}× expected"
     out.print(f"{_tokens(found)} per round: {verdict}", style="bold", markup=False)
     plain, *others = found.compared
-    each = [(one.name, one.tokens_per_round, one.speed_up(plain)) for one in others]
-    measured = " · ".join(f"{name} {tokens:.2f} tokens/round, {x:.2f}×" for name, tokens, x in each)
+    measured = " · ".join(
+        f"{one.name} {one.tokens_per_round:.2f} tokens/round, {one.speed_up(plain):.2f}×"
+        for one in others
+    )
     where = f"measured on held-out prompts ({found.held_out}), {_tokens(found)}"
     out.print(f"{where}: {measured}", markup=False)
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _tokens(found: Calibration) -> str:

@@ -14,10 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 from torch import Tensor
@@ -28,7 +29,6 @@ from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
-from draftproof.engine.cost_curve import WIDTHS, CostCurve, measure_costs
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
@@ -40,8 +40,8 @@ PRIOR = 16.0
 """A path seen in fewer positions than this is valued more by the ranks of its steps, one by one."""
 HELD_OUT, MOST_HELD_OUT = 5, 12
 """Every fifth prompt is held out, and at most so many: each is completed three times over."""
-TIMED_TOKENS, TIMES = 24, 5
-"""Tokens of a run that is timed for the drafter's share of a round, and how often."""
+SIZES, TIMED_TOKENS, TIMES = (0, 1, 2, 4, 8, 16, 32, 64), 24, 5
+"""Trees whose rounds are timed, tokens of a timed run, and how often."""
 
 RankPath = tuple[int, ...]
 Progress = Callable[[str, int, int], None]
@@ -88,36 +88,25 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found. Index N is of N draft tokens per round, 0 of plain decoding.
+    """What was measured. Index N is of N draft tokens per round, 0 of plain decoding.
 
     tree: rank paths in order of addition: its first N are the best N nodes. tokens: per round,
-    expected on texts the tree was not grown on. verify: seconds of the target's read of N + 1
-    nodes. overhead: of the rest of a round. acceptance, positions_by_depth: per depth the share of
-    each rank, where all before it is in the largest tree; and of how many positions. compared:
-    plain decoding, the chosen tree and the head's own, on held-out prompts.
+    expected on texts the tree was not grown on. seconds: of a round. compared: plain decoding, the
+    chosen tree and the head's own, on held-out prompts. written: tokens the target wrote.
     """
 
     tree: tuple[RankPath, ...]
     tokens: tuple[float, ...]
-    verify: CostCurve
-    overhead: CostCurve
-    acceptance: tuple[tuple[float, ...], ...]
-    positions_by_depth: tuple[int, ...]
+    seconds: tuple[float, ...]
     compared: tuple[Comparison, ...]
     written: int
-    positions: int
     held_out: int
-
-    def seconds(self, nodes: int) -> float:
-        """Seconds of a round with so many draft tokens."""
-        return self.verify.at(nodes + 1) + self.overhead.at(nodes)
 
     @cached_property
     def speed_up(self) -> tuple[float, ...]:
         """Expected tokens per second, plain decoding being 1."""
-        plain = self.seconds(0)
-        sizes = enumerate(self.tokens)
-        return tuple(plain * tokens / self.seconds(nodes) for nodes, tokens in sizes)
+        rounds = zip(self.tokens, self.seconds, strict=True)
+        return tuple(self.seconds[0] * tokens / seconds for tokens, seconds in rounds)
 
     @cached_property
     def nodes(self) -> int:
@@ -131,17 +120,15 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
-        seconds = [self.seconds(nodes) for nodes in range(len(self.tokens))]
-        compared = [one._asdict() for one in self.compared]
         chosen = {"nodes": self.nodes, "chosen": self.chosen, "speed_up": self.speed_up}
-        return asdict(self) | {**chosen, "seconds": seconds, "compared": compared}
+        return asdict(self) | chosen | {"compared": [one._asdict() for one in self.compared]}
 
 
 def calibrate(
     engine: Engine, head: DraftHead, prompts: Sequence[Sequence[int]], config: CalibrateConfig,
     progress: Progress = lambda *_: None,
 ) -> Calibration:  # fmt: skip
-    """Let the target write, count ranks, grow trees, measure costs, compare on held-out prompts.
+    """Let the target write, count ranks, grow trees, time rounds, compare on held-out prompts.
 
     engine: drafts with these heads and is exact; its target, sampling and end tokens are used.
     """
@@ -155,27 +142,14 @@ def calibrate(
         ranks.append(ranks_of(head, target, text))
         progress("reading", len(ranks), len(texts))
     widest = min(RANKS, target.vocab_size) if target.reads_trees else 1
-    positions = complete(ranks)
-    tree = grow(positions, config.nodes, widest)
-    acceptance, by_depth = by_rank(positions, tree)
-    sizes = sorted({width for width in (0, *WIDTHS) if width < len(tree)} | {len(tree)})
-    context = int(median(len(text.tokens) for text in texts))
-    verify = measure_costs(
-        target, [size + 1 for size in sizes],
-        context=max(1, min(context, target.context - len(tree) - 1)),
-        progress=lambda done, of: progress("timing reads", done, of),
+    tree = grow(complete(ranks), config.nodes, widest)
+    measured = Calibration(
+        tree=tree, tokens=expected(ranks, len(tree), widest),
+        seconds=_round_seconds(engine, head, tree, held_out[0], config, progress), compared=(),
+        written=sum(len(text.tokens) - text.prompt for text in texts), held_out=len(held_out),
     )  # fmt: skip
-    timed = [size for size in sizes if size in (0, 1, 4, 16, 64, len(tree))]
-    sampling = _sampling(engine, config, 0)
-    overhead = _overheads(head, target, tree, timed, held_out[0], sampling, progress)
-    found = Calibration(
-        tree=tree, tokens=expected(ranks, len(tree), widest), verify=rising(verify),
-        overhead=rising(overhead), acceptance=acceptance, positions_by_depth=by_depth, compared=(),
-        written=sum(len(text.tokens) - text.prompt for text in texts), positions=len(positions),
-        held_out=len(held_out),
-    )  # fmt: skip
-    compared = _compared(engine, head, found.chosen, held_out, config, progress)
-    return replace(found, compared=compared)
+    compared = _compared(engine, head, measured.chosen, held_out, config, progress)
+    return replace(measured, compared=compared)
 
 
 def write(
@@ -183,15 +157,15 @@ def write(
     progress: Progress = lambda *_: None,
 ) -> list[Written]:  # fmt: skip
     """The target's own continuation of every prompt."""
-    samplings = [_sampling(engine, config, index) for index in range(len(prompts))]
-    asked, found = [list(prompt) for prompt in prompts], dict[int, list[int]]()
+    samplings = [_seeded(engine.sampling, config, index) for index in range(len(prompts))]
+    asked, new = [list(prompt) for prompt in prompts], dict[int, list[int]]()
     for done in engine.as_completed(
         asked, max_new_tokens=config.tokens, sampling=samplings, batch_size=config.rows
     ):
-        found[done.prompt] = done.tokens
-        progress("writing", len(found), len(prompts))
+        new[done.prompt] = done.tokens
+        progress("writing", len(new), len(prompts))
     rows = enumerate(zip(asked, samplings, strict=True))
-    return [Written(prompt + found[i], len(prompt), sampling) for i, (prompt, sampling) in rows]
+    return [Written(prompt + new[i], len(prompt), sampling) for i, (prompt, sampling) in rows]
 
 
 @torch.inference_mode()
@@ -287,81 +261,70 @@ def rounds_of(ranks: Sequence[Tensor], tree: Sequence[RankPath], most: int) -> l
     return total
 
 
-def by_rank(
-    positions: Tensor, tree: Sequence[RankPath]
-) -> tuple[tuple[tuple[float, ...], ...], tuple[int, ...]]:
-    """Per depth the share of each rank, where all before it is in the tree; and of how many."""
-    known, rows, shares, totals = {(), *tree}, positions.tolist(), [], []
-    for depth in range(positions.shape[1]):
-        reached = positions[[tuple(row[:depth]) in known for row in rows], depth]
-        hits = torch.bincount(reached, minlength=RANKS + 1)[:RANKS]
-        shares.append(tuple((hits / max(1, len(reached))).tolist()))
-        totals.append(len(reached))
-    return tuple(shares), tuple(totals)
-
-
-def _overheads(
-    head: DraftHead, target: Target, tree: Sequence[RankPath], sizes: Sequence[int],
-    prompt: Sequence[int], sampling: Sampling, progress: Progress,
-) -> CostCurve:  # fmt: skip
-    """Seconds of a round that are not the target's, at these sizes, interleaved."""
-    drafters = [_drafter(head, target, tree) if nodes else Plain() for nodes in sizes]
-    engines = [Engine(target, d, budget=nodes) for d, nodes in zip(drafters, sizes, strict=True)]
-    taken: list[list[float]] = [[] for _ in sizes]
-    for turn in range(TIMES + 1):                                        # the first warms up
-        for seconds, engine in zip(taken, engines, strict=True):
-            asked, most = [list(prompt)], TIMED_TOKENS
-            (done,) = engine.generate(asked, max_new_tokens=most, sampling=sampling)
-            stats = done.stats
-            if turn and stats.rounds:
-                seconds.append((stats.seconds["draft"] + stats.seconds["decide"]) / stats.rounds)
-        progress("timing drafts", turn + 1, TIMES + 1)
-    return CostCurve(tuple(sizes), tuple(median(seconds) if seconds else 0.0 for seconds in taken))
-
-
-def rising(curve: CostCurve) -> CostCurve:
-    """The nearest curve that never falls: where more nodes seem to cost less, it is noise."""
-    return CostCurve(curve.widths, tuple(isotonic_regression(curve.seconds).x.tolist()))
+def _round_seconds(
+    engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompt: Sequence[int],
+    config: CalibrateConfig, progress: Progress,
+) -> tuple[float, ...]:  # fmt: skip
+    """Median seconds of whole rounds with trees of 0 to all nodes: timed at some sizes, the rest on
+    straight lines between."""
+    sizes = sorted({size for size in SIZES if size < len(tree)} | {len(tree)})
+    own = Medusa(head, engine.target, tree) if isinstance(head, MedusaHead) else None
+    drafters = [own or head.drafter(engine.target) if nodes else Plain() for nodes in sizes]
+    engines = [Engine(engine.target, one, budget=nodes)
+               for one, nodes in zip(drafters, sizes, strict=True)]  # fmt: skip
+    timed, samplings = [prompt] * TIMES, [_seeded(engine.sampling, config, 0)] * TIMES
+    hear = partial(progress, "timing rounds")
+    runs = _interleaved(engines, timed, samplings, TIMED_TOKENS, hear)
+    taken = [median(_decode_seconds(one) / max(1, one.rounds) for one in run) for run in runs]
+    rising = isotonic_regression(taken).x    # where more nodes seem to cost less, it is noise
+    return tuple(np.interp(range(len(tree) + 1), sizes, rising).tolist())
 
 
 def _compared(
     engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompts: Sequence[Sequence[int]],
     config: CalibrateConfig, progress: Progress,
 ) -> tuple[Comparison, ...]:  # fmt: skip
-    """Plain decoding, the calibrated tree and the head's own drafts at that size, interleaved."""
+    """Plain decoding, the calibrated tree and the head's own drafts at that size."""
     target, ends = engine.target, engine.stop_tokens
     drafters: dict[str, Drafter] = {"plain": Plain()}
     if isinstance(head, MedusaHead):
-        drafters["calibrated tree"] = _drafter(head, target, tree)
+        drafters["calibrated tree"] = Medusa(head, target, tree)
         drafters["dynamic tree"] = Medusa(head, target, "dynamic")
     else:
         drafters[head.kind] = head.drafter(target)
-    engines = {name: Engine(target, drafter, budget=len(tree), stop_tokens=ends)
-               for name, drafter in drafters.items()}  # fmt: skip
-    stats: dict[str, list[RoundStats]] = {name: [] for name in engines}
-    for turn, prompt in enumerate([prompts[0], *prompts]):               # the first warms up
-        asked, most, sampling = [list(prompt)], config.tokens, _sampling(engine, config, turn)
-        for name, one in engines.items():
-            (done,) = one.generate(asked, max_new_tokens=most if turn else 8, sampling=sampling)
-            stats[name] += [done.stats] if turn else []
-        progress("comparing", turn, len(prompts))
-    return tuple(_comparison(name, runs) for name, runs in stats.items())
+    engines = [Engine(target, drafter, budget=len(tree), stop_tokens=ends)
+               for drafter in drafters.values()]  # fmt: skip
+    samplings = [_seeded(engine.sampling, config, index) for index in range(len(prompts))]
+    hear = partial(progress, "comparing")
+    runs = _interleaved(engines, prompts, samplings, config.tokens, hear)
+    return tuple(_comparison(name, run) for name, run in zip(drafters, runs, strict=True))
+
+
+def _interleaved(
+    engines: Sequence[Engine], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling],
+    tokens: int, progress: Callable[[int, int], None],
+) -> list[list[RoundStats]]:  # fmt: skip
+    """Statistics of each engine on each prompt, one prompt after the other; the first warms up."""
+    runs: list[list[RoundStats]] = [[] for _ in engines]
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        most, sampling = tokens if number else 8, samplings[max(0, number - 1)]
+        for run, engine in zip(runs, engines, strict=True):
+            (done,) = engine.generate([list(prompt)], max_new_tokens=most, sampling=sampling)
+            run += [done.stats] if number else []
+        progress(number, len(prompts))
+    return runs
 
 
 def _comparison(name: str, runs: Sequence[RoundStats]) -> Comparison:
-    total = RoundStats()
-    for stats in runs:
-        total.add(stats)
-    seconds = [sum(one.seconds.values()) - one.seconds["prefill"] for one in runs]
-    each = tuple(spent / max(1, one.emitted) for spent, one in zip(seconds, runs, strict=True))
-    return Comparison(name, total.tokens_per_round, each)
+    rounds, emitted = (sum(getattr(one, count) for one in runs) for count in ("rounds", "emitted"))
+    each = tuple(_decode_seconds(one) / max(1, one.emitted) for one in runs)
+    return Comparison(name, emitted / max(1, rounds), each)
 
 
-def _drafter(head: DraftHead, target: Target, tree: Sequence[RankPath]) -> Drafter:
-    """The drafter that takes this tree, where there is one."""
-    return Medusa(head, target, tree) if isinstance(head, MedusaHead) else head.drafter(target)
+def _decode_seconds(stats: RoundStats) -> float:
+    return sum(stats.seconds.values()) - stats.seconds["prefill"]
 
 
-def _sampling(engine: Engine, config: CalibrateConfig, index: int) -> Sampling:
-    """The engine's own, at this temperature, with a seed for each prompt."""
-    return replace(engine.sampling, temperature=config.temperature, seed=config.seed + index)
+def _seeded(sampling: Sampling, config: CalibrateConfig, index: int) -> Sampling:
+    """At this temperature, with a seed for each prompt."""
+    return replace(sampling, temperature=config.temperature, seed=config.seed + index)

@@ -36,8 +36,6 @@ class TrainConfig:
                                metavar="N", type=_number)  # fmt: skip
     batch: int = _loop(4, "Rows per batch.", metavar="B", type=int)
     accumulate: int = _loop(1, "Batches per step.", metavar="N", type=int)
-    cache_gb: float = _loop(0.0, "Gigabytes of disk for hidden states between epochs, at most 2.",
-                            metavar="X", type=float)  # fmt: skip
     seed: int = _loop(0, "Same seed, same heads.", metavar="S", type=int)
     save_minutes: float = _loop(2.0, "Between checkpoints.", metavar="M", type=float)
     warmup: float = 0.1
@@ -54,8 +52,6 @@ class TrainConfig:
             raise BadInput(f"length was {self.length}; it must be at least 16")
         if self.objective not in ("ce", "kl", "tv", "nla", "lk"):
             raise BadInput(f"objective was {self.objective!r}; choose one of ce, kl, tv, nla, lk")
-        if not 0 <= self.cache_gb <= 2:
-            raise BadInput(f"cache_gb was {self.cache_gb}; choose 0, no cache, to 2")
 
     def for_target(self, hidden_size: int, context: int) -> TrainConfig:
         """With a length, and a rate: the published 0.001 for a width of 4096, more below."""
@@ -131,7 +127,6 @@ class TrainRun:
         own, joint = self.self_generate, self.joint
         writes = {"tokens": own.tokens, "temperatures": list(own.temperatures)} if own else None
         return {
-            **self.head_config, **settings, "cache_gb": config.cache_gb > 0,
-            "data": self.data.hashes(), "joint": asdict(joint) if joint else None,
-            "self_generate": writes,
+            **self.head_config, **settings, "data": self.data.hashes(), "self_generate": writes,
+            "joint": asdict(joint) if joint else None,
         }  # fmt: skip

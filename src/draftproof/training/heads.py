@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.drafters.base import DraftHead, Vocabulary
+from draftproof.drafters.base import DraftHead
 from draftproof.drafters.losses import Scores, head_loss, score
-from draftproof.training.features import Reader
+from draftproof.model.target import Target
 from draftproof.training.rows import Batch
 from draftproof.training.trainer import Evaluation
 
@@ -22,25 +22,22 @@ CACHED, MEMORY = 1 << 24, 1 << 29
 class FrozenTarget:
     """The head learns, the target only reads. Implements `training.trainer.Trainable`.
 
-    train, held_out: how features come; those of held-out rows need no cache. The head computes in
-    bfloat16 where the target does, on weights kept in float32.
+    The head computes in bfloat16 where the target does, on weights kept in float32.
     """
 
-    def __init__(
-        self, head: DraftHead, vocabulary: Vocabulary, train: Reader, held_out: Reader,
-        objective: str,
-    ) -> None:  # fmt: skip
-        self.head, self.vocabulary, self.objective = head, vocabulary, objective
-        self.read_train, self.read_held_out = train, held_out
+    def __init__(self, head: DraftHead, target: Target, objective: str) -> None:
+        self.head, self.target, self.objective = head, target, objective
 
     def param_groups(self) -> list[dict[str, Any]]:
         return [{"params": list(trained(self.head).values())}]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
-        return backward(self.head, self.read_train(batch), self.vocabulary, self.objective, share)
+        with torch.no_grad():
+            features = read(self.target, batch, self.head, self.objective != "ce")
+        return backward(self.head, features, self.target, self.objective, share)
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        return evaluate(self.head, self.vocabulary, self.objective, self.read_held_out, batches)
+        return evaluate(self.head, self.target, self.objective, batches)
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trained(self.head).items()}
@@ -49,19 +46,25 @@ class FrozenTarget:
         self.head.load_state_dict(state, strict=False)
 
 
+def read(target: Target, batch: Batch, head: DraftHead, logits: bool) -> Features:
+    """The target's hidden states of a batch, and its logits if asked for."""
+    tokens, weights = batch.tokens.to(target.device), batch.weights.to(target.device)
+    return target.features(tokens, weights, hidden_layers=head.hidden_layers, logits=logits)
+
+
 def trained(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The weights that training changes."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def backward(
-    head: DraftHead, features: Features, vocabulary: Vocabulary, objective: str, share: float
+    head: DraftHead, features: Features, target: Target, objective: str, share: float
 ) -> Tensor:
     """Add the gradient of `share` times the loss, and return that; a few rows at a time."""
-    total = torch.zeros((), device=vocabulary.device)
-    for part, weight in slices(features, head, vocabulary):
-        with autocast(vocabulary):
-            loss = head_loss(head, part, vocabulary, objective) * (share * weight)
+    total = torch.zeros((), device=target.device)
+    for part, weight in slices(features, head, target):
+        with autocast(target):
+            loss = head_loss(head, part, target, objective) * (share * weight)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
@@ -69,27 +72,28 @@ def backward(
 
 @torch.no_grad()
 def evaluate(
-    head: DraftHead, vocabulary: Vocabulary, objective: str, read: Reader, batches: Sequence[Batch]
+    head: DraftHead, target: Target, objective: str, batches: Sequence[Batch]
 ) -> Evaluation:
     """Loss and accuracy of a head on batches it was not trained on."""
     scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
     for batch in batches:
-        for part, weight in slices(read(batch), head, vocabulary):
-            with autocast(vocabulary):
-                mean = float(head_loss(head, part, vocabulary, objective))
+        features = read(target, batch, head, objective != "ce")
+        for part, weight in slices(features, head, target):
+            with autocast(target):
+                mean = float(head_loss(head, part, target, objective))
                 loss += mean * weight * batch.loss_tokens / size
-                scores = scores.add(score(head, part, vocabulary))
+                scores = scores.add(score(head, part, target))
     return Evaluation(loss, scores.top1_accuracy, scores.top5_accuracy, scores.tokens_per_round, {})
 
 
 def slices(
-    features: Features, head: DraftHead, vocabulary: Vocabulary
+    features: Features, head: DraftHead, target: Target
 ) -> Iterator[tuple[Features, float]]:
     """A few rows at a time, in the dtype the head computes with, and their share of the loss."""
-    dtype = features.hidden.dtype if _half(vocabulary) else next(head.parameters()).dtype
+    dtype = features.hidden.dtype if _half(target) else next(head.parameters()).dtype
     hidden = features.hidden.to(dtype)
-    memory = CACHED if vocabulary.device.type == "cpu" else MEMORY
-    rows = max(1, memory // (4 * vocabulary.vocab_size * features.tokens.shape[1]))
+    memory = CACHED if target.device.type == "cpu" else MEMORY
+    rows = max(1, memory // (4 * target.vocab_size * features.tokens.shape[1]))
     total = features.weights.sum().clamp(min=1e-6)
     for start in range(0, len(features.tokens), rows):
         here = slice(start, start + rows)
@@ -99,11 +103,11 @@ def slices(
         yield part, float(weights.sum() / total)
 
 
-def autocast(vocabulary: Vocabulary) -> torch.autocast:
+def autocast(target: Target) -> torch.autocast:
     """bfloat16 arithmetic on float32 weights where the target is in half precision."""
-    half = _half(vocabulary)
-    return torch.autocast(vocabulary.device.type, dtype=torch.bfloat16, enabled=half)
+    half = _half(target)
+    return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=half)
 
 
-def _half(vocabulary: Vocabulary) -> bool:
-    return vocabulary.dtype in (torch.bfloat16, torch.float16)
+def _half(target: Target) -> bool:
+    return target.dtype in (torch.bfloat16, torch.float16)

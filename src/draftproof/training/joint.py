@@ -22,8 +22,7 @@ from draftproof.drafters.base import DraftHead
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.config import JointConfig
-from draftproof.training.features import Streamed
-from draftproof.training.heads import autocast, backward, evaluate, trained
+from draftproof.training.heads import autocast, backward, evaluate, read, trained
 from draftproof.training.rows import Batch
 from draftproof.training.trainer import Evaluation
 
@@ -60,8 +59,8 @@ class HeadsAndBackbone:
         hidden = features.hidden.detach().requires_grad_()
         logits = _logits(features).detach() if self.objective != "ce" else None
         weight = share * head_weight(self.config, progress)
-        read = replace(features, hidden=hidden, logits=logits)
-        heads = backward(self.head, read, self.target, self.objective, weight)
+        detached = replace(features, hidden=hidden, logits=logits)
+        heads = backward(self.head, detached, self.target, self.objective, weight)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
         return loss.detach() + heads
 
@@ -77,9 +76,8 @@ class HeadsAndBackbone:
                 losses = _text_loss(features), original, _kl(features, teacher)
             for name, loss in zip(figures, losses, strict=True):
                 figures[name] += float(loss) * batch.loss_tokens / size
-        read = Streamed(self.target, self.head.hidden_layers, True)
-        found = evaluate(self.head, self.target, self.objective, read, batches)
-        return found._replace(figures=figures)
+        scores = evaluate(self.head, self.target, self.objective, batches)
+        return scores._replace(figures=figures)
 
     def state(self) -> dict[str, Tensor]:
         state = {f"backbone.{name}": p.detach() for name, p in trained(self.adapted).items()}
@@ -98,9 +96,7 @@ class HeadsAndBackbone:
 
     def _features(self, batch: Batch) -> Features:
         """With gradients, where they are on."""
-        device, layers = self.target.device, self.head.hidden_layers
-        tokens, weights = batch.tokens.to(device), batch.weights.to(device)
-        return self.target.features(tokens, weights, hidden_layers=layers, logits=True)
+        return read(self.target, batch, self.head, logits=True)
 
     @torch.no_grad()
     def _original_logits(self, batch: Batch) -> Tensor:

@@ -27,12 +27,16 @@ from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
-from draftproof.training.features import Cached, Reader, Streamed
 from draftproof.training.files import locked, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
-from draftproof.training.model_card import machine, public_name, versions, write_card
-from draftproof.training.plot import plot_training
+from draftproof.training.model_card import (
+    machine,
+    plot_training,
+    public_name,
+    versions,
+    write_card,
+)  # fmt: skip
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
 from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import Document
@@ -75,7 +79,10 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
             return
         rows, tokens, others = len(ready.train), ready.train.loss_tokens, len(ready.held_out)
         callback.note(f"{rows:,} rows, {tokens:,} tokens to learn; {others:,} rows held out")
-        stages = (_joint_stages if run.joint else _only_stage)(run, ready, callback)
+        if run.joint:
+            stages = _joint_stages(run, ready, run.joint, callback)
+        else:
+            stages = [_head_stage(ready, run.out, callback)]
         bigrams = ready.head.count(*ready.train.bigrams())
         write_head(ready.head, run.out / "heads" if run.joint else run.out)
         _finish(run, ready, stages, bigrams, callback)
@@ -161,42 +168,27 @@ def _askable(document: Document, codec: Codec) -> Document:
     return document
 
 
-def _head_stage(run: TrainRun, ready: Prepared, folder: Path, callback: Callback) -> Trainer:
+def _head_stage(ready: Prepared, folder: Path, callback: Callback) -> Trainer:
     """The head learns, the target is frozen."""
-    config, layers = ready.config, ready.head.hidden_layers
-    held_out = Streamed(ready.target, layers, config.objective != "ce")
-    train: Reader = held_out
-    if config.cache_gb:
-        name = f"{ready.settings['weights']}{layers}{ready.train.digest}".encode()
-        cache = run.out / "cache" / hashlib.sha256(name).hexdigest()[:16]
-        train = Cached(held_out, cache, config.cache_gb)
-    trainable = FrozenTarget(ready.head, ready.target, train, held_out, config.objective)
-    return _fitted(ready, trainable, folder, callback)
+    frozen = FrozenTarget(ready.head, ready.target, ready.config.objective)
+    return _fitted(ready, frozen, folder, callback)
 
 
-def _only_stage(run: TrainRun, ready: Prepared, callback: Callback) -> list[Trainer]:
-    return [_head_stage(run, ready, run.out, callback)]
-
-
-def _joint_stages(run: TrainRun, ready: Prepared, callback: Callback) -> list[Trainer]:
+def _joint_stages(
+    run: TrainRun, ready: Prepared, joint: JointConfig, callback: Callback
+) -> list[Trainer]:
     """Heads alone first, unless in one stage; then the backbone too; it is merged and written."""
-    stages, objective, joint = list[Trainer](), ready.config.objective, run.joint or JointConfig()
+    stages = list[Trainer]()
     if not joint.one_stage:
         callback.note("first stage: heads alone")
-        stages.append(_head_stage(run, ready, run.out / "first", callback))
+        stages.append(_head_stage(ready, run.out / "first", callback))
         callback.note("second stage: heads and backbone")
-    both = HeadsAndBackbone(ready.head, ready.target, joint, objective)
+    both = HeadsAndBackbone(ready.head, ready.target, joint, ready.config.objective)
     stages.append(_fitted(ready, both, run.out / "second", callback))
-    merged, last = both.merged(), stages[-1]
-    new = Target(merged)
-    read = Streamed(new, ready.head.hidden_layers, objective != "ce")
-    evaluation = FrozenTarget(ready.head, new, read, read, objective).evaluate(last.held_out)
-    figures = last.evaluation.figures if last.evaluation else {}
-    last.evaluation = evaluation._replace(figures=figures)
     shutil.rmtree(run.out / "model", ignore_errors=True)
     with whole(run.out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
         shutil.rmtree(part, ignore_errors=True)
-        merged.save_pretrained(part)
+        both.merged().save_pretrained(part)
         ready.codec.tokenizer.save_pretrained(part)
     return stages
 
@@ -225,7 +217,7 @@ def _finish(
     }  # fmt: skip
     plots = find_spec("matplotlib") is not None
     if plots:
-        plot_training(last.log, run.out, f"{ready.head.kind} for {name}")
+        plot_training(last.log, run.out / "training.png", f"{ready.head.kind} for {name}")
     else:
         callback.note("no plots: install draftproof[train] for matplotlib")
     with whole(run.out / "README.md") as part:
@@ -234,7 +226,6 @@ def _finish(
         part.write_text(json.dumps(record, indent=2) + "\n")
     for stage in stages:
         stage.checkpoint.unlink(missing_ok=True)
-    shutil.rmtree(run.out / "cache", ignore_errors=True)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
