@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, prompts, target
+from tiny import prompts, target
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.core.params import Sampling
 from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -32,8 +31,6 @@ from draftproof.training.calibrate import (
     rounds_of,
     write,
 )
-from draftproof.training.rows import OPENING, prompt_of
-from draftproof.training.texts import Document, Message
 
 HEADS, NEW = 3, 24
 
@@ -125,12 +122,6 @@ def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) 
                   if all(p[:-1] in {(), *some} for p in some))
         assert worth(places,
                      grown[:nodes]) == pytest.approx(max(worth(places, some) for some in closed))
-
-
-def test_steps_that_go_together_are_drafted_together() -> None:
-    """By the product of shares (0, 1) would be as good as (0, 0)."""
-    places = choices(*[(0, 0)] * 500, *[(1, 1)] * 490)
-    assert set(grow(places, 4)) == {(0,), (1,), (0, 0), (1, 1)}
 
 
 def test_paths_too_rare_to_be_counted_are_valued_step_by_step() -> None:
@@ -250,29 +241,3 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         CalibrateConfig(tokens=4)
     with pytest.raises(BadInput, match="nodes"):
         CalibrateConfig(nodes=0)
-
-
-class Letters:
-    """A codec of one token per letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) % VOCAB for letter in text]
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("|".join(f"{one['role']}:{one['content']}" for one in messages))
-
-
-def test_prompts_are_what_stands_before_an_answer() -> None:
-    codec: Any = Letters()
-    chat = Document(messages=tuple(Message(*one)
-                                   for one in (("user", "a"), ("assistant", "b"), ("user", "c"),
-                                               ("assistant", "d"))))
-    assert prompt_of(chat, codec) == codec.encode("user:a|assistant:b|user:c")
-    assert prompt_of(Document("answer", "question"), codec) == codec.encode("question")
-    assert prompt_of(Document("x" * 500), codec) == codec.encode("x" * OPENING)
-
-
-def test_seeds_and_temperature_are_those_asked_for() -> None:
-    texts = texts_of(0.8)
-    assert [text.sampling for text in texts] == [Sampling(temperature=0.8, seed=5 + index)
-                                                 for index in range(6)]

@@ -89,21 +89,6 @@ def test_distilled_the_backbone_stays_and_taught_the_texts_it_learns_them(
     assert not any("lora" in name for name in merged.state_dict())
 
 
-def test_a_joint_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path) -> None:
-    """Dropout of the adapters included."""
-    whole, resumed = both_of(), both_of()
-    trainer_of(tmp_path / "whole", whole, steps=10).fit()
-    with pytest.raises(SystemExit):
-        trainer_of(tmp_path / "broken", both_of(), Recorder(stop_at=6), steps=10,
-                   save_minutes=0).fit()
-    recorder = Recorder()
-    trainer_of(tmp_path / "broken", resumed, recorder, steps=10).fit()
-    assert recorder.begun[0] == 5
-    mine, theirs = whole.state(), resumed.state()
-    assert mine.keys() == theirs.keys() and any("lora_B" in name for name in mine)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 def test_in_one_stage_the_heads_weigh_more_and_more() -> None:
     once, twice = JointConfig(one_stage=True), JointConfig()
     weights = [head_weight(once, progress) for progress in (0.0, 0.5, 1.0)]

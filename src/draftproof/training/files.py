@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -33,3 +35,13 @@ def whole(file: Path) -> Iterator[Path]:
     part = file.with_suffix(".part")
     yield part
     part.replace(file)
+
+
+def same_settings(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise BadInput, naming the first difference, if a place was begun with other settings."""
+    now = json.loads(json.dumps(now))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            old, new = (json.dumps(settings.get(name))[:60] for settings in (before, now))
+            change = f"{name} {old}, now it is {new}"
+            raise BadInput(f"{place} was begun with {change}; give the same, or another --out")

@@ -173,11 +173,6 @@ def tokenized_chat(messages: Sequence[Message], codec: Codec) -> list[Example]:
         return str(tokenizer.apply_chat_template(chat[:size], **options))
 
     try:
-        if "% generation" in tokenizer.get_chat_template().replace("%-", "%"):
-            out = tokenizer.apply_chat_template(
-                chat, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return [Example(list(out["input_ids"]), [bool(one) for one in out["assistant_masks"]])]
         whole = rendered(len(chat))
         spans = [(rendered(index, ask=True), rendered(index + 1)) for index in answers]
     except Exception as error:                           # templates are programs

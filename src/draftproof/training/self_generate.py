@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -21,7 +20,7 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import SelfGenerateConfig
-from draftproof.training.files import locked
+from draftproof.training.files import locked, same_settings
 from draftproof.training.rows import Example, prompt_of
 from draftproof.training.texts import Document, shuffled
 
@@ -32,13 +31,6 @@ class Progress(NamedTuple):
     tokens: int
     of: int
     speed: float
-
-
-class Text(NamedTuple):
-    """Tokens, and how many of them are the prompt."""
-
-    tokens: array[int]
-    prompt: int
 
 
 class Job(NamedTuple):
@@ -63,7 +55,7 @@ class SelfGeneratedText:
         temperatures, rows = list(config.temperatures), config.rows_at_a_time
         self._header = {**identity, "tokens": config.tokens, "length": length, "seed": seed,
                         "temperatures": temperatures, "rows_at_a_time": rows}  # fmt: skip
-        self._texts: dict[bool, dict[int, Text]] = {False: {}, True: {}}
+        self._texts: dict[bool, dict[int, Example]] = {False: {}, True: {}}
         self._written = {False: 0, True: 0}
         if file.exists():
             self._read()
@@ -73,8 +65,7 @@ class SelfGeneratedText:
 
     def examples(self, held_out: bool) -> Iterator[Example]:
         """The texts, in the order of their prompts; prompts are not in the loss."""
-        for _, (tokens, prompt) in sorted(self._texts[held_out].items()):
-            yield Example(tokens.tolist(), [place >= prompt for place in range(len(tokens))])
+        return (text for _, text in sorted(self._texts[held_out].items()))
 
     def write(
         self, engine: Engine, documents: Sequence[Document], held_out: bool,
@@ -114,7 +105,7 @@ class SelfGeneratedText:
         texts, start, size = self._texts[held_out], 0, 2 * self.config.rows_at_a_time
         while all(number in texts for number in range(start, start + size)):
             start += size
-            new = sum(len(texts[number].tokens) - texts[number].prompt for number in range(start))
+            new = sum(sum(texts[number].mask) for number in range(start))
             missing = (self._wanted(held_out) - new) * start / max(1, new)
             size = max(1, min(64 * self.config.rows_at_a_time, round(missing)))
         numbers = [number for number in range(start, start + size) if number not in texts]
@@ -144,22 +135,24 @@ class SelfGeneratedText:
         return min(max(tokens // 50, 2000), 30000, tokens) if held_out else tokens
 
     def _add(self, row: dict[str, Any]) -> None:
-        text = Text(array("i", row["tokens"]), row["prompt"])
+        tokens, prompt = row["tokens"], row["prompt"]
+        text = Example(tokens, [place >= prompt for place in range(len(tokens))])
         self._texts[row["held_out"]][row["number"]] = text
-        self._written[row["held_out"]] += len(text.tokens) - text.prompt
+        self._written[row["held_out"]] += len(tokens) - prompt
 
     def _read(self) -> None:
         """The texts of an earlier run; those of another origin are refused."""
-        with self.file.open("rb") as file:
-            rows = (_parsed(line, self.file) for line in file if line.endswith(b"\n"))
-            header = next(rows, self._header)
-            for key in (self._header.keys() | header.keys()) - {"tokens", "rows_at_a_time"}:
-                then, now = header.get(key), self._header.get(key)
-                if then != now:
-                    change = f"{self.file} was written with {key} {then!r}, now it is {now!r}"
-                    raise BadInput(f"{change}; give the same, another place, or remove the file")
-            for row in rows:
-                self._add(row)
+        lines = [line for line in self.file.read_bytes().splitlines(True) if line.endswith(b"\n")]
+        try:
+            header, *rows = [json.loads(line) for line in lines] or [self._header]
+            longer = {name: self._header[name] for name in ("tokens", "rows_at_a_time")}
+            header |= longer                                             # more of the same is fine
+        except (ValueError, TypeError) as error:
+            why = f"{self.file} holds something else than texts a target wrote"
+            raise BadInput(f"{why}; name another place") from error
+        same_settings(self.file, header, self._header)
+        for row in rows:
+            self._add(row)
 
 
 def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[dict[str, Any]]:
@@ -170,16 +163,6 @@ def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[dict[
         yield {"number": job.number, "prompt": len(job.prompt), "finish": done.finish_reason,
                "temperature": job.sampling.temperature,
                "tokens": [*job.prompt, *done.checked().tokens]}  # fmt: skip
-
-
-def _parsed(line: bytes, file: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise BadInput(f"{file} holds something else than texts a target wrote; name another place")
-    return row
 
 
 def _drop_partial_line(file: IO[bytes]) -> None:

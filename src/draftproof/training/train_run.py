@@ -27,7 +27,7 @@ from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
-from draftproof.training.files import locked, whole
+from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.model_card import (
@@ -40,7 +40,7 @@ from draftproof.training.model_card import (
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
 from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import Document
-from draftproof.training.trainer import Callback, Silent, Trainable, Trainer, same_settings
+from draftproof.training.trainer import Callback, Silent, Trainable, Trainer
 
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
@@ -79,10 +79,10 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
             return
         rows, tokens, others = len(ready.train), ready.train.loss_tokens, len(ready.held_out)
         callback.note(f"{rows:,} rows, {tokens:,} tokens to learn; {others:,} rows held out")
-        if run.joint:
-            stages = _joint_stages(run, ready, run.joint, callback)
-        else:
-            stages = [_head_stage(ready, run.out, callback)]
+        stages = (
+            _joint_stages(run, ready, run.joint, callback) if run.joint
+            else [_head_stage(ready, run.out, callback)]
+        )  # fmt: skip
         bigrams = ready.head.count(*ready.train.bigrams())
         write_head(ready.head, run.out / "heads" if run.joint else run.out)
         _finish(run, ready, stages, bigrams, callback)

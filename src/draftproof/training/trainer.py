@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from draftproof.errors import BadInput
 from draftproof.training.config import TrainConfig
-from draftproof.training.files import whole
+from draftproof.training.files import same_settings, whole
 from draftproof.training.rows import Batch, Batches
 from draftproof.training.self_generate import Progress
 
@@ -226,13 +226,3 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def same_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise BadInput, naming the first difference, if a folder was begun with other settings."""
-    now = json.loads(json.dumps(now))
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            old, new = (json.dumps(settings.get(name))[:60] for settings in (before, now))
-            change = f"{name} {old}, now it is {new}"
-            raise BadInput(f"{folder} was begun with {change}; give the same, or another --out")
