@@ -65,6 +65,8 @@ def test_every_common_format_is_understood(tmp_path: Path, row: Any, document: D
     (tmp_path / "array.json").write_text(json.dumps([row, row], indent=2), encoding="utf-8-sig")
     for name in ("rows.JSONL", "array.json"):
         assert read([tmp_path / name], strict=True) == [document]
+        assert read([tmp_path / name], chat=True) == [document.as_chat()]
+    assert Document("Hello", "Hi").as_chat() == CHAT and Document("Hi").as_chat() == ASKED
 
 
 @pytest.mark.parametrize(("row", "words"), UNUSABLE)
@@ -107,10 +109,6 @@ def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(
     pieces = read([tmp_path / "book.txt", tmp_path / "book.txt"])              # each once
     assert len(pieces) > 3 and "\n\n".join(piece.text
                                            for piece in pieces) == "\n\n".join(paragraphs)
-
-
-def test_chat_makes_texts_and_prompts_the_users() -> None:
-    assert Document("Hello", "Hi").as_chat() == CHAT and Document("Hi").as_chat() == ASKED
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:

@@ -48,39 +48,32 @@ def whole(engine: Engine,
     return file, write(file, engine)
 
 
-def test_there_is_enough_and_the_rest_is_as_wanted(whole: tuple[Path, SelfGeneratedText]) -> None:
-    _, *rows = lines(whole[0])
-    for held_out in (False, True):
-        texts = list(whole[1].examples(held_out))
-        assert sum(sum(text.mask) for text in texts) >= 600 and all(len(text.tokens) <= 48
-                                                                    for text in texts)
-    assert {row["temperature"] for row in rows} == {0.0, 0.9}
-
-
-def test_each_text_is_what_the_target_writes_and_prompts_do_not_count(
+def test_each_text_is_what_the_target_writes_behind_the_beginning_of_a_document(
     whole: tuple[Path, SelfGeneratedText], engine: Engine
 ) -> None:
+    """Held-out prompts come from other documents; prompts are not in the loss."""
+    assert engine.codec is not None
     _, *rows = lines(whole[0])
+    assert {row["temperature"] for row in rows} == {0.0, 0.9}
+    assert len({row["prompt"] for row in rows}) > 3                       # of random length
+    for row in rows:
+        prompt, documents = row["tokens"][: row["prompt"]], OTHERS if row["held_out"] else DOCUMENTS
+        assert any(engine.codec.encode(document.text)[: len(prompt)] == prompt
+                   for document in documents)
     for row in [row for row in rows if row["temperature"] == 0][:6]:
         prompt, new = row["tokens"][: row["prompt"]], row["tokens"][row["prompt"] :]
         (done,) = engine.generate([prompt], max_new_tokens=48 - len(prompt), sampling=Sampling())
         assert done.tokens == new
-    in_order = sorted((row for row in rows if not row["held_out"]), key=lambda row: row["number"])
-    for text, row in zip(whole[1].examples(False), in_order, strict=True):
-        assert text.tokens == row["tokens"] and text.mask == [place >= row["prompt"]
-                                                              for place in range(len(text.tokens))]
-
-
-def test_prompts_begin_documents_and_the_held_out_ones_others(whole: tuple[Path, SelfGeneratedText],
-                                                              engine: Engine) -> None:
-    assert engine.codec is not None
-    _, *rows = lines(whole[0])
-    for row in rows:
-        prompt = row["tokens"][: row["prompt"]]
-        texts = OTHERS if row["held_out"] else DOCUMENTS
-        assert any(engine.codec.encode(document.text)[: len(prompt)] == prompt
-                   for document in texts)
-    assert len({row["prompt"] for row in rows}) > 3                       # of random length
+    for held_out in (False, True):
+        texts = list(whole[1].examples(held_out))
+        assert sum(sum(text.mask) for text in texts) >= 600
+        assert all(len(text.tokens) <= 48 for text in texts)
+        in_order = sorted((row for row in rows if row["held_out"] is held_out),
+                          key=lambda row: row["number"])
+        for text, row in zip(texts, in_order, strict=True):
+            places = range(len(text.tokens))
+            assert text.tokens == row["tokens"]
+            assert text.mask == [place >= row["prompt"] for place in places]
 
 
 def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(

@@ -26,17 +26,11 @@ from draftproof.model import loading
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
+from draftproof.training import model_card
 from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
-from draftproof.training.model_card import (
-    machine,
-    plot_training,
-    public_name,
-    versions,
-    write_card,
-)  # fmt: skip
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
 from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import Document
@@ -92,7 +86,7 @@ def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepare
     """All that training needs; None if it is done. What can be refused is refused first."""
     model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
     target, tokenizer = Target(model), loading.load_tokenizer(run.model)
-    target.name = public_name(run.model)                 # no folder of this machine in any record
+    target.name = model_card.public_name(run.model)      # no folder of this machine in any record
     if tokenizer is None:
         raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
     codec, head = Codec(tokenizer), make_head(target)
@@ -206,22 +200,24 @@ def _finish(
     run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int, callback: Callback
 ) -> None:
     """Plots, card and record; what only served to go on is then removed."""
-    last, name = stages[-1], public_name(run.model)
+    last, name = stages[-1], model_card.public_name(run.model)
     record = {
         "settings": last.settings, "base_model": name, "documents": ready.documents,
         "steps": sum(stage.steps for stage in stages), "rows": len(ready.train),
         "tokens": sum(stage.tokens for stage in stages), "counted": ready.train.loss_tokens,
         "training_seconds": round(sum(stage.seconds for stage in stages), 1), "pairs": bigrams,
         "held_out": last.evaluation._asdict() if last.evaluation else {},
-        "held_out_rows": len(ready.held_out), "machine": machine(), "versions": versions(),
+        "held_out_rows": len(ready.held_out), "machine": model_card.machine(),
+        "versions": model_card.versions(),
     }  # fmt: skip
     plots = find_spec("matplotlib") is not None
     if plots:
-        plot_training(last.log, run.out / "training.png", f"{ready.head.kind} for {name}")
+        title = f"{ready.head.kind} for {name}"
+        model_card.plot_training(last.log, run.out / "training.png", title)
     else:
         callback.note("no plots: install draftproof[train] for matplotlib")
     with whole(run.out / "README.md") as part:
-        write_card(part, record, plots)
+        model_card.write_card(part, record, plots)
     with whole(run.out / "training.json") as part:
         part.write_text(json.dumps(record, indent=2) + "\n")
     for stage in stages:
