@@ -20,7 +20,7 @@ from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead
-from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.draft_model import DraftModel, SelfDraft
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
@@ -275,8 +275,8 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "draft tree": lambda target: _draft_model(target, 2, 2, 1, num_hidden_layers=1),
     "smaller vocabulary": lambda target: _draft_model(target, vocab_size=VOCAB - 9),
     "larger vocabulary": lambda target: _draft_model(target, 3, 1, vocab_size=VOCAB + 7),
-    "target itself": lambda target: DraftModel(target, VOCAB),
-    "target itself, tree": lambda target: DraftModel(target, VOCAB, TreeShape.branching((2, 2, 1))),
+    "target itself": lambda target: DraftModel(target, target.vocab_size),
+    "target itself, tree": lambda target: SelfDraft(target, shape=TreeShape.branching((2, 2, 1))),
     "medusa": lambda target: Medusa(medusa_head(), target),
     "medusa, pairs": lambda target: Medusa(paired_head(), target),
     "medusa, fixed tree": lambda target: Medusa(medusa_head(True), target, MEDUSA_TREE),
