@@ -18,6 +18,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.engine.deferred import Around
 from draftproof.engine.engine import Engine
 
 VOCAB, LENGTH, SAMPLES, ALARM = 5, 4, 3000, 1e-6
@@ -90,14 +91,8 @@ def test_the_law_under_a_filter() -> None:
     assert p_value(draft(), "block", Sampling(temperature=0.9, top_k=3, seed=3), budget=2) > ALARM
 
 
-class Boastful(Drafter):
+class Boastful(Around):
     """Attaches a law that is not the one it drew from."""
-
-    name = "boastful"
-
-    def __init__(self, inner: DraftModel) -> None:
-        self.inner = inner
-        self.start, self.observe, self.select = inner.start, inner.observe, inner.select  # type: ignore[method-assign]
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = self.inner.propose(frontier)

@@ -103,8 +103,7 @@ class DraftModel(Drafter):
 
     def observe(self, commit: Commit) -> None:
         width = commit.tokens.shape[1]
-        if commit.rows[-1] == len(self.lag):
-            self.lag.append(0)
+        self.lag += [0] * (commit.rows[-1] + 1 - len(self.lag))
         if self.scratch is None:
             for row in commit.rows:
                 self.lag[row] += width

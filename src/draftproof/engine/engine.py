@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
@@ -222,7 +223,7 @@ class Engine:
         scripts = [(size, *[0] * pause, size) for size in sizes for pause in pauses]
         longest = min(capacity, self.target.context) - self.budget.most - 3
         widths = [min(width, longest) for width in (*self.shapes.reads(capacity), CHUNKS[-1] + 1)]
-        for length, script in [(1, script) for script in scripts] + [(width, (self.budget.most,)) for width in widths]:
+        for length, script in [*product([1], scripts), *product(widths, [(size,) for size in sizes])]:
             decoder = self._decoder(_Script(script), rows, capacity)
             decoder.admit([SequenceState([0] * length, self.requests.params(sampling or self.sampling, length), capacity)])
             for _ in script:

@@ -290,10 +290,10 @@ class _Functions:
         self._library.remember(ctypes.addressof(lying), _texts(prefix), tail.data_ptr(), *sizes, out.grown)
         return out.likeliest(sizes[2])
 
-    def judge(self, counts: Any, asked: Any, prefix: Prefix) -> None:
+    def judge(self, counts: Any, proposed: Any, prefix: Prefix) -> None:
         lying = Counts(*_places(counts.rows, counts.all), *counts.numbers)
-        where = _places(asked.texts, asked.parents, asked.kinds, asked.position)
-        self._library.judge(ctypes.addressof(lying), *where, asked.texts.shape[1], _texts(prefix), ABSENT)
+        where = _places(proposed.texts, proposed.parents, proposed.kinds, proposed.position)
+        self._library.judge(ctypes.addressof(lying), *where, proposed.texts.shape[1], _texts(prefix), ABSENT)
 
     def merge_trees(
         self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int
