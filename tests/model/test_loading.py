@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import fresh
 from transformers import GenerationConfig
 
@@ -90,6 +92,63 @@ def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_pat
         assert "\n" not in str(error.value), name
     with pytest.raises(ModelNotFound, match="demo"):
         loading.embedded("nothing")
+
+
+def without(weights: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in weights.items() if key != name}
+
+
+def prefixed(weights: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + key: value for key, value in weights.items()}
+
+
+@pytest.mark.parametrize("how, says", [
+    (lambda one: without(one, "model.norm.weight"), "lacks model.norm.weight, which"),
+    (lambda one: prefixed(one, "_orig_mod."), "and 20 more.*torch.compile"),
+    (lambda one: prefixed(one, "module."), "and 20 more.*DistributedDataParallel"),
+    (lambda one: {key.replace("q_proj.", "q_proj.base_layer."): one[key] for key in one},
+     "q_proj.weight and 1 more.*merge_and_unload"),
+    (lambda one: {**one, "model.norm.weight": torch.zeros(7)}, r"another size.*\[7\] for \[32\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["model", "assistant_model"])
+def test_weights_that_would_be_random_are_refused(
+    folder: Path, tmp_path: Path, how: Any, says: str, place: str, capfd: Any
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    save_file(how(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=says):
+        load(**{"model": folder, place: tmp_path})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tied_weights_are_not_missed_and_unused_ones_are_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    loading.load_model(tmp_path)
+    assert not caplog.records
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    loading.load_model(tmp_path)
+    assert "layers.1.input_layernorm.weight and 8 more" in caplog.text
+
+
+def test_what_would_run_code_or_is_not_merged_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "generation_config.json"):
+        shutil.copy(folder / file, tmp_path)
+    torch.save({"model.norm.weight": Path("/")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"pickle that runs code .* safetensors"):
+        loading.load_model(tmp_path)
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    for trusted, says in ((False, "give trust_remote_code"), (True, r"own\.py")):
+        with pytest.raises(DraftproofError, match=says):
+            loading.load_model(tmp_path, trust_remote_code=trusted)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="merge_and_unload"):
+        loading.load_model(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float33", "long"])

@@ -131,6 +131,26 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
 
 
+def test_what_has_no_head_or_no_weights_is_refused() -> None:
+    own = fresh("llama")
+    with pytest.raises(UnsupportedModel, match="no language-model head"):
+        Target(own.model)
+    own.lm_head.to("meta")
+    with pytest.raises(UnsupportedModel, match=r"lm_head.weight is on the meta device"):
+        Target(own)
+
+
+@pytest.mark.parametrize("rope, warned", [
+    ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, True),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, False)
+])  # fmt: skip
+def test_a_context_beyond_which_positions_are_rescaled_is_told(
+    rope: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Target(fresh("llama", max_position_embeddings=64, rope_parameters=rope))
+    assert own.context == 64 and ("texts end there" in caplog.text) is warned
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi, Bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "ALiBi, Falcon": (

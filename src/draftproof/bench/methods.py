@@ -102,7 +102,7 @@ def load_methods(
     light = [name for name in drafters if set(name.split("+")) <= {*TRAINING_FREE, *HEADS}]
     if options.get("quantize_draft") is not None and light == names:
         raise BadInput("--quantize-draft is for draft models, and none was named; leave it out")
-    where = {name: options.get(name) for name in ("dtype", "device")}
+    where: dict[str, Any] = {name: options.get(name) for name in ("dtype", "device")}
     own = where | {name: options.get(name) for name in ("quantize", "kv_cache")}
     source: Any = load_inflated(model, inflate, **where) if inflate is not None else model
     if inflate is not None and own["quantize"] is None:

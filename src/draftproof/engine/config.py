@@ -70,6 +70,7 @@ class EngineConfig:
     parallel: "tensor" (transformers' own) or "deepspeed" shards the target over the processes that torchrun started.
     graphs: record forwards and replay them, on devices that can (CUDA, Gaudi). compile: by torch.compile.
     bucket_size, shapes: static shapes, with room for texts in multiples of so many tokens, or as a `ShapePolicy` says.
+    trust_remote_code: run the code that a model's folder or hub page comes with; off, such a model is refused.
     tokenizer: another than the one beside the model. dtype, device: of models loaded here; a loaded model stays as it is.
     """
 
@@ -124,6 +125,9 @@ class EngineConfig:
     )
     compile: bool = option(
         False, "Have torch.compile make the forwards; the first text waits for it.", panel="Model", type=bool
+    )
+    trust_remote_code: bool = option(
+        False, "Run the code that comes with a model. It can do what you can: read it first.", panel="Model", type=bool
     )
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None
     shapes: ShapePolicy | None = None

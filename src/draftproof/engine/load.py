@@ -69,7 +69,7 @@ def build(config: EngineConfig) -> Engine:
     with group.intact():
         loaded = _model(config.model, config, packs=not config.compile and config.quantize is None, group=group)
         target = Target(loaded, kv_cache=config.kv_cache, group=group)
-        codec = _codec(config.tokenizer, config.model, loaded)
+        codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
     original = target
     if config.quantize is not None:
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
@@ -169,10 +169,12 @@ def _draft_model(
     name: str | Path | PreTrainedModel, config: EngineConfig, target: Target, codec: Codec | None
 ) -> DraftModel:
     device = config.device or str(target.device)
-    draft = name if not isinstance(name, (str, Path)) else loading.load_model(name, config.dtype, device)
+    draft = name if not isinstance(name, (str, Path)) else loading.load_model(
+        name, config.dtype, device, trust_remote_code=config.trust_remote_code
+    )
     if draft.device != target.device:
         raise DrafterMismatch(f"the draft model is on {draft.device}, the target on {target.device}; put both on one device")
-    own = _codec(None, name, draft)
+    own = _codec(None, name, draft, config.trust_remote_code)
     if codec and own and not codec.same_ids(own):
         raise TokenizerMismatch(
             f"the draft model {own.name} and the target {codec.name} have different tokenizers "
@@ -217,18 +219,18 @@ def _model(
         return model
     if config.parallel is not None and not group.alone:
         return load_sharded(model, config.dtype, config.device, config.parallel, group)
-    loaded = loading.load_model(model, config.dtype, config.device)
+    loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=config.trust_remote_code)
     if packs:
         pack_linears(loaded)
     return loaded
 
 
-def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrainedModel) -> Codec | None:
+def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrainedModel, trust: bool) -> Codec | None:
     """The tokenizer given, or the one beside the model; None if there is neither."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return Codec(tokenizer)
     where = tokenizer or (model if isinstance(model, (str, Path)) else loaded.config.name_or_path)
-    found = loading.load_tokenizer(where) if str(where) else None
+    found = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
     if found is None and tokenizer is not None:
         raise BadInput(f"there is no tokenizer in {tokenizer}")
     return Codec(found) if found is not None else None

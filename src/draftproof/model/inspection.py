@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel, first_line
 from draftproof.model.kv_layer import LayerShape
+
+log = logging.getLogger("draftproof")
 
 UNLIMITED = 1 << 30
 """The context of a model whose configuration names no limit."""
@@ -54,13 +57,18 @@ class Layout(NamedTuple):
 
 
 def context_of(config: Any) -> int:
-    """Positions the model reads alike in any batch: LongRoPE rescales all of them once one lies
-    beyond its first limit."""
+    """Positions the model reads alike in any batch: LongRoPE and dynamic NTK rescale all of them
+    once one lies beyond a limit, and a warning says so."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [getattr(config, "max_position_embeddings", None)]
-    if rope.get("rope_type") == "longrope":
+    rescales = rope.get("rope_type") in ("dynamic", "longrope")
+    if rescales:
         limits.append(rope.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=UNLIMITED)
+    context = min((limit for limit in limits if limit), default=UNLIMITED)
+    if rescales and context < UNLIMITED:
+        log.warning("note: %s positions are rescaled (%s rope) in texts beyond %d tokens, which "
+                    "cannot be exact; texts end there", config.model_type, rope["rope_type"], context)
+    return context
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
@@ -69,6 +77,12 @@ def layout_of(model: PreTrainedModel) -> Layout:
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+        )
+    absent = next((part for part, weight in model.named_parameters() if weight.is_meta), None)
+    if absent is not None:
+        raise UnsupportedModel(
+            f"{name} has weights that are not in memory ({absent} is on the meta device): it was "
+            "offloaded, or never loaded; load it whole, on one device"
         )
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
@@ -91,6 +105,10 @@ def layout_of(model: PreTrainedModel) -> Layout:
         raise UnsupportedModel(
             f"{name} does not run as a causal language model with a KV cache: {first_line(error)}"
         ) from error
+    if getattr(out, "logits", None) is None or out.logits.dim() != 3:
+        raise UnsupportedModel(
+            f"{name} has no language-model head; load it with AutoModelForCausalLM"
+        )
     if not bool(out.logits.isfinite().any()):
         raise BrokenModel(
             f"{name} gives no finite logit for a two-token text; its weights are broken, or its "

@@ -4,14 +4,16 @@ transformers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -20,6 +22,8 @@ from transformers.utils import logging as transformers_logging
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
 from draftproof.model.device import Device
+
+log = logging.getLogger("draftproof")
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
 
@@ -31,6 +35,14 @@ PACKAGES = {
     "auto-round": ("auto-round",), "aqlm": ("aqlm", "accelerate"), "eetq": ("kernels", "accelerate")
 }
 """What transformers needs beside itself to load a checkpoint that was quantised so."""
+
+RENAMED = {
+    "_orig_mod.": "torch.compile put _orig_mod. before its names: save the uncompiled model",
+    "lora_": "it holds a LoRA adapter that is not merged: merge it with peft's merge_and_unload",
+    "base_layer.": "it is split by an adapter (LoRA): merge it with peft's merge_and_unload",
+    "module.": "DistributedDataParallel put module. before its names: save the model's .module",
+}
+"""What strange names of weights tell."""
 
 
 def embedded(name: str = "demo") -> Path:
@@ -55,40 +67,43 @@ def resolve(model: str | Path) -> str:
 
 def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
-    sharding: Any = None
+    sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16
-    is not native.
+    is not native. Weights that the checkpoint lacks are an error, those that go unused a warning.
 
     sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it
     where it is put.
     """
     name = resolve(model)
-    with _clear_errors(name), _quiet(Path(name).is_dir()):
-        config = AutoConfig.from_pretrained(name)
-        if getattr(config, "is_encoder_decoder", False):
+    with _clear_errors(name), _quiet(Path(name).exists()):
+        if Path(name, "adapter_config.json").is_file():
             raise UnsupportedModel(
-                f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+                f"{name} holds an adapter (LoRA) that is not merged into its model; merge it with "
+                "peft's merge_and_unload, save that, and name its folder"
             )
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedModel(
-                f"{name} is a {config.model_type} model; transformers has no causal language model "
-                "for it"
-            )
+        folder, options = _source(name, trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, **options)
+        _check_config(name, config)
         wanted = _dtype(dtype) or "auto"
         place = Device.found(device)
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
         where = place.where
-        method = _quantised_with(config)
-        if method is not None:
+        if "gguf_file" in options:              # blocks are unpacked, to what the file's floats have
+            options["quantization_config"] = GgufConfig(dequantize=True)
+            wanted = place.dtype_for(torch.bfloat16) if wanted == "auto" else wanted
+        elif (method := _quantised_with(config)) is not None:
             _check_quantiser(name, method)
-        placed: dict[str, Any] = (
-            {"device_map": {"": str(where)}} if method is not None and _is_installed("accelerate")
-            else {}
-        )
+            options |= {"device_map": {"": str(where)}} if _is_installed("accelerate") else {}
         if sharding is not None:
-            placed = {"distributed_config": sharding}
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **placed)
+            options = options | {"distributed_config": sharding, "device_map": None}
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _check_report(name, type(loaded).__name__, report)
+    if "gguf_file" in options:
+        del loaded.hf_quantizer, loaded.config.quantization_config
+        loaded.config.name_or_path = name
     # neither to move nor to cast
     if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
         return loaded.eval()
@@ -103,26 +118,76 @@ def load_model(
         ) from error
 
 
-def load_config(model: str | Path) -> Any:
+def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model, without its weights."""
     name = resolve(model)
     with _clear_errors(name):
-        return AutoConfig.from_pretrained(name)
+        folder, options = _source(name, trust_remote_code)
+        return AutoConfig.from_pretrained(folder, **options)
 
 
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None if there is none."""
+def load_tokenizer(
+    model: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model, or in its GGUF file; None if there is none."""
     name = resolve(model)
+    folder, options = _source(name, trust_remote_code)
     try:
         with _quiet(True):
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(folder, **options)
     # tokenizers raises no narrower class
     except Exception as error:
-        if any(Path(name, file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        files = ("tokenizer.json", "tokenizer_config.json")
+        if Path(name).is_file() or any(Path(name, file).is_file() for file in files):
             raise ModelNotFound(
                 f"the tokenizer in {name} cannot be read: {first_line(error)}"
             ) from error
         return None
+
+
+def _source(name: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """What transformers is given to find a model: a folder or hub id, and options."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not (name.endswith(".gguf") and Path(name).is_file()):
+        return name, options
+    if util.find_spec("gguf") is None:
+        raise BadInput(f"{name} is read by the package gguf: pip install 'draftproof[gguf]'")
+    return str(Path(name).parent), {**options, "gguf_file": Path(name).name}
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Refuse what is no causal language model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+        )
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
+        raise UnsupportedModel(
+            f"{name} is a {config.model_type} model; transformers has no causal language model "
+            "for it"
+        )
+
+
+def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
+    """Refuse weights that transformers would make up; tell of those that nothing uses."""
+    unused, lacking = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
+    mismatched = {key: f" {list(a)} for {list(b)}" for key, a, b in report["mismatched_keys"]}
+    reasons = {sign: why for sign, why in RENAMED.items() if any(sign in key for key in unused)}
+    why = next(iter(reasons.values()), "fetch it, or write it, again")
+    for keys, what in ((lacking, "lacks"), (sorted(mismatched), "has another size of")):
+        if keys:
+            raise ModelNotFound(
+                f"the checkpoint {name} {what} {keys[0]}{mismatched.get(keys[0], '')}"
+                f"{_and_more(keys)}, which {kind} would fill with random numbers; {why}"
+            )
+    if unused:
+        what = f"{unused[0]}{_and_more(unused)} of {name}"
+        log.warning("note: %s: unexpected in %s, and not used", what, kind)
+
+
+def _and_more(keys: Sequence[str]) -> str:
+    return f" and {len(keys) - 1} more" if len(keys) > 1 else ""
 
 
 def default_sampling(model: PreTrainedModel) -> Sampling:
@@ -203,11 +268,11 @@ def _clear_errors(name: str) -> Iterator[None]:
     except DraftproofError:
         raise
     except OSError as error:
-        if Path(name).is_dir():
+        if Path(name).exists():
             raise ModelNotFound(
                 f"the model in {name} cannot be read: {first_line(error)}"
             ) from error
-        if name.startswith((".", "/", "~")) or "\\" in name:
+        if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf"):
             raise ModelNotFound(
                 f"there is no folder {name}; give a folder, 'demo', or a hub id such as org/model"
             ) from error
@@ -216,7 +281,17 @@ def _clear_errors(name: str) -> Iterator[None]:
             f"({first_line(error)}); "
             "check the name and the network, or give a folder"
         ) from error
+    except pickle.UnpicklingError as error:
+        raise ModelNotFound(
+            f"the weights of {name} are a pickle that runs code or is broken, and were not opened; "
+            "get them as safetensors"
+        ) from error
     except (ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"{name} comes with code of its own, which would run on this machine; read it, and "
+                "if you trust it give trust_remote_code (--trust-remote-code)"
+            ) from error
         raise ModelNotFound(f"the model {name} cannot be loaded: {first_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx")):
@@ -225,13 +300,17 @@ def _clear_errors(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(silent: bool) -> Iterator[None]:
-    """No bar for a local folder: it loads in a moment; a download keeps its bar."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    if silent:
+def _quiet(local: bool) -> Iterator[None]:
+    """No report of transformers' before ours, and no bar for what is local: a download keeps its
+    bar."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    if local:
         transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if silent and shown:
+        transformers_logging.set_verbosity(level)
+        if local and bars:
             transformers_logging.enable_progress_bar()
