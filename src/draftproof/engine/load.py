@@ -57,6 +57,7 @@ def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
 
     options: the fields of `EngineConfig`, which says what each means: assistant_model, drafter, budget, draft_tree, acceptance,
     lossy, dtype, device, quantize, quantize_draft, kv_cache, parallel, graphs, bucket_size, compile, tokenizer, shapes.
+    A loaded model may go on to be trained: weights that changed are taken up when the next text begins, quantised ones too.
     Raises TypeError for an unknown option, a DraftproofError, in one sentence, for anything that does not fit.
     """
     return build(EngineConfig(model, **options))

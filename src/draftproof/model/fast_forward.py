@@ -87,11 +87,13 @@ class FastForward:
         self.native = not any(one is None for one in natives)
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = FusedForward.of(self)
+        self.backend: str | None = None
         # or the same, compiled
         self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward
 
     def compile(self, backend: str) -> None:
         """Have the forward compiled for each shape it meets."""
+        self.backend = backend
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
         self.forward = torch.compile(self._forward, backend=backend, dynamic=False, fullgraph=True)
@@ -115,10 +117,12 @@ class FastForward:
         )
 
     def of(self, model: PreTrainedModel) -> FastForward:
-        """The same for another model of this kind."""
+        """The same for another model of this kind, or for this one with other weights."""
         other = FastForward(model, self.windows, self.context)
         if self.native and self.fused is None:              # the kernels were found to disagree
             other.fused = None
+        if self.backend is not None:
+            other.compile(self.backend)
         return other
 
     def __call__(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -38,8 +39,10 @@ from draftproof.model.quantize import (
     Quantization,
     first_layers,
     is_quantized,
+    quantized,
     quantized_and_compared,
 )
+from draftproof.model.snapshot import Snapshot
 from draftproof.native.kernels import Chains, kernels
 
 DRAFT_KL_LIMIT = 0.02
@@ -82,14 +85,18 @@ class Target:
         ]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._fast: FastForward | None = None
+        self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
         with torch.inference_mode():
             self._layout = layout_of(model)
             self.vocab_size = self._layout.vocab
             fits = group.alone and FastForward.fits(model)
             self._examine(FastForward(model, self._layout.windows, self.context) if fits else None)
+        self._seen = Snapshot.of(model)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache for `rows` rows of `capacity` positions."""
+        """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
+        changed are taken up."""
+        self.refresh()
         return self._new_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 
     def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
@@ -105,7 +112,46 @@ class Target:
             self.model, kind, text, give_up=give_up
         )
         other._fast = self._fast.of(other.model) if self._fast is not None else None
+        if not give_up:
+            other._original = weakref.ref(self.model)
+            other._seen = Snapshot.of(self.model, matrices=True)
         return other
+
+    def refresh(self) -> None:
+        """Copy weights anew that somebody changed since: by a step of training, a merged adapter, a
+        loaded state.
+
+        Raises BadInput for a model that was cast, moved, or put in training mode.
+        """
+        model = self.model if self._original is None else self._original()
+        if model is None or not self.group.alone:
+            return
+        if model.training:
+            raise BadInput(
+                f"{self.name} was put in training mode, in which dropout changes what it writes; "
+                "call its eval() first"
+            )
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise BadInput(
+                f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
+                f"{model.dtype} on {model.device} now; load it here again"
+            )
+        if self._fast is None and self._original is None:
+            return
+        now = Snapshot.of(model, matrices=self._original is not None)
+        if self._seen.same(now):
+            return
+        if self._original is not None and self.quantization is not None:
+            self.model = quantized(model, self.quantization.kind)
+        self.__dict__.pop("native", None)
+        with torch.inference_mode():
+            if self._fast is not None and now.modules == self._seen.modules:
+                self._fast = self._fast.of(self.model)
+            elif self._fast is not None:
+                fits = FastForward.fits(self.model)
+                fast, self._fast = self._fast, None
+                self._examine(fast.of(self.model) if fits else None)
+        self._seen = now
 
     def lighter(self, text: Sequence[int]) -> Target | None:
         """This target with 8-bit weights, for drafting: where our kernels read those and what it
@@ -160,6 +206,7 @@ class Target:
         other.model = first_layers(self.model, count)
         other._layout = self._layout._replace(shapes=self._layout.shapes[:count])
         other._fast = self._fast.of(other.model) if self._fast is not None else None
+        other._original, other._seen = None, Snapshot.of(other.model)
         return other
 
     @property

@@ -1,0 +1,52 @@
+"""Whether a model's weights changed since something was made of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+SAMPLE = 4096
+"""Numbers of a matrix that are compared: changes made through ``.data`` leave no other trace."""
+
+
+class Snapshot(NamedTuple):
+    """modules, weights: what they are, where they lie, how often they were written to. adapters:
+    which of peft's are active, and merged. values: those of norms and biases; with `matrices`, of
+    the beginning of every matrix as well."""
+
+    modules: list[int]
+    adapters: list[str]
+    weights: list[tuple[int, int, int]]
+    values: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, *, matrices: bool = False) -> Snapshot:
+        modules = list(model.modules())
+        weights = [
+            one for module in modules for one in module._parameters.values() if one is not None
+        ]
+        values = [
+            one.detach().flatten()[:SAMPLE].to(weights[0].device, torch.float32) for one in weights
+            if one.dim() == 1 or matrices
+        ]
+        return cls(
+            list(map(id, modules)),
+            [_adapters(one) for one in modules if "merged_adapters" in vars(one)],
+            list(map(_place, weights)),
+            torch.cat(values) if values else torch.empty(0)
+        )
+
+    def same(self, other: Snapshot) -> bool:
+        return self[:3] == other[:3] and torch.equal(self.values, other.values)
+
+
+def _place(weight: Tensor) -> tuple[int, int, int]:
+    version = 0 if weight.is_inference() else weight._version
+    return id(weight), weight.data_ptr() if type(weight.data) is Tensor else 0, version
+
+
+def _adapters(module: Any) -> str:
+    states = (module.active_adapters, module.merged_adapters, module.disable_adapters)
+    return repr((*states, getattr(module, "scaling", None)))

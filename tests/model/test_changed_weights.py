@@ -1,0 +1,104 @@
+"""Weights that change after loading: the next text is that of the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh
+
+from draftproof.engine.load import load
+from draftproof.errors import BadInput
+
+PROMPT = [5, 9, 3]
+
+
+def step(own: Any) -> None:
+    dice = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for one in own.parameters():
+            noise = torch.randn(one.shape, generator=dice)
+            one.add_((0.4 * one.abs().mean() * noise).to(one.dtype))
+
+
+def norms(own: Any) -> None:
+    """Through .data, which leaves no trace in version counters."""
+    for name, one in own.named_parameters():
+        if "norm" in name or "ln_" in name:
+            one.data.mul_(torch.linspace(0.2, 3, one.numel()))
+
+
+def data(own: Any) -> None:
+    for one in own.parameters():
+        one.data = one.data.roll(1, 0)
+
+
+def assign(own: Any) -> None:
+    other = {name: one.flip(0) for name, one in own.state_dict().items()}
+    own.load_state_dict(other, assign=True)
+
+
+def with_adapters(own: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    targets = ["c_attn"] if "gpt2" in own.config.model_type else ["q_proj", "v_proj"]
+    wanted = {"target_modules": targets, "init_lora_weights": False, "lora_alpha": 64}
+    made = peft.get_peft_model(own, peft.LoraConfig(**wanted))
+    made.add_adapter("other", peft.LoraConfig(**wanted))
+    return made.eval()
+
+
+def adapter(own: Any) -> None:
+    with_adapters(own)
+
+
+def merged(own: Any) -> None:
+    with_adapters(own).merge_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize("change", [step, norms, data, assign, adapter, merged])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
+def test_the_next_text_is_of_the_weights_as_they_are(
+    family: str, change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    own = fresh(family).float()
+    engine = load(own, drafter="prompt-lookup", **options)
+    before = engine.generate([PROMPT], max_new_tokens=24)[0].tokens
+    change(own)
+    again = engine.generate([PROMPT], max_new_tokens=24)[0].tokens
+    assert again == load(own, **options).generate([PROMPT], max_new_tokens=24)[0].tokens
+    assert again != before
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
+def test_adapters_that_were_there_may_be_switched(options: dict[str, Any]) -> None:
+    own = fresh("llama").float()
+    tuned = with_adapters(own)
+    engine = load(own, **options)
+    texts = []
+    for act in (lambda: None, lambda: tuned.set_adapter("other"), tuned.merge_adapter):
+        act()
+        texts.append(engine.generate([PROMPT], max_new_tokens=24)[0].tokens)
+        wanted = load(own, **options).generate([PROMPT], max_new_tokens=24)[0].tokens
+        assert texts[-1] == wanted
+    assert texts[0] != texts[1]
+
+
+def test_nothing_is_copied_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(fresh("llama").float(), quantize="int8")
+    fast, model = engine.target._fast, engine.target.model
+    engine.generate([PROMPT], max_new_tokens=4)
+    assert engine.target._fast is fast and engine.target.model is model
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda own: own.train(), "training mode"), (lambda own: own.bfloat16(), "bfloat16 on cpu now"),
+])  # fmt: skip
+def test_a_model_that_was_cast_or_put_in_training_is_refused(change: Any, says: str) -> None:
+    own = fresh("gpt2").float()
+    engine = load(own)
+    change(own)
+    with pytest.raises(BadInput, match=says):
+        engine.generate([PROMPT], max_new_tokens=4)
