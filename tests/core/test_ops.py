@@ -22,7 +22,7 @@ from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import best_tokens, sample
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.bigram import bigram_tree
 from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
@@ -174,10 +174,10 @@ def test_suffixes_are_kept_and_found_alike() -> None:
     """Also when memory is used up, and old text lies where new is written."""
     assert SIZES[0] == LANES
     dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
+    indexes = [drafter._indexes[torch.device("cpu")] for drafter in drafters]
     texts: list[list[int]] = []
     for drafter in drafters:
-        drafter._on(torch.device("cpu"))                       # an index without collisions, and room for few texts
-        drafter.memory = 7 * CAPACITY
+        drafter.memory = 7 * CAPACITY                          # an index without collisions, and room for few texts
     for turn in range(60):
         if turn % 12 == 0:
             for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
@@ -195,8 +195,8 @@ def test_suffixes_are_kept_and_found_alike() -> None:
         more = [written(dice, 6) for _ in texts]
         texts = [[*text, *new] for text, new in zip(texts, more, strict=True)]
         observed_alike(drafters, piece(range(3), more))
-    ours, theirs = (drafter._index for drafter in drafters)
-    assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 100
+    ours, theirs = indexes
+    assert ours.tags.count_nonzero() > 100
     for name in ("text", "tags", "places", "counts"):
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])        # the last is for nothing
     for one, other in zip(drafters[0]._rows or (), drafters[1]._rows or (), strict=True):
@@ -230,8 +230,8 @@ def test_successors_are_kept_and_found_alike() -> None:
     for row in range(3):                                            # prompts: known tokens, in known pairs and in new ones
         text = written(dice, 30)
         observed_alike(drafters, piece(range(row, row + 1), [[*text, *(one for token in text for one in (token, 50 + token))]]))
-    ours, theirs = (drafter._table for drafter in drafters)
-    assert ours is not None and theirs is not None and ours.tags.count_nonzero() > 20
+    ours, theirs = (drafter._tables[torch.device("cpu")] for drafter in drafters)
+    assert ours.tags.count_nonzero() > 20
     assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(ours.tokens[:-1], theirs.tokens[:-1])
     torch.testing.assert_close(ours.confidence[:-1], theirs.confidence[:-1], rtol=1e-5, atol=1e-7)
 
@@ -387,7 +387,7 @@ def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
         noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens,
         prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
         beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs, likely_successors, judge,
-        merge_trees,
+        merge_trees, well_formed,
     ]  # fmt: skip
     assert {function.__name__ for function in torch_functions} == CPU._own.keys()
     for function in torch_functions:

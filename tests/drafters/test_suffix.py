@@ -14,7 +14,7 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.suffix import OWN, SIZES, SLOTS, Places, SuffixDrafter, slot_of
+from draftproof.drafters.suffix import OWN, SIZES, SLOTS, Places, SuffixDrafter, SuffixIndex, slot_of
 
 CAPACITY = 64
 pytestmark = pytest.mark.usefixtures("lookup")
@@ -132,8 +132,8 @@ def test_the_oldest_is_forgotten_and_memory_stays_what_it_is() -> None:
     for text in told:
         drafter.start(1, CAPACITY, CPU)
         drafter.observe(commit_of([0], [text]))
-        assert drafter._index is not None
-        sizes.add((len(drafter._index.text), len(drafter._index.tags)))
+        index = drafter._indexes[torch.device("cpu")]
+        sizes.add((len(index.text), len(index.tags)))
     assert len(sizes) == 1
     drafter.start(1, CAPACITY, CPU)
     drafter.observe(commit_of([0], [[1]]))
@@ -160,17 +160,15 @@ def test_copies_of_a_row_write_apart() -> None:
 
 
 def test_places_of_running_rows_never_overlap() -> None:
-    dice = random.Random(3)
-    cursor = 0
+    dice, index = random.Random(3), SuffixIndex(1, torch.device("cpu"))
     for _ in range(50):
         width, rows = dice.randint(4, 40), dice.randint(1, 5)
-        places = Places(width, max(500 // width, 2 * rows + 1), cursor)
+        places = Places(width, max(500 // width, 2 * rows + 1))
         for _ in range(40):
             if len(places.used) < rows and dice.random() < 0.6:
-                places.take()
+                places.used.append(places.next(index))
             elif places.used:
                 places.used.pop(dice.randrange(len(places.used)))
             starts = sorted(places.used)
             assert all(later - one >= width for one, later in pairwise(starts))
             assert all(0 <= start <= places.width * places.count - width for start in starts)
-        cursor = places.cursor

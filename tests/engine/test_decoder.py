@@ -8,13 +8,13 @@ import pytest
 import torch
 from batches import Counted, Script, decoder, running
 from drafting import DRAFTERS, LEARNERS, Fading
-from tiny import prompts, target
+from tiny import CPU, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.messages import Accepted, Commit, Frontier
-from draftproof.core.ops import TORCH
-from draftproof.core.tree import TokenTree
+from draftproof.core.ops import TORCH, Ops
+from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -26,6 +26,7 @@ from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.stats import Round
 from draftproof.errors import DrafterMismatch
 from draftproof.model.kv_cache import KVCache
+from draftproof.native.cpu_ops import CpuOps
 
 SYNCING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "unique2", "_unique2", "item")
 
@@ -98,8 +99,8 @@ def test_the_watchman_is_awake(wrong: Any) -> None:
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft chain", "draft tree"])
 def test_storage_never_moves(drafter: str) -> None:
-    inner = DRAFTERS[drafter](target())
-    one = decoder(inner)
+    one = decoder(DRAFTERS[drafter](target()))
+    inner = getattr(one.drafter, "inner", one.drafter)
     caches = [one.batch.cache] + ([inner.cache] if isinstance(inner, DraftModel) else [])
     places = _places(caches)
     for round_ in range(14):
@@ -193,10 +194,18 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
 
     def drafts(patience: int) -> list[list[list[int]]]:
         monkeypatch.setattr(deferred, "TOGETHER", patience)
-        inner, found = DRAFTERS[drafter](target()), []
-        propose, observe = inner.propose, inner.observe
-        monkeypatch.setattr(inner, "propose", lambda frontier: found.append(propose(frontier)) or found[-1])
-        monkeypatch.setattr(inner, "observe", lambda commit: told.append(commit.tokens.shape[1]) or observe(commit))
+        inner, found = DRAFTERS[drafter](target()), list[TokenTree]()
+
+        class Heard(type(inner)):  # type: ignore[misc]
+            def propose(self, frontier: Frontier) -> TokenTree:
+                found.append(super().propose(frontier))
+                return found[-1]
+
+            def observe(self, commit: Commit) -> None:
+                told.append(commit.tokens.shape[1])
+                super().observe(commit)
+
+        inner.__class__ = Heard
         one = decoder(inner, budget=Fading(3))
         for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
             one.admit([running(prompt, limit=25)])
@@ -284,3 +293,29 @@ def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool, logprobs: b
         assert len(nodes) >= counted                                            # what an end cut off was accepted as well
         accepted += counted
     assert accepted > 0
+
+
+def _broken(frontier: Frontier, kind: str) -> TokenTree:
+    """A tree with one thing wrong."""
+    tokens = frontier.prefix.root[:, None].repeat(1, 4)
+    tree = TokenTree.shaped(tokens, TreeShape.branching((1, 2)))
+    parents = tree.parents.clone()
+    if kind in ("parent behind", "parent beyond", "two roots"):
+        parents[:, 2] = {"parent behind": 3, "parent beyond": 1 << 40, "two roots": -1}[kind]
+    elif kind in ("unknown token", "negative token"):
+        tokens[:, 3] = 1 << 40 if kind == "unknown token" else -5
+    tokens = {"int32": tokens.int(), "more rows": tokens.repeat(2, 1)}.get(kind, tokens)
+    return TokenTree(tokens, parents, 1 if kind == "deeper than said" else 2)
+
+
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["kernels", "operators"])
+@pytest.mark.parametrize("kind", ["parent behind", "parent beyond", "two roots", "unknown token", "negative token", "int32",
+                                  "more rows", "deeper than said"])  # fmt: skip
+def test_what_is_no_tree_is_refused(kind: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Drafter):
+        def propose(self, frontier: Frontier) -> TokenTree:
+            return _broken(frontier, kind)
+
+    monkeypatch.setattr(CpuOps, "run", ops.run)
+    with pytest.raises(DrafterMismatch, match="proposed no tree"):
+        Engine(target(), Broken(), budget=5).generate([[1, 2], [3]], max_new_tokens=4)

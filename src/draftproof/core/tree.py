@@ -358,6 +358,17 @@ class TokenTree:
         return path.scatter_(1, place, numbers)[:, :length]
 
 
+def well_formed(tree: TokenTree, vocab: int) -> bool:
+    """Whether tokens are below `vocab` or ABSENT, parents come before children, and paths are no deeper than said."""
+    tokens, parents, numbers = tree.tokens, tree.parents, torch.arange(tree.tokens.shape[1])
+    before = ((parents >= 0) & (parents < numbers)) | ((numbers == 0) & (parents == -1))
+    known = (tokens >= ABSENT) & (tokens < vocab)
+    if not bool((before & known).all()):
+        return False
+    depths = replace(tree, depth_limit=tokens.shape[1], form=None).depths
+    return bool((depths <= tree.depth_limit)[tree.present].all())
+
+
 def _rooted(parents: Tensor) -> Tensor:
     """`parents` [B, N] with -1 at the root; written anew, since graph compilers do not follow writes through a view."""
     first = torch.arange(parents.shape[1], device=parents.device) == 0

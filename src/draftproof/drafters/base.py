@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from draftproof.model.packed_linear import pack_linears
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 
 class Drafter(ABC):
@@ -50,8 +52,14 @@ class Drafter(ABC):
         pending: tokens of each row that `observe` has yet to bring."""
         return 0
 
+    def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
+        """A copy that serves one run, started: what `start` assigns is its own, all else is shared."""
+        own = copy.copy(self)
+        own.start(rows, capacity, ops)
+        return own
+
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        """Begin with empty memory for `rows` rows of `capacity` tokens; compute with `ops`."""
+        """Assign empty memory for `rows` rows of `capacity` tokens; compute with `ops`."""
         self.ops = ops
 
     def observe(self, commit: Commit) -> None:
@@ -65,6 +73,17 @@ class Drafter(ABC):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing."""
+
+
+class SharedMemory(dict[torch.device, T]):
+    """What a drafter learns for later runs, by device, made when it is first needed."""
+
+    def __init__(self, make: Callable[[torch.device], T]) -> None:
+        self.make = make
+
+    def __missing__(self, device: torch.device) -> T:
+        with torch.inference_mode(False):
+            return self.setdefault(device, self.make(device))
 
 
 class Vocabulary(Protocol):

@@ -22,7 +22,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NOTHING, TokenTree
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput, DrafterMismatch
 
 CLASSES, LEVELS = 32, 16
@@ -61,23 +61,21 @@ class Portfolio(Drafter):
         self.wants_top = max(member.wants_top for member in members)
         deepest = [member.deepest for member in members if member.deepest is not None]
         self.deepest = max(deepest) if len(deepest) == len(members) else None
+        kinds = len(members) * CLASSES
+        self._all = SharedMemory(lambda device: torch.zeros(kinds, 2, device=device))
         self._counts: Counts | None = None
         self._proposed: Proposed | None = None
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        for member in self.members:
-            member.start(rows, capacity, ops)
-        self._proposed = None
-        if self._counts is not None:
-            self._counts = self._counts.select([])
+        self.members = tuple(member.for_run(rows, capacity, ops) for member in self.members)
+        self._counts = self._proposed = None
 
     def observe(self, commit: Commit) -> None:
         for member in self.members:
             member.observe(self._for(member, commit))
-        device = commit.tokens.device
-        if self._counts is None or self._counts.all.device != device:
-            everyone = torch.zeros(len(self.members) * CLASSES, 2, device=device)
+        if self._counts is None:
+            everyone = self._all[commit.tokens.device]
             self._counts = Counts(everyone[None][:0], everyone)
         if commit.rows[-1] == len(self._counts.rows):
             self._counts = self._counts.joined()

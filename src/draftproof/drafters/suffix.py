@@ -25,7 +25,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
@@ -52,7 +52,7 @@ class SuffixDrafter(Drafter):
         if memory < 1:
             raise BadInput(f"suffix decoding was given a memory of {memory} tokens; give 1 or more")
         self.memory = memory
-        self._index: SuffixIndex | None = None
+        self._indexes = SharedMemory(lambda device: SuffixIndex(memory, device))
         self._places = Places(1, 1)
         self._rows: Rows | None = None
 
@@ -60,12 +60,13 @@ class SuffixDrafter(Drafter):
         super().start(rows, capacity, ops)
         width = capacity + 3                                # a root and two ends after the text
         count = max(self.memory // width, 2 * rows + 1)
-        self._places, self._rows = Places(width, count, self._places.cursor), None
+        self._places, self._rows = Places(width, count), None
 
     def observe(self, commit: Commit) -> None:
-        index = self._on(commit.tokens.device)
+        index = self._index(commit.tokens.device)
         if commit.rows[-1] == len(self._places.used):
-            self._rows = Rows.joined(self._rows, self._places.take(), commit.tokens.device)
+            self._places.used.append(self._places.next(index))
+            self._rows = Rows.joined(self._rows, self._places.used[-1], commit.tokens.device)
         assert self._rows is not None, "a row begins with its prompt"
         tail, _, end = (part[commit.rows[0] : commit.rows[-1] + 1] for part in self._rows)
         self.ops.run(learn_text, index, tail, end, commit.tokens, commit.count)
@@ -74,7 +75,7 @@ class SuffixDrafter(Drafter):
         prefix, budget = frontier.prefix, frontier.budget
         if budget == 0 or self._rows is None:
             return TokenTree.root(prefix.root)
-        index = self._on(prefix.tokens.device)
+        index = self._index(prefix.tokens.device)
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.trunk()
 
@@ -85,16 +86,14 @@ class SuffixDrafter(Drafter):
         self._places.used = [used[row] for row in rows]
         for place, copy in enumerate(copies):
             if copy:                                        # it continues elsewhere
-                self._places.used[place] = self._places.next()
+                self._places.used[place] = self._places.next(self._index(self._rows.end.device))
         self._rows = self._rows.select(rows, self._places.used, copies)
 
-    def _on(self, device: torch.device) -> SuffixIndex:
-        """The memory, made or enlarged when it is needed; it stays over requests."""
-        if self._index is None or self._index.text.device != device:
-            with torch.inference_mode(False):
-                self._index = SuffixIndex(self.memory, device)
-        self._index.hold(self._places.width * self._places.count)
-        return self._index
+    def _index(self, device: torch.device) -> SuffixIndex:
+        """The memory of this device, with room for the places of this run."""
+        index = self._indexes[device]
+        index.hold(self._places.width * self._places.count)
+        return index
 
 
 def learn_text(
@@ -136,21 +135,16 @@ def continue_text(
 class Places:
     """Where on the text running rows write: `count` places of `width`, used in turn."""
 
-    def __init__(self, width: int, count: int, cursor: int = 0) -> None:
-        self.width, self.count, self.cursor = width, count, cursor
+    def __init__(self, width: int, count: int) -> None:
+        self.width, self.count = width, count
         self.used: list[int] = []                           # per row, where its place begins
 
-    def take(self) -> int:
-        """A place for a new row."""
-        self.used.append(self.next())
-        return self.used[-1]
-
-    def next(self) -> int:
+    def next(self, index: SuffixIndex) -> int:
         """The next place that no row uses; of twice as many as there are rows, one is free."""
         for _ in range(self.count):
-            whole = self.cursor + self.width <= self.width * self.count
-            start = self.cursor if whole else 0
-            self.cursor = start + self.width
+            whole = index.cursor + self.width <= self.width * self.count
+            start = index.cursor if whole else 0
+            index.cursor = start + self.width
             if all(abs(start - other) >= self.width for other in self.used):
                 break
         return start
@@ -192,7 +186,7 @@ class SuffixIndex:
     def __init__(self, memory: int, device: torch.device) -> None:
         self.slots = 1 << max(memory * len(SIZES) // SLOTS - 1, 0).bit_length()
         size = self.slots * SLOTS + 1                       # the last is for what has no place
-        self.text = torch.full((1,), ABSENT, device=device)
+        self.text, self.cursor = torch.full((1,), ABSENT, device=device), 0
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
         self.places = torch.zeros(size, dtype=torch.int64, device=device)
         self.counts = torch.zeros(size, device=device)

@@ -19,7 +19,7 @@ from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput
 
 BEST = 8
@@ -45,8 +45,8 @@ class TokenRecycling(Drafter):
     def __init__(self, memory: int = 1 << 16) -> None:
         if memory < 1:
             raise BadInput(f"token recycling was given a memory of {memory} pairs; give at least 1")
-        self.slots = 1 << (memory - 1).bit_length()
-        self._table: SuccessorTable | None = None
+        slots = 1 << (memory - 1).bit_length()
+        self._tables = SharedMemory(lambda device: SuccessorTable(slots, device))
         self._tail: Tensor | None = None                # [rows, 2] each row's last committed tokens
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -54,7 +54,7 @@ class TokenRecycling(Drafter):
         self._tail = None
 
     def observe(self, commit: Commit) -> None:
-        table, tokens = self._on(commit.tokens.device), commit.tokens
+        table, tokens = self._tables[commit.tokens.device], commit.tokens
         if commit.rows[-1] == (0 if self._tail is None else len(self._tail)):
             new = torch.full((1, 2), ABSENT, device=tokens.device)
             self._tail = new if self._tail is None else torch.cat([self._tail, new])
@@ -74,20 +74,13 @@ class TokenRecycling(Drafter):
         prefix, budget = frontier.prefix, frontier.budget
         if budget == 0 or self._tail is None:
             return TokenTree.root(prefix.root)
-        table, sizes = self._on(prefix.tokens.device), (WIDTH, FAN, min(DEPTH, budget))
+        table, sizes = self._tables[prefix.tokens.device], (WIDTH, FAN, min(DEPTH, budget))
         tree = self.ops.run(likely_successors, table, prefix, self._tail, sizes, budget + 1)
         return tree if frontier.trees else tree.trunk()
 
     def select(self, rows: Sequence[int]) -> None:
         if self._tail is not None:
             self._tail = self._tail[list(rows)]
-
-    def _on(self, device: torch.device) -> SuccessorTable:
-        """The memory, made when it is first needed; it stays over requests."""
-        if self._table is None or self._table.tags.device != device:
-            with torch.inference_mode(False):
-                self._table = SuccessorTable(self.slots, device)
-        return self._table
 
 
 def recycle(table: SuccessorTable, tail: Tensor, seen: Successors) -> None:

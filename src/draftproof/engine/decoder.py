@@ -14,7 +14,7 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.tree import NOTHING, TokenTree
+from draftproof.core.tree import NOTHING, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
@@ -45,8 +45,8 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.target, self.rule, self.budget = target, rule, budget
         self.ops = ops or Device(target.device).ops(shapes.closed)
-        self.drafter = Deferred.around(drafter) if self.ops.on_host else drafter
-        self.drafter.start(rows, capacity, self.ops)
+        own = Deferred.around(drafter) if self.ops.on_host else drafter
+        self.drafter = own.for_run(rows, capacity, self.ops)
         self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops)
         self.prompts = Prompts(target, self.drafter, self.batch.cache, shapes, self.ops)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
@@ -122,6 +122,7 @@ class Decoder:
         if frontier.budget == 0:
             return TokenTree.root(frontier.prefix.root)
         tree = self.drafter.propose(frontier)
+        self._check(tree, len(frontier.prefix.position))
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
         shares = tree.turns is not None or tree.confidence is not None
@@ -131,6 +132,15 @@ class Decoder:
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
         return tree.shared(frontier.budget) if drafted > frontier.budget and tree.turns is None else tree
+
+    def _check(self, tree: TokenTree, rows: int) -> None:
+        """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
+        tokens, parents, vocab = tree.tokens, tree.parents, self.target.vocab_size
+        sound = tokens.dtype == parents.dtype == torch.int64 and len(tokens) == rows and tokens.shape == parents.shape
+        if not (sound and (not self.ops.on_host or self.ops.run(well_formed, tree, vocab))):
+            raise DrafterMismatch(
+                f"the drafter {self.drafter.name} proposed no tree for {rows} rows: tokens are int64, below {vocab} or ABSENT, "
+                "parents come before their children, and no path is longer than depth_limit")
 
     def _deliver(
         self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted

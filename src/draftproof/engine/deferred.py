@@ -28,7 +28,7 @@ class Around(Drafter):
         return self.inner.unread(pending)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        self.inner.start(rows, capacity, ops)
+        self.inner = self.inner.for_run(rows, capacity, ops)
 
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
@@ -48,6 +48,10 @@ class Deferred(Around):
         super().__init__(inner)
         self.pending: list[Commit] = []
         self.answers = False
+
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
+        self.pending, self.answers = [], False
 
     @classmethod
     def around(cls, inner: Drafter) -> Drafter:

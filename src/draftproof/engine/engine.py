@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from threading import RLock
+
+import torch
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
@@ -29,6 +33,9 @@ from draftproof.model.tokenizer import Codec
 
 ROWS = 8
 """Rows at a time when nobody says."""
+
+if hasattr(os, "register_at_fork"):     # a forked process has no threads, and OpenMP would wait for them
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Engine:
     drafter's default. What it learns stays with the engine.
     codec: the tokenizer; needed for text prompts and stop strings, token ids do without.
     sampling, stop_tokens: defaults for calls that name none.
+    Calls may run at the same time, also from several threads: their rounds take turns.
     shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves it to the device.
     """
 
@@ -107,6 +115,7 @@ class Engine:
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.clock = Clock()                            # where the seconds of the call went that began last
+        self._lock = RLock()                            # held while a prompt is checked, and in each round
         if self.budget.most >= target.context:
             raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
 
@@ -163,7 +172,8 @@ class Engine:
             raise BadInput(f"n was {n}; ask for at least 1 sample")
         if batch_size is not None and batch_size < 1:
             raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
-        requests = self.requests.read(prompts, max_new_tokens, self.sampling if sampling is None else sampling, n)
+        with self._lock:
+            requests = self.requests.read(prompts, max_new_tokens, self.sampling if sampling is None else sampling, n)
         rows = max(n, min(batch_size or ROWS, n * len(requests)))
         if self.shapes.closed and batch_size is not None:               # as many as were declared, needed or not
             rows = max(n, batch_size)
@@ -171,13 +181,16 @@ class Engine:
 
     def check(self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None) -> None:
         """Raise BadInput if `generate` could not honour this request."""
-        self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
+        with self._lock:
+            self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop string may take back."""
-        return self._chunks(self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1))
+        with self._lock:
+            requests = self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
+        return self._chunks(requests)
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
         for (row,) in self._run(requests, 1):
@@ -190,7 +203,8 @@ class Engine:
             return
         longest = max(len(row.prompt) + row.limit for row in left)
         capacity = self.shapes.capacity(longest + self.budget.most + 2)
-        decoder = self._decoder(self.budget, self.shapes.rows(rows), capacity)
+        with self._lock:
+            decoder = self._decoder(self.budget, self.shapes.rows(rows), capacity)
         batch, clock = decoder.batch, decoder.clock
         self.clock = clock
         begun: list[tuple[SequenceState, dict[str, float]]] = []
@@ -200,10 +214,11 @@ class Engine:
                     joining = [waiting.popleft() for _ in range(decoder.room_for(waiting))] if waiting else []
                     if joining:
                         begun += [(row, clock.seconds) for request in joining for row in request]
-                    if joining and not decoder.takes(joining):
-                        decoder.admit(*joining)
-                    else:
-                        decoder.step(joining)
+                    with self._lock:
+                        if joining and not decoder.takes(joining):
+                            decoder.admit(*joining)
+                        else:
+                            decoder.step(joining)
                     yield left
                     if len(batch.running) < len(begun):
                         left = [row for row in left if row.finish_reason is None]

@@ -113,6 +113,7 @@ class _Functions:
         if logits.dtype != torch.bfloat16 or not sampler.only_temperature:
             return DECLINED
         (rows, nodes, vocab), logits = logits.shape, logits.contiguous()
+        _must_hold(rows == len(sampler.rows) and paths.first + nodes <= paths.tree.depths.shape[1])
         noise, places = sampler.noise_at(paths, nodes, vocab)
         tokens = torch.empty(rows, nodes, dtype=torch.int64)
         given = _places(logits, noise, places, sampler.temperatures)
@@ -126,6 +127,7 @@ class _Functions:
         if logits.dtype != torch.bfloat16 or not sampler.only_temperature:
             return DECLINED
         (rows, nodes, vocab), logits = logits.shape, logits.contiguous()
+        _must_hold(rows == len(sampler.rows) and paths.first + nodes <= paths.tree.depths.shape[1] and 0 < count <= vocab)
         noise, places = sampler.noise_at(paths, nodes, vocab)
         columns = [column.expand(-1, nodes).contiguous() for column in (sampler.temperatures, sampler.scales(sure))]
         scores, tokens = torch.empty(rows, nodes, count), torch.empty(rows, nodes, count, dtype=torch.int64)
@@ -146,6 +148,7 @@ class _Functions:
 
     def accept_by_matching(self, tree: TokenTree, target_tokens: Tensor) -> Accepted:
         rows, nodes = target_tokens.shape
+        _must_hold(tree.tokens.shape == target_tokens.shape)
         if nodes == 1:
             return Accepted(*_root_alone(rows), root=target_tokens[:, 0], drafted=_none_drafted(rows))
         tokens, parents, deep = tree.tokens.contiguous(), tree.parents.contiguous(), tree.depth_limit + 1
@@ -153,6 +156,10 @@ class _Functions:
         given = _places(tokens, parents, target_tokens)
         self._library.settle(*given, rows, nodes, deep, ABSENT, *_places(path, found))
         return Accepted(path, found[0], found[1], drafted=found[2:].T)
+
+    def well_formed(self, tree: TokenTree, vocab: int) -> bool:
+        (rows, nodes), parts = tree.tokens.shape, (tree.tokens.contiguous(), tree.parents.contiguous())
+        return bool(self._library.well_formed(*_places(*parts), rows, nodes, tree.depth_limit, vocab, ABSENT))
 
     # Trees of draft heads: drafting.c --------------------------------------------------------------
 
@@ -182,6 +189,7 @@ class _Functions:
         if sampling is None or prepared is None or prepared.whole is None or prepared.head.outputs != vocab:
             return DECLINED
         rows, size = len(root), medusa.hidden.shape[1]
+        _must_hold(rows <= len(medusa.hidden))
         out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
         states = medusa.hidden.new_empty(rows * heads * (2 * size + vocab))
         work = torch.empty(rows * heads * (vocab + LANES))
@@ -233,6 +241,7 @@ class _Functions:
             return DECLINED
         head, rows, nodes = prepared.whole, len(root), 1 + width + max(length - 1, 0) * width * width
         out, context = _Tree(rows, nodes), drafter.hidden[:rows].contiguous()
+        _must_hold(len(context) == rows)
         each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
         work = context.new_empty(rows * width * each)
         given = (ctypes.addressof(head), *_places(context, root), rows, width, length)
@@ -263,11 +272,13 @@ class _Functions:
 
     def learn_text(self, index: Any, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor) -> None:
         tokens, count = tokens.contiguous(), count.contiguous()
+        _must_hold(len(tail) == len(end) == len(tokens) == len(count))
         lying = Index(*_places(*index.parts), *index.numbers)
         self._library.index(ctypes.addressof(lying), *_places(tail, end, tokens, count), *tokens.shape)
 
     def continue_text(self, index: Any, prefix: Prefix, rows: Any, own: float, paths: int, budget: int) -> TokenTree:
         lying, out = Index(*_places(*index.parts), *index.numbers), _Tree(len(prefix.position), 1 + budget)
+        _must_hold(len(rows.end) == len(prefix.position))
         given = (ctypes.addressof(lying), _texts(prefix), *_places(*rows), own, paths, budget)
         getattr(self._library, "continue")(*given, out.grown)
         return out.likeliest(budget)
@@ -276,6 +287,7 @@ class _Functions:
         lying = Table(*_places(*table.parts), *table.numbers)
         tensors = (seen.tree.tokens, seen.tree.parents, tail, seen.tokens, seen.logits.float())
         parts = [part.contiguous() for part in tensors]
+        _must_hold(len(tail) == len(seen.tokens) and seen.tokens.shape[:2] == seen.tree.tokens.shape)
         self._library.recycle(ctypes.addressof(lying), *_places(*parts), *seen.tokens.shape)
 
     def learn_pairs(self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, chance: float) -> None:
@@ -287,12 +299,14 @@ class _Functions:
         self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int
     ) -> TokenTree:
         lying, out = Table(*_places(*table.parts), *table.numbers), _Tree(len(tail), nodes)
+        _must_hold(len(tail) == len(prefix.position))
         self._library.remember(ctypes.addressof(lying), _texts(prefix), tail.data_ptr(), *sizes, out.grown)
         return out.likeliest(sizes[2])
 
     def judge(self, counts: Any, proposed: Any, prefix: Prefix) -> None:
         lying = Counts(*_places(counts.rows, counts.all), *counts.numbers)
         where = _places(proposed.texts, proposed.parents, proposed.kinds, proposed.position)
+        _must_hold(len(prefix.position) == len(proposed.texts) == len(counts.rows))
         self._library.judge(ctypes.addressof(lying), *where, proposed.texts.shape[1], _texts(prefix), ABSENT)
 
     def merge_trees(
@@ -300,9 +314,11 @@ class _Functions:
     ) -> tuple[Pool, TokenTree]:
         lying, rows = Counts(*_places(counts.rows, counts.all), *counts.numbers), len(trees[0].tokens)
         held = [
-            [part if part is None else part.contiguous() for part in (tree.tokens, tree.parents, tree.confidence)]
-            for tree in trees
+            [tree.tokens.contiguous(), tree.parents.contiguous(), None if chances is None else chances.float().contiguous()]
+            for tree in trees for chances in (tree.confidence,)
         ]
+        _must_hold(rows == len(counts.rows) and all(tree.tokens.shape == tree.parents.shape for tree in trees))
+        _must_hold(all(len(tree.tokens) == rows and tree.tokens.dtype == tree.parents.dtype == torch.int64 for tree in trees))
         sizes = [tree.tokens.shape[1] for tree in trees]
         members = (Member * len(trees))(*(Member(*_places(*h), size) for h, size in zip(held, sizes, strict=True)))
         pool, out = Pool(*torch.empty(3, rows, sum(sizes), dtype=torch.int64)), _Tree(rows, min(nodes, sum(sizes)))
@@ -343,6 +359,11 @@ class _Tree:
         return TokenTree.shaped(tokens, shape, confidence=confidence)
 
 
+def _must_hold(fits: bool) -> None:
+    if not fits:
+        raise IndexError("tensors of other rows, or of other sizes, than the batch has were given; the library cannot read them")
+
+
 def _places(*tensors: Tensor | None) -> list[int | None]:
     """Where tensors lie; the caller keeps them alive."""
     places: list[int | None] = []
@@ -353,7 +374,7 @@ def _places(*tensors: Tensor | None) -> list[int | None]:
 
 def _texts(prefix: Prefix) -> ctypes.Array[Texts]:
     text, position = prefix.tokens, prefix.position
-    assert text.stride(1) == 1 and position.is_contiguous()
+    _must_hold(text.stride(1) == 1 and position.is_contiguous() and len(position) <= len(text))
     return (Texts * 1)(Texts(text.data_ptr(), position.data_ptr(), len(text), text.stride(0)))
 
 

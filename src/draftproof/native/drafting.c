@@ -36,6 +36,22 @@ void draftproof_pick(const bf16 *logits, const float *noise, const int64_t *plac
     }
 }
 
+/* Whether trees [rows, nodes] are well formed: tokens are below `vocab` or `absent`, parents come before their children, and no path
+ * is deeper than `deep`. */
+int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, int64_t rows, int64_t nodes, int64_t deep, int64_t vocab,
+                               int64_t absent) {
+    int64_t depths[nodes];
+    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes)
+        for (int64_t node = 0; node < nodes; node++) {
+            int64_t token = tokens[node], above = parents[node];
+            if (token != absent && (token < 0 || token >= vocab)) return 0;
+            if (node ? above < 0 || above >= node : above != -1) return 0;
+            depths[node] = node ? depths[above] + 1 : 0;
+            if (depths[node] > deep && token != absent) return 0;
+        }
+    return 1;
+}
+
 /* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. Of the path to the
  * first of the deepest: its nodes, root first, [rows, deep], places beyond it hold their own index. told [4, rows]: how many they
  * are, what was picked behind them, how many nodes behind the root are not absent, and how deep these go. */

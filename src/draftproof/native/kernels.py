@@ -19,7 +19,7 @@ WIDEST = 256
 SIGNATURES = {
     "gate": "2p4n", "linear": "3p2n", "heads": "4p4n", "forward": "8p", "some": "3n5p", "keep": "3p3n2pn", "copy": "3p3n3p",
     "chain": "4pn2p3n4pfn4p:n", "streams": "pn3p2n", "gumbel": "2p3n", "pick": "4p4npn", "best": "5p3n2pn", "top": "p5n2pn",
-    "settle": "3p4n2p", "search": "3p3n4pf3pnpn:n", "paired": "pf3p5n4pn4pn", "medusa": "4p4n4pn5pn", "grow": "3p3np",
+    "settle": "3p4n2p", "well_formed": "2p5n:n", "search": "3p3n4pf3pnpn:n", "paired": "pf3p5n4pn4pn", "medusa": "4p4n4pn5pn", "grow": "3p3np",
     "match": "p5np", "index": "5p2n", "continue": "5pf2np", "recycle": "6p3n", "told": "4pnf", "remember": "3p3np",
     "judge": "5pnpn", "merge": "3p2n4p",
 }  # fmt: skip

@@ -20,7 +20,7 @@ static void grown(const int64_t *pool, const int64_t *above, const float *odds, 
     Scored likely[most + 1];
     for (int64_t n = 0; n < most; n++) likely[n] = (Scored){0, -1};
     for (int64_t i = 0; i < size; i++) {
-        int root = i == 0 || above[i] < 0 || above[i] == i;
+        int root = i == 0 || above[i] < 0 || above[i] >= i;
         first[i] = root ? 0 : -1, best[i] = root;
         if (root || !(odds[i] > 0) || first[above[i]] < 0) continue;
         first[i] = i, up[i] = first[above[i]];
@@ -68,6 +68,12 @@ typedef struct {
     int64_t rows, room;
 } Texts;
 
+/* Where the root of row r stands: never beyond its text. */
+static inline int64_t root_at(const Texts *texts, int64_t r) {
+    int64_t at = texts->positions[r];
+    return at < 0 ? 0 : at < texts->room ? at : texts->room - 1;
+}
+
 /* The chance that what followed a match of so many tokens before follows it again, `ahead` tokens further, if it did until there. */
 static inline float lasting(float match, int64_t ahead) { return (match + (float)ahead) / (match + (float)ahead + 3); }
 
@@ -79,7 +85,7 @@ void draftproof_match(const Texts *texts, int64_t longest, int64_t shortest, int
     float odds[places * each];
     for (int64_t r = 0; r < texts->rows; r++) {
         const int64_t *text = texts->tokens + r * texts->room;
-        int64_t last = texts->positions[r], before = text[longest > 1 && last ? last - 1 : last], pairs = 0, single = 0, found = 0;
+        int64_t last = root_at(texts, r), before = text[longest > 1 && last ? last - 1 : last], pairs = 0, single = 0, found = 0;
         for (int64_t p = last - 1; p >= 0 && pairs < near; p--)
             if (text[p] == text[last]) {
                 if (p && text[p - 1] == before) ends[pairs++] = p;
@@ -147,6 +153,7 @@ void draftproof_index(const Index *index, int64_t *tails, int64_t *ends, const i
     for (int64_t r = 0; r < rows; r++) {
         int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
+        if (ends[r] < 0 || counts[r] > width || ends[r] + counts[r] + 2 > index->room) continue;        /* not its memory */
         for (int64_t d = 0; d < counts[r]; d++) {
             int64_t token = tokens[r * width + d], place = ends[r]++;
             int64_t way = ((int32_t)(((uint32_t)token + 1) * (uint32_t)index->scatter) >> 30) & (index->ways - 1);
@@ -174,9 +181,10 @@ void draftproof_continue(const Index *index, const Texts *texts, const int64_t *
     uint32_t tags[index->count];
     float odds[paths * each];
     Scored best[paths];
-    for (int64_t r = 0; r < texts->rows; r++) index->text[ends[r]] = texts->tokens[r * texts->room + texts->positions[r]];
+    for (int64_t r = 0; r < texts->rows; r++)
+        if (ends[r] >= 0 && ends[r] < index->room) index->text[ends[r]] = texts->tokens[r * texts->room + root_at(texts, r)];
     for (int64_t r = 0; r < texts->rows; r++) {
-        int64_t root = index->text[ends[r]];
+        int64_t root = texts->tokens[r * texts->room + root_at(texts, r)];
         memcpy(context, tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
         context[CONTEXT - 1] = root;
         hashed(index, context, entries, tags);
@@ -197,7 +205,7 @@ void draftproof_continue(const Index *index, const Texts *texts, const int64_t *
             left *= kinds > 0 ? kinds / among : 1;
         }
         for (int64_t w = 0; w < paths; w++) {
-            int64_t at = w * each, way = best[w].token, start = way < 0 ? ends[r] : places[way];
+            int64_t at = w * each, way = best[w].token, start = way < 0 ? index->room - 1 : places[way];
             int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;          /* its own end is its beginning */
             float chance = best[w].score, match = way < 0 ? 0 : (float)index->sizes[way / index->ways];
             pool[at] = root, odds[at] = 1;
@@ -232,7 +240,7 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
 void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t *parents, const int64_t *tails, const int64_t *best,
                         const float *logits, int64_t rows, int64_t nodes, int64_t count) {
     for (int64_t i = 0; i < rows * nodes; i++) {
-        int64_t r = i / nodes, token = tokens[i], before = parents[i] < 0 ? tails[2 * r + 1] : tokens[r * nodes + parents[i]];
+        int64_t r = i / nodes, token = tokens[i], before = parents[i] < 0 || parents[i] >= nodes ? tails[2 * r + 1] : tokens[r * nodes + parents[i]];
         const float *said = logits + i * count;
         float most = -INFINITY, odds[count], sum = 0;
         for (int64_t k = 0; k < count; k++) most = said[k] > most ? said[k] : most;
@@ -293,7 +301,7 @@ void draftproof_remember(const Table *table, const Texts *texts, const int64_t *
     Scored best[width];
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t from = 0, to = 1;
-        pool[0] = texts->tokens[r * texts->room + texts->positions[r]], above[0] = -1, odds[0] = 1;
+        pool[0] = texts->tokens[r * texts->room + root_at(texts, r)], above[0] = -1, odds[0] = 1;
         for (int64_t d = 0; d < depth; d++) {
             for (int64_t w = 0; w < width; w++) best[w] = (Scored){0, -1};
             for (int64_t i = from; i < to; i++)
@@ -338,7 +346,7 @@ void draftproof_judge(const Counts *counts, const int64_t *pool, const int64_t *
         for (int64_t i = 0; i < size; i++) {
             depth[i] = above[i] < 0 ? 0 : depth[above[i]] + 1, stands[i] = above[i] < 0;
             int64_t place = asked[r] + depth[i];
-            if (above[i] < 0 || !stands[above[i]] || pool[i] == absent || place > texts->positions[r]) continue;
+            if (above[i] < 0 || !stands[above[i]] || pool[i] == absent || place > root_at(texts, r)) continue;
             stands[i] = texts->tokens[r * texts->room + place] == pool[i];
             own[2 * kinds[i]] += (float)stands[i], counts->all[2 * kinds[i]] += (float)stands[i];
             own[2 * kinds[i] + 1]++, counts->all[2 * kinds[i] + 1]++;
@@ -366,6 +374,7 @@ void draftproof_merge(const Counts *counts, const float *everyone, const Member 
             for (int64_t n = 0; n < members[m].nodes; n++) {
                 const Member *member = members + m;
                 int64_t i = start + n, at = r * member->nodes, up = n ? member->parents[at + n] : 0, kind = n;
+                if (up < 0 || up >= n) up = 0;
                 float given = counts->untold;
                 pool[i] = member->tokens[at + n], above[i] = n ? start + up : -1;
                 if (member->odds) {
