@@ -20,7 +20,7 @@ from typing import NamedTuple
 from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.c" for name in ("noise", "layers", "attention", "linear", "groups", "drafting", "lookup")]
+SOURCES = [HERE / f"{name}.c" for name in ("noise", "layers", "attention", "linear", "drafting", "lookup")]
 LEVELS = ("portable", "avx2", "avx512", "amx")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 UNFUSED = {"noise": LEVELS, "layers": LEVELS[:1]}

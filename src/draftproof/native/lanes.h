@@ -83,6 +83,39 @@ static inline void narrowed(bf16 *to, lanes x) {
     memcpy(to, &h, sizeof h);
 }
 
+static inline lanes number(bits x) { return __builtin_convertvector(x, lanes); }
+
+/* a * b + c, rounded once. */
+static inline lanes fused(lanes a, lanes b, lanes c) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif AVX2
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;                                                           /* never called */
+#endif
+}
+
+static inline lanes from_half(const uint16_t *from) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif AVX2
+    return (lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    return (lanes){} + (float)*from;                                            /* never called */
+#endif
+}
+
+static inline lanes from_bytes(const uint8_t *from) {
+#ifdef __AVX512F__                              /* compilers convert them one by one */
+    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif AVX2
+    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    return (lanes){} + (float)*from;                                            /* never called */
+#endif
+}
+
 static inline lanes loaded(const float *from) {
     lanes x;
     memcpy(&x, from, sizeof x);
@@ -359,7 +392,6 @@ typedef struct {
 void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
                           bf16 *keys, bf16 *values, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
-void draftproof_multiply_groups(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
                       int64_t threads);

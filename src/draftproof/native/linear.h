@@ -1,0 +1,73 @@
+/* Linear layers: how a product is described to the kernels that compute it, by vectors or by tiles. */
+#pragma once
+#include "tiles.h"
+
+/* Weights lie in strips of 32 outputs, and in words of 32 bits: two inputs of an output in bfloat16,
+ * four in 8 bits, eight in 4 bits. A line is one word of each output of a strip. */
+enum { STRIP = 32, SIDES = STRIP / LANES, LINE = STRIP * (int)sizeof(int32_t) };
+enum { BFLOAT16, INT8, INT4, KINDS };
+/* In 4 bits, GROUP inputs share a scale and a minimum, SUPER groups what these are multiples of. */
+enum { GROUP = 32, SUPER = 8, GROUP_WORDS = 4 };
+/* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache. */
+enum { MOST = 12, CHUNKS = 8, ROWS = 128 };
+/* Kernels run over BLOCK words of up to STRIPS strips, which stay in the first cache. */
+enum { BLOCK = 64, STRIPS = 4 };
+
+/* AVX2 without VNNI multiplies codes of 8 bits in 16: first and third, then second and fourth. */
+#if AVX2 && !defined(__AVXVNNI__)
+#define WIDE_CODES 1
+#else
+#define WIDE_CODES 0
+#endif
+
+/* What is to be computed. The rows of inputs lie chunk by chunk; those of a chunk block by block, a
+ * block of one row behind that of another. */
+typedef struct {
+    const Linear *layer;
+    const bf16 *inputs;
+    bf16 *out;
+    int64_t kind, rows, chunks;
+    int64_t count, stretch;             /* words of a row of weights; rounded up to whole blocks */
+    int64_t block, width;               /* words of a block; of inputs for one of weights */
+    int32_t *words;                     /* inputs: as float, codes, or wide codes */
+    float *scales;                      /* of a row, or in 4 bits twice for each group of a row */
+    int32_t *offset;                    /* 8 bits: 128 times the sum of a row's codes */
+} Product;
+
+static inline int64_t first_row(const Product *of, int64_t chunk) {
+    return of->rows * chunk / of->chunks;
+}
+
+/* Weights of a strip from a word on. */
+static inline const char *weights_at(const Product *of, int64_t strip, int64_t word) {
+    return (const char *)of->layer->weights + (strip * of->count + word) * LINE;
+}
+
+/* Inputs of a chunk of `some` rows, which begins at row `from`, from a whole block of words on. */
+static inline int32_t *inputs_at(const Product *of, int64_t from, int64_t some, int64_t word) {
+    return of->words + (from * of->stretch + word * some) * of->width;
+}
+
+/* In 8 bits, an output is the sum times the row's scale times the output's. */
+static inline lanes output_of(const Product *of, lanes sum, int64_t row, int64_t start) {
+    const Linear *layer = of->layer;
+    if (of->kind == INT8)
+        sum = number((bits)sum - of->offset[row]) * loaded(layer->scale + start) * of->scales[row];
+    return layer->bias ? sum + wide(layer->bias + start) : sum;
+}
+
+/* Sums of strips `first` to `last` and rows `row` to `end` become outputs. */
+static void finish(const Product *of, int64_t first, int64_t last, int64_t row, int64_t end,
+                   lanes (*sums)[ROWS][SIDES]) {
+    int64_t outputs = of->layer->outputs;
+    for (int64_t s = first; s < last; s++)
+        for (int64_t r = row; r < end; r++) {
+            int64_t start = s * STRIP, some = outputs - start;
+            bf16 rest[STRIP], *to = of->out + r * outputs + start, *done = some < STRIP ? rest : to;
+            for (int h = 0; h < SIDES; h++) {
+                lanes sum = sums[s - first][r - row][h];
+                narrowed(done + h * LANES, output_of(of, sum, r, start + h * LANES));
+            }
+            if (done == rest) memcpy(to, rest, (size_t)some * sizeof(bf16));
+        }
+}
