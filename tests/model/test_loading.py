@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import fresh
-from transformers import GenerationConfig
 
-from draftproof.core.params import Sampling
 from draftproof.engine.load import load
 from draftproof.errors import (
     BadInput,
@@ -162,23 +160,6 @@ def test_a_device_that_is_none_is_refused(folder: Path) -> None:
         with pytest.raises(DraftproofError) as error:
             loading.load_model(folder, device=device)
         assert "\n" not in str(error.value)
-
-
-def test_the_models_own_wishes_are_kept() -> None:
-    own = fresh("llama")
-    assert loading.default_sampling(own) == Sampling() and loading.stop_tokens(own) == ()
-    own.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05,
-        eos_token_id=[3, 4]
-    )
-    wanted = Sampling(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
-    assert loading.default_sampling(own) == wanted and loading.stop_tokens(own) == (3, 4)
-    own.generation_config = GenerationConfig(
-        do_sample=False, temperature=0.6, top_k=20, eos_token_id=7, max_new_tokens=9
-    )
-    assert loading.default_sampling(own) == Sampling(
-        max_new_tokens=9
-    ) and loading.stop_tokens(own) == (7,)
 
 
 def test_a_drafter_that_does_not_fit_is_refused(folder: Path) -> None:

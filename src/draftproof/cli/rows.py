@@ -112,7 +112,7 @@ def _content(message: object) -> str:
 
 def _sampling(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     """`base` with what the row asks for."""
-    known = {field.name: str(field.type) for field in fields(base) if field.name != "processors"}
+    known = {field.name: str(field.type) for field in fields(base) if field.name not in ("processors", "logits_rules")}
     asked = {name: value for name, value in row.items() if OTHER_NAMES.get(name, name) in known}
     for nested in ("sampling", "sampling_params"):
         inner = row.get(nested) or {}

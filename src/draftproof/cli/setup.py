@@ -95,7 +95,10 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         "device": str(engine.target.device),
         **({"ranks": engine.target.group.size} if config.parallel is not None else {}),
-        "sampling": {name: value for name, value in asdict(wanted).items() if name != "processors"},
+        "sampling": {
+            **{name: value for name, value in vars(wanted).items() if name not in ("processors", "logits_rules")},
+            **({"logits_rules": [rule.name for rule in wanted.logits_rules]} if wanted.logits_rules else {}),
+        },
     }
 
 

@@ -5,13 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix and nothing else."""
+"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix and nothing else."""
+
+
+class RuleRequest(NamedTuple):
+    """What a rule on logits may depend on, beside the text: its request."""
+
+    prompt: Sequence[int]
+    limit: int
+    ends: tuple[int, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LogitsRule:
+    """A rule on logits that a model's own generation_config asks for; its processor is made per request.
+
+    stage: where among the others: "early", before penalties; "usual", before the user's processors;
+    "warm", behind the temperature; "late", behind all filters; these two are for sampled rows only.
+    make: raises BadInput for a request that it cannot serve. reads_text: else it sees scores alone.
+    """
+
+    name: str
+    stage: str
+    make: Callable[[RuleRequest], LogitsProcessor]
+    reads_text: bool = True
 
 
 @dataclass(frozen=True)
@@ -25,10 +51,12 @@ class Sampling:
     logit_bias: added to the logits, by token id.
     banned_words: strings or token id sequences that must not appear.
     min_new_tokens: no end token before so many. max_new_tokens: None leaves it to the call.
+    max_length: tokens of prompt and text together, where no max_new_tokens is given.
     stop: strings that end the text; they are not part of it. stop_tokens: end tokens; None takes the model's own.
     seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
     logprobs: report the log-probability of each new token under the unprocessed model.
     processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
+    logits_rules: what the model's own generation_config asks for beside all this.
     """
 
     temperature: float = 0.0
@@ -43,11 +71,13 @@ class Sampling:
     banned_words: Sequence[str | Sequence[int]] = ()
     min_new_tokens: int = 0
     max_new_tokens: int | None = None
+    max_length: int | None = None
     stop: Sequence[str] = ()
     stop_tokens: Sequence[int] | None = None
     seed: int = 0
     logprobs: bool = False
     processors: Sequence[LogitsProcessor] = ()
+    logits_rules: Sequence[LogitsRule] = ()
 
     def __post_init__(self) -> None:
         for name in ("stop", "banned_words"):
@@ -57,14 +87,17 @@ class Sampling:
             _within(self, name, 0 if name == "temperature" else None)
         for name in ("top_k", "no_repeat_ngram", "min_new_tokens"):
             _within(self, name, 0, whole=True)
-        if self.max_new_tokens is not None:
-            _within(self, "max_new_tokens", 1, whole=True)
+        for name in ("max_new_tokens", "max_length"):
+            if getattr(self, name) is not None:
+                _within(self, name, 1, whole=True)
         _within(self, "seed", whole=True)
         _within(self, "top_p", 0, 1, open_low=True)
         _within(self, "min_p", 0, 1)
         _within(self, "repetition_penalty", 0, open_low=True)
         if any(not bias < inf for bias in self.logit_bias.values()):
-            raise BadInput(f"logit_bias was {dict(self.logit_bias)!r}; each bias must be a number below infinity")
+            raise BadInput(
+                f"logit_bias was {dict(self.logit_bias)!r}; each bias must be a number below infinity"
+            )
         if any(word == "" for word in self.stop):
             raise BadInput("stop was given an empty string; every text contains it. Leave it out")
         if any(len(word) == 0 for word in self.banned_words):
@@ -73,21 +106,26 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One running row as the sampler sees it: its sampling with strings resolved, and its place among samples."""
+    """One running row as the sampler sees it: its sampling with strings resolved, its place among
+    samples, and the processors of its rules."""
 
     sampling: Sampling
     prompt_length: int
     stop_tokens: tuple[int, ...] = ()
     banned: tuple[tuple[int, ...], ...] = ()
     sample: int = 0
+    logits_rules: tuple[tuple[LogitsRule, LogitsProcessor], ...] = ()
 
 
 def _within(
-    owner: object, name: str, low: float | None = None, high: float | None = None, open_low: bool = False, whole: bool = False
-) -> None:
+    owner: object, name: str, low: float | None = None, high: float | None = None,
+    open_low: bool = False, whole: bool = False,
+) -> None:  # fmt: skip
     value = getattr(owner, name)
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and -inf < value < inf
-    if number and (low is None or (value > low if open_low else value >= low)) and (high is None or value <= high):
+    kind = int if whole else (int, float)
+    number = isinstance(value, kind) and not isinstance(value, bool) and -inf < value < inf
+    above = number and (low is None or (value > low if open_low else value >= low))
+    if above and (high is None or value <= high):
         return
     bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
     bounds += [] if high is None else [f"at most {high}"]

@@ -1,15 +1,16 @@
 """Logits processed as rows wish, at every node of a tree.
 
-The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned words, minimum length, the
-user's processors; then temperature, top-k, top-p, min-p. Everything that depends on the text so far sees the path of its
-own tree node, so verifying a tree equals decoding each path alone.
+The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned words,
+minimum length, the user's processors; then temperature, top-k, top-p, min-p; the rules of a model's own
+generation_config in between, by their stage. Everything that depends on the text so far sees the path of
+its own tree node, so verifying a tree equals decoding each path alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -66,16 +67,19 @@ class LogitsProcessors:
         """Only what some row asks for, in the order of transformers' generate."""
         asked: list[tuple[bool, Callable[[Tensor, Paths], Tensor]]] = [
             (self._any("logit_bias"), self._add_bias),
+            (self._has_rules("early"), partial(self._ask, "early")),
             (self._any("repetition_penalty"), self._penalise_repetition),
             (self._any("presence_penalty") or self._any("frequency_penalty"), self._penalise_presence),
             (self._any("no_repeat_ngram"), self._ban_ngrams),
             (any(row.banned for row in self.rows), self._ban_words),
             (any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows), self._hold_stop_tokens),
-            (self._any("processors"), self._ask_user),
+            (self._has_rules("usual") or self._any("processors"), partial(self._ask, "usual")),
             (self._any("temperature"), self._heat),
+            (self._has_rules("warm"), partial(self._ask, "warm")),
             (self._any("top_k"), self._keep_top_k),
             (self._any("top_p"), self._keep_top_p),
             (self._any("min_p"), self._keep_min_p),
+            (self._has_rules("late"), partial(self._ask, "late")),
         ]
         return [process for wanted, process in asked if wanted]
 
@@ -83,7 +87,12 @@ class LogitsProcessors:
     def reads_text(self) -> bool:
         """Whether a choice depends on which tokens stand before it, beside what the logits say."""
         asked = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "processors")
-        return any(self._any(name) for name in asked) or any(row.banned for row in self.rows)
+        if any(self._any(name) for name in asked):
+            return True
+        return any(row.banned or any(rule.reads_text for rule, _ in row.logits_rules) for row in self.rows)
+
+    def _has_rules(self, stage: str) -> bool:
+        return any(rule.stage == stage for row in self.rows for rule, _ in row.logits_rules)
 
     def _any(self, name: str) -> bool:
         return any(getattr(row.sampling, name) != _DEFAULTS[name] for row in self.rows)
@@ -189,14 +198,24 @@ class LogitsProcessors:
             self._columns["stop_tokens", torch.int64] = torch.tensor(first, device=self.device).view(-1, 1, 1)
         return self._columns["stop_tokens", torch.bool], self._columns["stop_tokens", torch.int64]
 
-    def _ask_user(self, scores: Tensor, paths: Paths) -> Tensor:
-        """The user's processors, called as transformers calls them: one unpadded prefix at a time."""
-        scores = scores.clone()
-        lengths = paths.lengths.tolist()
+    def _ask(self, stage: str, scores: Tensor, paths: Paths) -> Tensor:
+        """The processors of a stage, called as transformers calls them: one unpadded prefix at a time.
+
+        Those that read no text see the scores of all nodes at once.
+        """
+        scores, lengths = scores.clone(), paths.lengths.tolist()
         for row, params in enumerate(self.rows):
-            for node in range(scores.shape[1]) if params.sampling.processors else ():
-                text = paths.sequences[row, node, : lengths[row][node]][None]
-                for processor in params.sampling.processors:
+            if stage in ("warm", "late") and params.sampling.temperature == 0:
+                continue
+            asked = [(rule.reads_text, made) for rule, made in params.logits_rules if rule.stage == stage]
+            if stage == "usual":
+                asked += [(True, processor) for processor in params.sampling.processors]
+            for reads_text, processor in asked:
+                if not reads_text:
+                    scores[row] = processor(paths.sequences[row, :, :1], scores[row].clone())
+                    continue
+                for node, length in enumerate(lengths[row]):
+                    text = paths.sequences[row, node, :length][None]
                     scores[row, node] = processor(text, scores[row, node][None].clone())[0]
         return scores
 

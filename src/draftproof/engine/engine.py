@@ -240,7 +240,9 @@ class Engine:
         widths = [min(width, longest) for width in (*self.shapes.reads(capacity), CHUNKS[-1] + 1)]
         for length, script in [*product([1], scripts), *product(widths, [(size,) for size in sizes])]:
             decoder = self._decoder(_Script(script), rows, capacity)
-            decoder.admit([SequenceState([0] * length, self.requests.params(sampling or self.sampling, length), capacity)])
+            prompt = [0] * length
+            params = self.requests.params(sampling or self.sampling, prompt, capacity)
+            decoder.admit([SequenceState(prompt, params, capacity)])
             for _ in script:
                 decoder.step()
 

@@ -25,6 +25,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
 from draftproof.model import loading
+from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.packed_linear import pack_linears
@@ -89,7 +90,7 @@ def build(config: EngineConfig) -> Engine:
         shapes = ShapePolicy(closed=True, bucket=config.bucket_size)
     return Engine(
         target, drafter, codec=codec, acceptance=config.acceptance or "match", lossy=config.typical, budget=config.budget,
-        sampling=loading.default_sampling(loaded), stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
+        sampling=default_sampling(loaded), stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from draftproof.core.params import LogitsProcessor, Sampling, SamplingParams
+from draftproof.core.params import LogitsProcessor, RuleRequest, Sampling, SamplingParams
 from draftproof.engine.batch import Request
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, ContextOverflow
@@ -47,8 +47,8 @@ class RequestReader:
         requests = list[Request]()
         for index, (prompt, want) in enumerate(zip(several, wanted, strict=True)):
             tokens = self._tokens(prompt)
-            limit = self._limit(tokens, max_new_tokens if max_new_tokens is not None else want.max_new_tokens)
-            params = self.params(want, len(tokens))
+            limit = self._limit(tokens, max_new_tokens, want)
+            params = self.params(want, tokens, limit)
             requests.append([self._running(tokens, replace(params, sample=sample), limit, index) for sample in range(n)])
         return requests
 
@@ -73,8 +73,17 @@ class RequestReader:
         self._known(tokens, "the prompt")
         return tokens
 
-    def _limit(self, tokens: list[int], asked: int | None) -> int:
+    def _limit(self, tokens: list[int], asked: int | None, sampling: Sampling) -> int:
         """New tokens this row may have; the context bounds them."""
+        if asked is None:
+            asked = sampling.max_new_tokens
+        if asked is None and sampling.max_length is not None:
+            asked = sampling.max_length - len(tokens)
+            if asked < 1:
+                raise BadInput(
+                    f"the prompt has {len(tokens)} tokens and max_length, of prompt and text together, "
+                    f"is {sampling.max_length}; give max_new_tokens"
+                )
         if asked is not None and asked < 1:
             raise BadInput(f"max_new_tokens was {asked}; ask for at least 1")
         room = self.target.context - len(tokens)
@@ -85,8 +94,8 @@ class RequestReader:
             )
         return min(asked if asked is not None else NEW_TOKENS, room)
 
-    def params(self, sampling: Sampling, prompt_length: int) -> SamplingParams:
-        """Resolve strings to tokens, and refuse what cannot be honoured exactly."""
+    def params(self, sampling: Sampling, prompt: Sequence[int], limit: int) -> SamplingParams:
+        """Resolve strings to tokens, make the processors of rules, refuse what cannot be honoured."""
         if sampling.stop and self.codec is None:
             raise BadInput("stop strings were given but the model has no tokenizer; use stop_tokens")
         ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
@@ -104,7 +113,10 @@ class RequestReader:
         for processor in sampling.processors:
             self._must_be_pure(processor)
         ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
-        return SamplingParams(sampling, prompt_length, ends, tuple(sorted(banned)))
+        request = RuleRequest(prompt, limit, ends, self.target.device)
+        rules = tuple((rule, rule.make(request)) for rule in sampling.logits_rules)
+        banned_words = tuple(sorted(banned))
+        return SamplingParams(sampling, len(prompt), ends, banned_words, logits_rules=rules)
 
     def _known(self, tokens: Sequence[int], where: str) -> None:
         strange = [token for token in tokens if not 0 <= token < self.target.vocab_size]

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from draftproof.core.params import Sampling
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
 from draftproof.model.device import Device
 
@@ -188,23 +187,6 @@ def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
 
 def _and_more(keys: Sequence[str]) -> str:
     return f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-
-
-def default_sampling(model: PreTrainedModel) -> Sampling:
-    """The sampling that the model's own generation_config asks for, as transformers' ``generate``
-    would apply it."""
-    config = model.generation_config
-    if config is None:
-        return Sampling()
-    sampled = bool(config.do_sample)
-    fields: dict[str, Any] = {
-        "temperature": (config.temperature or 1.0) if sampled else 0.0,
-        "top_k": config.top_k if sampled else None, "top_p": config.top_p if sampled else None,
-        "min_p": config.min_p if sampled else None, "repetition_penalty": config.repetition_penalty,
-        "no_repeat_ngram": config.no_repeat_ngram_size, "min_new_tokens": config.min_new_tokens,
-        "max_new_tokens": config.max_new_tokens, "banned_words": config.bad_words_ids
-    }
-    return Sampling(**{name: value for name, value in fields.items() if value is not None})
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:

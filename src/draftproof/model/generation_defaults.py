@@ -1,0 +1,198 @@
+"""What a model's own generation_config asks for. Knows transformers' names and processors.
+
+Every field of transformers' GenerationConfig is one of four things: a field of `Sampling`, a rule on
+logits that transformers' own processor applies, without effect on one sampled text, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftproof.core.params import LogitsProcessor, LogitsRule, RuleRequest, Sampling
+from draftproof.errors import BadInput, first_line
+from draftproof.model.loading import stop_tokens
+
+FIELDS = {
+    "do_sample": "temperature", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+    "min_p": "min_p", "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram", "min_new_tokens": "min_new_tokens",
+    "max_new_tokens": "max_new_tokens", "max_length": "max_length",
+    "bad_words_ids": "banned_words", "stop_strings": "stop", "eos_token_id": "stop_tokens",
+}  # fmt: skip
+"""What is an option here as well, and its name."""
+WITHOUT_EFFECT = (
+    # of beams, which are refused, or of a prompt that is not there
+    "early_stopping", "length_penalty", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    # normalised logits have the same order and the same distribution
+    "renormalize_logits",
+    # of the cache, the compiler and what is returned
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config",
+    "disable_compile", "continuous_batching_config", "prefill_chunk_size", "low_memory",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "transformers_version", "_from_model_config",
+    # of transformers' own speculative decoding
+    "use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "speculation_type",
+)  # fmt: skip
+NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1,
+    "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+"""Values that ask for nothing, beside None, False, 0 and an empty list."""
+
+
+def default_sampling(model: PreTrainedModel) -> Sampling:
+    """The sampling that the model's own generation_config asks for, as ``generate`` would apply it.
+
+    What cannot be honoured is a rule that refuses any request made with these defaults.
+    """
+    config = model.generation_config
+    if config is None:
+        return Sampling()
+    late: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    sampled = bool(config.do_sample)
+    fields: dict[str, Any] = {}
+    for theirs, ours in FIELDS.items():
+        value = getattr(config, theirs, None)
+        if ours in ("top_k", "top_p", "min_p", "temperature"):
+            value = (late.get(theirs) if value is None else value) if sampled else None
+        if value is not None and theirs not in ("do_sample", "eos_token_id"):
+            fields[ours] = value
+    if sampled:
+        fields["temperature"] = fields.get("temperature") or 1.0
+    ends = [[end] for end in stop_tokens(model)]        # transformers bans no end token
+    fields["banned_words"] = tuple(word for word in fields.get("banned_words", ()) if word not in ends)
+    return Sampling(**fields, logits_rules=tuple(_rules(config, sampled)))
+
+
+def _rules(config: GenerationConfig, sampled: bool) -> list[LogitsRule]:
+    """The rules on logits that are neither fields of `Sampling` nor without effect, in order."""
+    asked = [name for name in RULES if _asks(name, getattr(config, name, None))]
+    rules = [
+        RULES[name](name, getattr(config, name))
+        for name in asked
+        if sampled or name not in WARPERS
+    ]
+    known = {*FIELDS, *WITHOUT_EFFECT, *RULES}
+    refused = [
+        LogitsRule(name, "usual", partial(_refuse, name, getattr(config, name)))
+        for name in GenerationConfig().to_dict()
+        if name not in known and _asks(name, getattr(config, name, None))
+    ]
+    return refused + rules
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a field with this value changes anything."""
+    if isinstance(value, int) and not isinstance(value, bool) and name.endswith("token_id"):
+        return True
+    empty = value is None or value is False or (not isinstance(value, Tensor) and value in (0, [], {}))
+    return not empty and value != NEUTRAL.get(name)
+
+
+def _refuse(name: str, value: Any, request: RuleRequest) -> LogitsProcessor:
+    raise BadInput(
+        f"the model's generation_config asks for {name}={value!r}, which is not honoured here; "
+        "remove it there, or give a sampling of your own"
+    )
+
+
+def _rule(
+    stage: str, make: Callable[[Any, RuleRequest], LogitsProcessor], reads_text: bool = True
+) -> Callable[[str, Any], LogitsRule]:
+    """A rule from its name and value."""
+
+    def rule(name: str, value: Any) -> LogitsRule:
+        def checked(request: RuleRequest) -> LogitsProcessor:
+            try:
+                return make(value, request)
+            except (TypeError, ValueError) as error:
+                raise BadInput(
+                    f"the model's generation_config asks for {name}={value!r}, which cannot be "
+                    f"used: {first_line(error)}"
+                ) from error
+
+        return LogitsRule(name, stage, checked, reads_text)
+
+    return rule
+
+
+def _ids(request: RuleRequest) -> Tensor:
+    return torch.tensor([request.prompt], device=request.device)
+
+
+def _ends(request: RuleRequest) -> Tensor:
+    if not request.ends:
+        raise ValueError("the model has no end token")
+    return torch.tensor(request.ends, device=request.device)
+
+
+def _not_at_begin(value: Any, request: RuleRequest) -> LogitsProcessor:
+    return hf.SuppressTokensAtBeginLogitsProcessor(
+        value, len(request.prompt), device=str(request.device)
+    )
+
+
+def _min_length(value: Any, request: RuleRequest) -> LogitsProcessor:
+    if not request.ends:
+        return lambda text, scores: scores
+    return hf.MinLengthLogitsProcessor(value, _ends(request), device=str(request.device))
+
+
+def _forced_end(value: Any, request: RuleRequest) -> LogitsProcessor:
+    last = len(request.prompt) + request.limit
+    return hf.ForcedEOSTokenLogitsProcessor(last, value, device=str(request.device))
+
+
+RULES: dict[str, Callable[[str, Any], LogitsRule]] = {
+    "sequence_bias": _rule("early", lambda value, _: hf.SequenceBiasLogitsProcessor(value)),
+    "encoder_repetition_penalty": _rule(
+        "early", lambda value, request: hf.EncoderRepetitionPenaltyLogitsProcessor(value, _ids(request))
+    ),
+    "encoder_no_repeat_ngram_size": _rule(
+        "usual", lambda value, request: hf.EncoderNoRepeatNGramLogitsProcessor(value, _ids(request))
+    ),
+    "min_length": _rule("usual", _min_length),
+    "forced_bos_token_id": _rule(
+        "usual", lambda value, _: hf.ForcedBOSTokenLogitsProcessor(value)
+    ),
+    "forced_eos_token_id": _rule("usual", _forced_end),
+    "remove_invalid_values": _rule(
+        "usual", lambda value, _: hf.InfNanRemoveLogitsProcessor(), reads_text=False
+    ),
+    "exponential_decay_length_penalty": _rule(
+        "usual",
+        lambda value, request: hf.ExponentialDecayLengthPenalty(
+            tuple(value), _ends(request), len(request.prompt)
+        ),
+    ),
+    "suppress_tokens": _rule(
+        "usual",
+        lambda value, request: hf.SuppressTokensLogitsProcessor(value, str(request.device)),
+        reads_text=False,
+    ),
+    "begin_suppress_tokens": _rule("usual", _not_at_begin),
+    "top_h": _rule("warm", lambda value, _: hf.TopHLogitsWarper(value), reads_text=False),
+    "typical_p": _rule("late", lambda value, _: hf.TypicalLogitsWarper(value), reads_text=False),
+    "epsilon_cutoff": _rule(
+        "late", lambda value, _: hf.EpsilonLogitsWarper(value), reads_text=False
+    ),
+    "eta_cutoff": _rule(
+        "late",
+        lambda value, request: hf.EtaLogitsWarper(value, device=str(request.device)),
+        reads_text=False,
+    ),
+}
+"""Rules on logits that transformers' own processors apply, in its order."""
+WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Those that only sampling has."""

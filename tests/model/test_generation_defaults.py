@@ -1,0 +1,137 @@
+"""A model's generation_config: its text is that of transformers' generate, or it is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny import fresh, paths_of, random_logits
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftproof.core.params import Sampling
+from draftproof.core.sampling import Sampler
+from draftproof.core.tree import TokenTree
+from draftproof.engine.load import load
+from draftproof.errors import BadInput
+from draftproof.model import generation_defaults as defaults
+from draftproof.model.generation_defaults import default_sampling
+
+PROMPT, NEW, END = [5, 9, 3, 22], 20, 1
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return fresh("llama", seed=7, vocab_size=60).double()
+
+
+def _written(model: PreTrainedModel, prompt: list[int], **asked: Any) -> list[int]:
+    """What transformers writes."""
+    model.generation_config = GenerationConfig(**{"eos_token_id": END, "pad_token_id": 0, **asked})
+    ids = torch.tensor([prompt])
+    return model.generate(ids)[0, len(prompt) :].tolist()  # type: ignore[no-any-return,operator]
+
+
+def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
+    first, third = base[0], base[2]
+    return {
+        "suppress": {"suppress_tokens": [first, base[3]]},
+        "suppress at the beginning": {"begin_suppress_tokens": [first]},
+        "bias of a sequence": {"sequence_bias": [[[first], -50.0], [base[:2], 3.0]], "repetition_penalty": 1.3},
+        "end tokens are not banned": {"bad_words_ids": [[third], [first, 8]], "eos_token_id": third},
+        "forced first token": {"forced_bos_token_id": 7},
+        "forced end": {"forced_eos_token_id": [7, 8]},
+        "min_length": {"min_length": 12, "eos_token_id": third},
+        "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": third},
+        "end tokens": {"eos_token_id": [base[5], base[8]]},
+        "decay": {"exponential_decay_length_penalty": [2, 1.6]},
+        "max_length": {"max_length": 9, "max_new_tokens": None},
+        "penalty of the prompt": {"encoder_repetition_penalty": 1.6, "repetition_penalty": 1.2},
+        "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
+        "invalid values": {"remove_invalid_values": True, "suppress_tokens": [first]},
+        "penalties": {"repetition_penalty": 4.0, "no_repeat_ngram_size": 2, "renormalize_logits": True},
+        "of sampling, greedily": {"typical_p": 0.3, "top_h": 0.4, "eta_cutoff": 0.3, "do_sample": False},
+    }  # fmt: skip
+
+
+CASES = tuple(_rules(list(range(9))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_text_is_that_of_generate(name: str, model: PreTrainedModel) -> None:
+    prompt = PROMPT[:1] if name == "forced first token" else PROMPT
+    base = _written(model, prompt, max_new_tokens=NEW)
+    assert len(set(base[:9])) > 4
+    wanted = _written(model, prompt, **{"max_new_tokens": NEW, **_rules(base)[name]})
+    for drafter in ("none", "portfolio"):
+        assert load(model, drafter=drafter).generate([prompt])[0].tokens == wanted
+    assert (wanted == base) == (name == "of sampling, greedily")
+
+
+WARPED: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "top_h": ({"top_h": 0.5}, [hf.TopHLogitsWarper(0.5), hf.TopKLogitsWarper(50)]),
+    "typical_p": ({"typical_p": 0.6, "top_k": 8}, [hf.TopKLogitsWarper(8), hf.TypicalLogitsWarper(0.6)]),
+    "epsilon": ({"epsilon_cutoff": 0.05}, [hf.TopKLogitsWarper(50), hf.EpsilonLogitsWarper(0.05)]),
+    "eta": ({"eta_cutoff": 0.1, "min_p": 0.02}, [hf.MinPLogitsWarper(0.02), hf.EtaLogitsWarper(0.1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARPED)
+def test_filters_of_sampling_are_those_of_transformers(name: str, model: PreTrainedModel) -> None:
+    asked, theirs = WARPED[name]
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, **asked)
+    params = load(model, drafter="none").requests.params(default_sampling(model), [1, 2], 9)
+    scores = random_logits(1, 3, 60)
+    warpers = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), *theirs])
+    wanted = torch.stack([warpers(torch.tensor([[1]]), one[None])[0] for one in scores[0]])
+    chain = paths_of([[1, 2]], TokenTree.chain(torch.tensor([[2, 5, 7]])))
+    found = Sampler([params]).filtered(scores, chain)[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_sampling_without_top_k_has_that_of_transformers(model: PreTrainedModel) -> None:
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95)
+    assert default_sampling(model) == Sampling(temperature=0.6, top_k=50, top_p=0.95)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, stop_strings="end")
+    assert default_sampling(model) == Sampling(temperature=1.0, stop=("end",))
+    model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, max_new_tokens=9)
+    assert default_sampling(model) == Sampling(max_new_tokens=9)
+
+
+REFUSED: dict[str, Any] = {
+    "num_beams": 4, "guidance_scale": 1.5, "watermarking_config": {"bias": 8.0}, "penalty_alpha": 0.6,
+    "token_healing": True, "max_time": 2.0, "num_return_sequences": 2, "dola_layers": "low",
+    "diversity_penalty": 0.5, "num_beam_groups": 2, "constraints": [1], "force_words_ids": [[1]],
+}  # fmt: skip
+
+
+def test_every_field_of_transformers_is_understood_or_refused(model: PreTrainedModel) -> None:
+    """A field that a new transformers brings is in no table: it is refused by name as soon as it is set."""
+    understood = {*defaults.FIELDS, *defaults.WITHOUT_EFFECT, *defaults.RULES}
+    assert not understood & set(REFUSED)
+    for name in GenerationConfig().to_dict():
+        if name not in understood:
+            model.generation_config = GenerationConfig(max_new_tokens=NEW)
+            setattr(model.generation_config, name, REFUSED.get(name, "new"))
+            with pytest.raises(BadInput, match=name):
+                load(model, drafter="none").generate([PROMPT])
+    ours = {field.name for field in fields(Sampling)}
+    assert set(defaults.FIELDS.values()) <= ours
+
+
+def test_neutral_values_ask_for_nothing_and_a_sampling_of_ones_own_goes_before(model: PreTrainedModel) -> None:
+    late = GenerationConfig._get_default_generation_params()
+    model.generation_config = GenerationConfig(**{**late, "max_length": None})
+    assert default_sampling(model) == Sampling()
+    model.generation_config = GenerationConfig(num_beams=4)
+    engine = load(model, drafter="none")
+    assert engine.generate([PROMPT], sampling=Sampling(), max_new_tokens=3)[0].tokens
+
+
+def test_a_rule_that_cannot_be_used_is_one_sentence(model: PreTrainedModel) -> None:
+    for asked in ({"exponential_decay_length_penalty": [2, 1.5]}, {"max_length": 3}):
+        model.generation_config = GenerationConfig(eos_token_id=None, **asked)
+        with pytest.raises(BadInput, match=next(iter(asked))):
+            load(model, drafter="none").generate([PROMPT])
