@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, DraftHead
 from draftproof.drafters.draft_model import DraftModel, SelfDraft
 from draftproof.drafters.losses import head_loss
@@ -153,7 +153,7 @@ class Watch(Drafter):
 def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     """The root first, parents before children, within the budget, nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
-    allowed = frontier.budget if tree.confidence is None and tree.turns is None else frontier.room
+    allowed = frontier.budget if tree.confidence is None and tree.budget_rank is None else frontier.max_nodes
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
     assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all()
@@ -201,7 +201,7 @@ def drafted(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
     confidence = tree.confidence if tree.confidence is not None else torch.ones(tree.tokens.shape)
     found = {}
     for text, chance in zip(tree.texts[row].tolist(), confidence[row].tolist(), strict=True):
-        path = tuple(token for token in text[1:] if token != NOTHING)
+        path = tuple(token for token in text[1:] if token != NO_TOKEN)
         if path and ABSENT not in path:
             found[path] = chance
     return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
 
 ROOT = 7
 Text = tuple[int, ...]
@@ -39,7 +39,7 @@ def nodes_of(tree: TokenTree, row: int) -> dict[Text, float]:
     found: dict[Text, float] = {}
     for node in range(1, tree.tokens.shape[1]):
         if tree.tokens[row, node] != ABSENT:
-            text = tuple(token for token in tree.texts[row, node].tolist() if token != NOTHING)
+            text = tuple(token for token in tree.texts[row, node].tolist() if token != NO_TOKEN)
             assert text not in found
             found[text] = float(tree.confidence[row, node])
     return found
@@ -68,7 +68,7 @@ def test_voted_paths_and_unvoted_ones_are_one_tree_when_all_fits() -> None:
     paths, votes = votes_of((4, 4, 5), 1)
     voted, plain = TokenTree.from_paths(paths, 17, votes), TokenTree.from_paths(paths, 17)
     for row in range(4):
-        assert set(nodes_of(voted, row)) == {tuple(t for t in text if t != NOTHING) for text, token in
+        assert set(nodes_of(voted, row)) == {tuple(t for t in text if t != NO_TOKEN) for text, token in
                                             zip(plain.texts[row].tolist(), plain.tokens[row].tolist(), strict=True)
                                             if token != ABSENT} - {(ROOT,)}  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
     for seed in range(20):
         each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
         trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
-        pool = TokenTree.beside(trees)
+        pool = TokenTree.concat(trees)
         confidence = torch.cat([tree.confidence for tree in trees if tree.confidence is not None], 1)
         merged = pool.merged(confidence, nodes)
         for row in range(3):
@@ -105,7 +105,7 @@ def test_a_tree_beside_nothing_is_itself() -> None:
     paths, votes = votes_of((2, 4, 4), 3)
     tree = TokenTree.from_paths(paths, 6, votes)
     assert tree.confidence is not None
-    again = TokenTree.beside([tree]).merged(tree.confidence, 6)
+    again = TokenTree.concat([tree]).merged(tree.confidence, 6)
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
 
 
@@ -113,22 +113,22 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
     for seed in range(20):
         paths, votes = votes_of((3, 5, 5), seed)
         tree = TokenTree.from_paths(paths, 12, votes)
-        trunk = tree.trunk()
-        assert trunk.is_chain
+        best = tree.best_chain()
+        assert best.is_chain
         for row in range(3):
             confidence = nodes_of(tree, row)
             worth = {text: sum(confidence[text[:size]] for size in range(2, len(text) + 1)) for text in confidence}
-            said = tuple(token for token in trunk.tokens[row].tolist() if token != ABSENT)
+            said = tuple(token for token in best.tokens[row].tolist() if token != ABSENT)
             assert worth.get(said, 0.0) == pytest.approx(max(worth.values(), default=0.0))
-            assert (trunk.tokens[row, len(said) :] == ABSENT).all()
+            assert (best.tokens[row, len(said) :] == ABSENT).all()
 
 
 def test_the_text_of_a_node_is_its_path() -> None:
     shape = TreeShape.from_digits(["0", "1", "00", "10", "11", "110"])
     tree = TokenTree.shaped(torch.arange(10, 17)[None], shape)
-    texts = [[token for token in text if token != NOTHING] for text in tree.texts[0].tolist()]
+    texts = [[token for token in text if token != NO_TOKEN] for text in tree.texts[0].tolist()]
     assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15], [10, 12, 15, 16]]
-    assert torch.equal(tree.twins[0], torch.eye(7, dtype=torch.bool)) and tree.firsts.tolist() == [list(range(7))]
+    assert torch.equal(tree.same_text[0], torch.eye(7, dtype=torch.bool))
 
 
 def sharing(rows: int, seed: int) -> TokenTree:
@@ -154,15 +154,15 @@ def test_rows_share_what_may_be_drafted(rows: int) -> None:
         drafted = tree.present[:, 1:]
         falling = sorted(tree.confidence[:, 1:][drafted].tolist(), reverse=True)
         for nodes in (1, 3, 8, 30):
-            kept = tree.shared(nodes)
-            assert kept.confidence is not None and kept.turns is not None
+            kept = tree.within_budget(nodes)
+            assert kept.confidence is not None and kept.budget_rank is not None
             there = kept.present[:, 1:]
             assert sorted(kept.confidence[:, 1:][there].tolist(), reverse=True) == falling[: nodes * rows]
-            assert sorted(kept.turns[:, 1:][there].tolist()) == [at // rows + 1 for at in range(int(there.sum()))]
+            assert sorted(kept.budget_rank[:, 1:][there].tolist()) == [at // rows + 1 for at in range(int(there.sum()))]
             assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
             assert not kept.tokens.shape[1] > 1 or there[:, -1].any()               # no wider than it must be
-            fewer = tree.shared(max(1, nodes - 1))
-            wanted = torch.where(kept.turns <= max(1, nodes - 1), kept.tokens, ABSENT)
+            fewer = tree.within_budget(max(1, nodes - 1))
+            wanted = torch.where(kept.budget_rank <= max(1, nodes - 1), kept.tokens, ABSENT)
             assert torch.equal(fewer.tokens, wanted[:, : fewer.tokens.shape[1]])
             plain = TokenTree(kept.tokens, kept.parents, kept.depth_limit)
             assert torch.equal(kept.depths, plain.depths) and torch.equal(kept.ancestors, plain.ancestors)
@@ -170,4 +170,4 @@ def test_rows_share_what_may_be_drafted(rows: int) -> None:
 
 def test_a_tree_that_tells_no_odds_is_shared_as_it_is() -> None:
     tree = TokenTree.chain(torch.tensor([[7, 1, 2], [7, 3, ABSENT]]))
-    assert tree.shared(1) is tree
+    assert tree.within_budget(1) is tree

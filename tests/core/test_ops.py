@@ -22,7 +22,7 @@ from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import best_tokens, sample
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape, well_formed
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.bigram import bigram_tree
 from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
@@ -53,7 +53,7 @@ def grown(same: Same, *pool: Any) -> TokenTree:
 def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
     """Of one row the drafted texts, and their odds."""
     assert tree.confidence is not None
-    texts = [tuple(token for token in text if token != NOTHING) for text in tree.texts[row].tolist()]
+    texts = [tuple(token for token in text if token != NO_TOKEN) for text in tree.texts[row].tolist()]
     there = tree.present[row].tolist()
     return {text: confidence for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True) if here}
 
@@ -103,7 +103,7 @@ def test_trees_side_by_side_grow_together() -> None:
             tokens[:, 0] = 1
             trees.append(TokenTree(tokens, parents, size))
             confidence.append(chances)
-        pool, chances = TokenTree.beside(trees), torch.cat(confidence, 1)
+        pool, chances = TokenTree.concat(trees), torch.cat(confidence, 1)
         ours = grown(Same.LIKELIEST, pool.tokens, pool.parents, chances, 12, max(sizes))
         assert_alike(ours, pool.merged(chances, 12))
 
@@ -242,7 +242,7 @@ def test_members_are_judged_and_merged_alike() -> None:
 
     class Silent(PromptLookup):
         def propose(self, frontier: Frontier) -> TokenTree:
-            return replace(super().propose(frontier), confidence=None, ranked=False)
+            return replace(super().propose(frontier), confidence=None)
 
     drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
     for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
@@ -275,9 +275,9 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
         paths = Paths(paths_of(TEXTS).prefix, tree)
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(trial))
         logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
-        found, wanted = (sampler_of(*wants, ops=ops).pick(logits.bfloat16(), paths) for ops in (CPU, TORCH))
+        found, wanted = (sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths) for ops in (CPU, TORCH))
         assert torch.equal(found, wanted)
-        assert found[0, 1] == found[1, 2] == NOTHING and (temperatures[2] or found[2, 5] == 0)
+        assert found[0, 1] == found[1, 2] == NO_TOKEN and (temperatures[2] or found[2, 5] == 0)
 
 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
@@ -332,7 +332,7 @@ def test_the_cpu_accepts_what_matching_accepts() -> None:
     for seed in range(60):
         tree = TokenTree.likeliest(*likely_pool(4, 14, seed), 10, 9)
         target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-        target_tokens = torch.where(target_tokens == -1, NOTHING, target_tokens)
+        target_tokens = torch.where(target_tokens == -1, NO_TOKEN, target_tokens)
         found, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
         assert torch.equal(found.nodes, wanted.nodes)
@@ -355,7 +355,7 @@ def test_accepted_tokens_are_appended_alike() -> None:
     dice = torch.Generator().manual_seed(0)
     for trial in range(20):
         count, position = torch.randint(1, 6, (3,), generator=dice), torch.randint(9, (3,), generator=dice)
-        root = torch.tensor([4, NOTHING, trial])
+        root = torch.tensor([4, NO_TOKEN, trial])
         accepted = Accepted(torch.arange(5).expand(3, -1), count, root)
         tokens = torch.randint(50, (3, 5), generator=dice)
         ours, theirs = torch.zeros(2, 4, 20, dtype=torch.int64)

@@ -109,7 +109,7 @@ def test_rows_do_not_see_each_other() -> None:
     paths = paths_of(texts)
     for row, want in enumerate(wants):
         alone, own = sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)), paths_of([texts[row]])
-        for ask in ("filtered", "probs", "pick"):
+        for ask in ("filtered", "probs", "sample"):
             found, wanted = getattr(together, ask)(logits, paths)[row], getattr(alone, ask)(logits[row : row + 1], own)[0]
             assert torch.equal(found, wanted), (ask, want)
         gumbel_logits = together.gumbel_logits(logits, paths, Role.DRAFT)[row]
@@ -128,13 +128,13 @@ def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
     sampler = sampler_of(want, want, prompt_length=PROMPT, stop_tokens=(5, 9))
     for first in (0, 3):
         found = sampler.filtered(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
-        target_tokens = sampler.pick(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
+        target_tokens = sampler.sample(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
         for row, node in itertools.product(range(2), range(first, len(shape))):
             path = [*texts[row][:-1], *tokens[row, tree.ancestors[row, node]].tolist()]
             alone, own = sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)), paths_of([path])
             scores = logits[row, node].view(1, 1, -1)
             torch.testing.assert_close(found[row, node - first], alone.filtered(scores, own)[0, 0], rtol=0, atol=1e-12)
-            assert target_tokens[row, node - first] == alone.pick(scores, own)[0, 0]
+            assert target_tokens[row, node - first] == alone.sample(scores, own)[0, 0]
 
 
 def test_scratch_behind_the_root_is_not_text() -> None:

@@ -10,7 +10,7 @@ from draftproof.core.noise import Role
 from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.tree import NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape
 
 VOCAB = 12
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6], [11, 0]]
@@ -22,7 +22,7 @@ def test_greedy_ignores_warpers_and_noise() -> None:
     for warped in (Sampling(), Sampling(top_k=1, seed=9), Sampling(top_p=0.01), Sampling(min_p=1.0, seed=3)):
         sampler = sampler_of(*[warped] * 4)
         assert torch.equal(sampler.filtered(logits, paths), logits)
-        assert torch.equal(sampler.pick(logits, paths), logits.argmax(-1))
+        assert torch.equal(sampler.sample(logits, paths), logits.argmax(-1))
         assert torch.equal(sampler.probs(logits, paths), torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
 
 
@@ -36,15 +36,15 @@ def test_law_is_softmax_and_one_hot_where_greedy() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", ["banned", "nan"])
 def test_nothing_can_be_picked(temperature: float, broken: str) -> None:
-    """Everything forbidden, or NaN: NOTHING by every way of choosing, never a quiet token 0."""
+    """Everything forbidden, or NaN: NO_TOKEN by every way of choosing, never a quiet token 0."""
     logits = random_logits(2, 1, VOCAB)
     if broken == "nan":
         logits[1, 0, 3] = torch.nan
     want = Sampling(temperature=temperature)
     everything = Sampling(temperature=temperature, banned_words=[[token] for token in range(VOCAB)])
     sampler = sampler_of(want, everything if broken == "banned" else want)
-    target_tokens = sampler.pick(logits, paths_of(TEXTS[:2]))
-    assert target_tokens[0] != NOTHING and target_tokens[1] == NOTHING
+    target_tokens = sampler.sample(logits, paths_of(TEXTS[:2]))
+    assert target_tokens[0] != NO_TOKEN and target_tokens[1] == NO_TOKEN
     law = sampler.probs(logits, paths_of(TEXTS[:2]))
     assert law[0].isfinite().all() and law[1].isnan().any()
 
@@ -52,7 +52,7 @@ def test_nothing_can_be_picked(temperature: float, broken: str) -> None:
 def test_ties_fall_to_the_lower_token() -> None:
     logits = torch.zeros(1, 1, VOCAB)
     logits[0, 0, [4, 7]] = 1.0
-    assert sampler_of(Sampling()).pick(logits, paths_of([[1]])) == 4
+    assert sampler_of(Sampling()).sample(logits, paths_of([[1]])) == 4
     assert sampler_of(Sampling()).probs(logits, paths_of([[1]])).argmax() == 4
 
 
@@ -73,7 +73,7 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
         for paths in (Paths(prefix, tree), Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
             said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
-            assert torch.equal(kept.pick(said, paths), sampler_of(*wants, ops=TORCH).pick(said, paths))
+            assert torch.equal(kept.sample(said, paths), sampler_of(*wants, ops=TORCH).sample(said, paths))
         draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
         assert draft_sampling is not None and draft_sampling.noise is not None and draft_sampling.places is not None
         made.add(draft_sampling.noise.data_ptr())

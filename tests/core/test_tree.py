@@ -77,7 +77,7 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
     chains[1, 1:] = ABSENT
     for shape in SHAPES:
         tree = TokenTree.shaped(torch.randint(9, (3, len(shape))), shape)
-        both, (one, other) = tree.above(chains), (tree, TokenTree.chain(chains))
+        both, (one, other) = tree.stack(chains), (tree, TokenTree.chain(chains))
         width = both.tokens.shape[1]
         assert width == max(len(shape), length) and both.is_chain == shape.is_chain
         assert both.depth_limit >= max(tree.depth_limit, length - 1)
@@ -146,7 +146,7 @@ def test_packing_is_a_trie() -> None:
         tree = TokenTree.from_paths(paths, nodes)
         for row in range(rows):
             wanted = _trie(paths[row].tolist(), nodes)
-            assert tree.tokens[row].tolist() == [*(prefix[-1] for prefix in wanted), *[ABSENT] * (nodes - len(wanted))]
+            assert tree.tokens[row].tolist() == [*(prefix[-1] for prefix in wanted), *[ABSENT] * (tree.tokens.shape[1] - len(wanted))]
             assert tree.parents[row, : len(wanted)].tolist() == [wanted.index(p[:-1]) if len(p) > 1 else -1 for p in wanted]
             for node, prefix in enumerate(wanted):
                 assert tree.tokens[row, tree.ancestors[row, node]].tolist() == list(prefix)

@@ -195,7 +195,7 @@ def test_the_root_is_the_targets_even_if_the_draft_knew_its_noise() -> None:
     assert 0.2 < float(down.float().mean()) < 0.8
     assert chance_of(accepted.root[down], p) > 1e-6
     assert chance_of(accepted.root[~down], p) > 1e-6
-    assert chance_of(sampler.pick(p.expand(rows, 1, -1), start)[down, 0], p) < 1e-6
+    assert chance_of(sampler.sample(p.expand(rows, 1, -1), start)[down, 0], p) < 1e-6
 
 
 def chance_of(tokens: Tensor, logits: Tensor) -> float:

@@ -89,7 +89,7 @@ class Recording(DraftModel):
             for row, end in enumerate(ends)
         ]
         self.told.append(
-            (tree.shared(frontier.budget) if tree.turns is None else tree, reads, keys)
+            (tree.within_budget(frontier.budget) if tree.budget_rank is None else tree, reads, keys)
         )
         return tree
 
@@ -154,8 +154,8 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
             torch.equal(ours, theirs[:, : ours.shape[1]])
             for ours, theirs in zip(keys, alike, strict=True)
         )
-        if tree.turns is not None and same.turns is not None:
-            assert torch.equal(tree.turns * tree.present, same.turns * same.present)
+        if tree.budget_rank is not None and same.budget_rank is not None:
+            assert torch.equal(tree.budget_rank * tree.present, same.budget_rank * same.present)
     if rows > 1 and isinstance(budget, Shared):
         trees = [tree for tree, *_ in once.told if len(tree.tokens) == rows]
         assert all(sum(tree.sizes) <= budget.count * rows for tree in trees)
@@ -189,11 +189,11 @@ def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
         drafter = Recording(model(1), in_calls)
         written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
         first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
-        assert first.turns is not None
+        assert first.budget_rank is not None
         numbers.append(
             [
                 [turn for turn in row if 0 < turn <= 2] for row in (
-                    first.turns * first.present
+                    first.budget_rank * first.present
                 ).tolist()
             ]
         )

@@ -119,7 +119,7 @@ def test_drafts_are_what_the_target_would_choose_with_these_logits(params: dict[
     stage = Scene(noisy_head(), Sampling(**params), tree=((0,), (0, 0), (0, 0, 0)))
     tree = stage.propose(3)
     chain = TokenTree.chain(tree.tokens[:, :3])
-    sampled = stage.sampler.pick(stage.logits, Paths(stage.prefix, chain))
+    sampled = stage.sampler.sample(stage.logits, Paths(stage.prefix, chain))
     assert torch.equal(sampled, tree.tokens[:, 1:])
 
 

@@ -12,6 +12,7 @@ from tiny import prompts, target
 from draftproof.core.messages import Frontier, Reading
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.plain import Plain
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine, usual_budget
@@ -149,19 +150,19 @@ def test_a_row_may_have_a_little_more(rule: str, most: int, room: int, floor: fl
     """Never more than memory was set aside for; and where a rule weighs the law of drafts, none may look at what it drew."""
     monkeypatch.setattr(Target, "skips_absent", True)
     drafter, asked = DRAFTERS["draft chain"](target()), list[Frontier]()
-    propose = drafter.propose
+    propose = DraftModel.propose
 
-    def noted(frontier: Frontier) -> TokenTree:
+    def noted(self: DraftModel, frontier: Frontier) -> TokenTree:
         asked.append(frontier)
-        return propose(frontier)
+        return propose(self, frontier)
 
-    monkeypatch.setattr(drafter, "propose", noted)
+    monkeypatch.setattr(DraftModel, "propose", noted)
     engine = Engine(target(), drafter, acceptance=rule, budget=Unsure(most))
     for together in (3, 1):
         engine.generate(prompts(3, seed=4), max_new_tokens=20, batch_size=together)
-    rooms = {(min(2, len(one.prefix.position)), one.room, one.floor) for one in asked}
+    rooms = {(min(2, len(one.prefix.position)), one.max_nodes, one.floor) for one in asked}
     assert rooms == {(1, 2, floor), (2, room, floor)} and all(one.budget == 2 for one in asked)
-    assert all(one.prefix.ahead == one.room for one in asked)
+    assert all(one.prefix.ahead == one.max_nodes for one in asked)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -18,7 +18,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.engine.deferred import Around
+from draftproof.engine.deferred import DrafterWrapper
 from draftproof.engine.engine import Engine
 
 VOCAB, LENGTH, SAMPLES, ALARM = 5, 4, 3000, 1e-6
@@ -91,7 +91,7 @@ def test_the_law_under_a_filter() -> None:
     assert p_value(draft(), "block", Sampling(temperature=0.9, top_k=3, seed=3), budget=2) > ALARM
 
 
-class Boastful(Around):
+class Boastful(DrafterWrapper):
     """Attaches a law that is not the one it drew from."""
 
     def propose(self, frontier: Frontier) -> TokenTree:

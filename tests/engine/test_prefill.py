@@ -77,16 +77,16 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch
     one = decoder(PromptLookup(), rows=6)
     short, long, longer = ([running([3] * tokens)] for tokens in (3, 60, 70))
     twice = [running([3, 4, 5]), running([3, 4, 5], sample=1)]
-    assert [one.room_for(waiting) for waiting in ([], [short], [short] * 3, [long] * 9)] == [0, 1, 1, 1]
+    assert [one.admissible(waiting) for waiting in ([], [short], [short] * 3, [long] * 9)] == [0, 1, 1, 1]
     monkeypatch.setattr(Target, "skips_absent", True)
-    assert [one.room_for([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
-    assert one.room_for([twice] * 4) == 3 and one.room_for([short, short, [*twice, *twice, *short]]) == 2
-    assert one.room_for([long] * 6) == 4 and one.room_for([*[short] * 4, long]) == 4, "five would be 300 with padding"
-    assert one.room_for([longer] * 2) == 1 and one.room_for([short, longer]) == 1
+    assert [one.admissible([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
+    assert one.admissible([twice] * 4) == 3 and one.admissible([short, short, [*twice, *twice, *short]]) == 2
+    assert one.admissible([long] * 6) == 4 and one.admissible([*[short] * 4, long]) == 4, "five would be 300 with padding"
+    assert one.admissible([longer] * 2) == 1 and one.admissible([short, longer]) == 1
     one.admit([running([3, 4, 5]) for _ in range(5)])
-    assert one.room_for([short, short]) == 1 and one.room_for([twice, short]) == 0
+    assert one.admissible([short, short]) == 1 and one.admissible([twice, short]) == 0
     one.prompts.ops = TORCH
-    assert one.room_for([short, short]) == 1
+    assert one.admissible([short, short]) == 1
 
 
 def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("all rows draw with the first row's noise", "4: one generator per batch",
            plant.streams(None, keys=lambda keys: keys[:1].expand_as(keys)), "noise"),
     Mutant("noise by slot in the tree, not by position", "24: call-order randomness",
-           plant.around(plant.SAMPLER + "pick", plant.by_slot), "bits"),
+           plant.around(plant.SAMPLER + "sample", plant.by_slot), "bits"),
     Mutant("a greedy row in a mixed batch given noise", "16: batch leakage",
            lambda: patch.object(Sampler, "_some_greedy", False), "bits"),
     # Processors

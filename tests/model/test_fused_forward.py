@@ -317,7 +317,7 @@ def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(
             target.read(TokenTree.chain(torch.arange(80).view(2, 40)), old)
             old.keep(None, torch.tensor([40, 23]))
             if beside:
-                both = target.read(tree.above(prompts), cache, hidden_layers=(0, -1))
+                both = target.read(tree.stack(prompts), cache, hidden_layers=(0, -1))
                 readings = [both.part(slice(2), 11), both.part(slice(2, None), 30)]
             else:
                 readings = [target.read(tree, old, hidden_layers=(0, -1))]

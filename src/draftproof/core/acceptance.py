@@ -100,8 +100,8 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
         rest = _residual(weight, probs[:, node], drafts, node)
         mass = rest.sum(-1)
         last = ~tree.present[:, node + 1] if node + 1 < nodes else torch.ones_like(there)
-        room = mass + 1 - weight
-        confidence = torch.where(last, weight, torch.where(room > 0, mass / room.clamp(min=_TINY), 1))     # 0/0 is 1
+        whole = mass + 1 - weight
+        confidence = torch.where(last, weight, torch.where(whole > 0, mass / whole.clamp(min=_TINY), 1))     # 0/0 is 1
         stands = there & chance.flip(torch.where(there, confidence, 0), node)
         here = torch.where(stands, node, here)
         residual = torch.where(stands[:, None], rest, residual)
@@ -120,7 +120,7 @@ class Rule(NamedTuple):
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
     sampler = frontier.sampler
-    target_tokens = sampler.pick(logits, Paths(frontier.prefix, tree))
+    target_tokens = sampler.sample(logits, Paths(frontier.prefix, tree))
     return sampler.ops.run(accept_by_matching, tree, target_tokens)
 
 

@@ -85,7 +85,7 @@ class Frontier:
     most: int = 0
 
     @property
-    def room(self) -> int:
+    def max_nodes(self) -> int:
         """The most tokens that any row may draft, by a drafter that tells their odds."""
         return max(self.budget, self.most)
 
@@ -139,19 +139,6 @@ class Commit:
             hidden = hidden.gather(1, index)
         successors = Successors.of(tree, [reading.logits], top, ops) if top else None
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
-
-    @classmethod
-    def joined(cls, commits: Sequence[Commit], logits: Sequence[Tensor], top: int, ops: Ops) -> Commit:
-        """Commits of single tokens of the same rows, one behind another, as one; nodes are those of the chain they are.
-
-        logits: [B, 1, V] behind each, for the `top` successors; none of them if that is 0."""
-        first = commits[0]
-        tokens, count = torch.cat([one.tokens for one in commits], 1), torch.full_like(first.count, len(commits))
-        hidden = [one.hidden for one in commits if one.hidden is not None]
-        nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-        chain = TokenTree.chain(tokens)
-        successors = Successors.of(chain, logits, top, ops) if top else None
-        return cls(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, successors)
 
 
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:

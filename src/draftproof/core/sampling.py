@@ -16,7 +16,7 @@ from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.processors import LogitsProcessors
-from draftproof.core.tree import NOTHING
+from draftproof.core.tree import NO_TOKEN
 
 STOCK, STOCKED = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, where a round does not ask for more."""
@@ -61,8 +61,8 @@ class Sampler:
         """Whether a choice depends on which tokens stand before it, beside what the logits say."""
         return self._processors.reads_text
 
-    def pick(self, logits: Tensor, paths: Paths) -> Tensor:
-        """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NOTHING where there is none."""
+    def sample(self, logits: Tensor, paths: Paths) -> Tensor:
+        """[B, N] the target's own choice at each node, from raw `logits` [B, N, V]; NO_TOKEN where there is none."""
         return self.ops.run(sample, self, logits, paths)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
@@ -71,8 +71,8 @@ class Sampler:
         law = scores.softmax(-1)
         if all(row.sampling.temperature > 0 for row in self.rows):
             return law
-        target_tokens = argmax_token(scores)[..., None]                                   # NOTHING has no law: NaN, as by softmax
-        best = torch.zeros_like(law).scatter_(-1, target_tokens.clamp(min=0), 1.0).masked_fill_(target_tokens == NOTHING, torch.nan)
+        target_tokens = argmax_token(scores)[..., None]                                   # NO_TOKEN has no law: NaN, as by softmax
+        best = torch.zeros_like(law).scatter_(-1, target_tokens.clamp(min=0), 1.0).masked_fill_(target_tokens == NO_TOKEN, torch.nan)
         return torch.where(self._processors.greedy_rows, best, law)
 
     def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
@@ -199,7 +199,7 @@ class DraftSampling(NamedTuple):
 
 
 def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
-    """[B, N] the target's own choice at each node: see `Sampler.pick`."""
+    """[B, N] the target's own choice at each node: see `Sampler.sample`."""
     return argmax_token(sampler.gumbel_logits(logits, paths, Role.TARGET))
 
 
@@ -219,14 +219,14 @@ class _Stock(NamedTuple):
 
     def reaches(self, positions: list[int], ahead: int, vocab: int) -> bool:
         """Whether it holds what stands behind roots at these positions, and so far ahead of them."""
-        room = self.noises.shape[1] - ahead
+        reach = self.noises.shape[1] - ahead
         for now, then in zip(positions, self.positions, strict=True):
-            if not 0 <= now - then < room:
+            if not 0 <= now - then < reach:
                 return False
         return self.noises.shape[2] == vocab
 
 
 def argmax_token(gumbel_logits: Tensor) -> Tensor:
-    """[...] the token with the highest score of `gumbel_logits` [..., V]; NOTHING if all are -inf or one is NaN."""
+    """[...] the token with the highest score of `gumbel_logits` [..., V]; NO_TOKEN if all are -inf or one is NaN."""
     best = gumbel_logits.max(-1)
-    return torch.where(best.values > -torch.inf, best.indices, NOTHING)
+    return torch.where(best.values > -torch.inf, best.indices, NO_TOKEN)

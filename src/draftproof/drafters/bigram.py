@@ -167,7 +167,7 @@ def bigram_tree(
             size += score.shape[1]
             tokens, score = tokens.flatten(1), (above[..., None] + steps).flatten(1)
         else:
-            place, rank = shape.births(step + 1, root.device)
+            place, rank = shape.children(step + 1, root.device)
             most = max(shape.ranks) + 1
             tokens, steps = table.children(tokens, log_probs[:, step], weights, most)
             tokens, score = tokens[:, place, rank], score[:, place] + steps[:, place, rank]

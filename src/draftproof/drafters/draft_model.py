@@ -117,7 +117,7 @@ class DraftModel(Drafter):
         self.lag, self.scratch = [1] * len(self.lag), None
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        most = frontier.room if self.chains else frontier.budget
+        most = frontier.max_nodes if self.chains else frontier.budget
         shape = (self.shape or TreeShape.chain(most)).within(most)
         if len(shape) == 1:
             return TokenTree.root(frontier.prefix.root)
@@ -141,14 +141,14 @@ class DraftModel(Drafter):
         sampling = frontier.sampler.draft_sampling(*asked)
         if sampling is None:
             return None
-        width, cache = 1 + self._lacking(prefix, frontier.room), self._cache(rows)
+        width, cache = 1 + self._lacking(prefix, frontier.max_nodes), self._cache(rows)
         cache.bound(prefix.longest)
         drafted = chain(prefix, width, cache, steps, frontier.budget * rows, sampling)
         if drafted is None:
             return None
         self.lag, self.scratch = [0] * rows, drafted.read
         tree = TokenTree.chain(drafted.tokens)
-        return replace(tree, turns=drafted.turns) if frontier.most else tree
+        return replace(tree, budget_rank=drafted.turns) if frontier.most else tree
 
     def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
         root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor
@@ -169,7 +169,7 @@ class DraftModel(Drafter):
                 steps, children = sampler.gumbel_logits(logits, paths, Role.DRAFT).topk(count, -1)
             else:
                 steps, children = sampler.best(logits, paths, count, CONFIDENCE_SCALE)
-            place, rank = shape.births(depth, root.device)
+            place, rank = shape.children(depth, root.device)
             steps, children = steps[:, place, rank], children[:, place, rank]
             parents = tree.tokens[:, above.start :][:, place]
             there = (steps > -torch.inf) & (parents != ABSENT) & live
@@ -186,7 +186,7 @@ class DraftModel(Drafter):
         drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if laws else None
         confidence = scores.exp() if scores.shape == tokens.shape else None
         tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, confidence)
-        return tree.shared(frontier.budget) if frontier.most and self.chains else tree
+        return tree.within_budget(frontier.budget) if frontier.most and self.chains else tree
 
     def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
         """[B, 1, V] logits at the root, after reading whatever is missing before it."""

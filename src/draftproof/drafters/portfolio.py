@@ -21,7 +21,7 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
 from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -92,7 +92,7 @@ class Portfolio(Drafter):
         trees = [member.propose(asked) for member in self.members]
         pool, tree = self.ops.run(merge_trees, trees, counts, everyone, budget + 1)
         self._proposed = Proposed(*pool, prefix.position)
-        return tree if frontier.trees else tree.trunk()
+        return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
         for member in self.members:
@@ -167,8 +167,8 @@ def judge(counts: Counts, proposed: Proposed, prefix: Prefix) -> None:
     place = proposed.position[:, None] + torch.arange(texts.shape[2], device=position.device)
     known = place <= position[:, None]                                                  # [B, D]
     committed = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))
-    matches = ((texts == committed[:, None]) & known[:, None]) | (texts == NOTHING)
-    right, depth = matches.all(-1), (texts != NOTHING).sum(-1) - 1                      # [B, M]
+    matches = ((texts == committed[:, None]) & known[:, None]) | (texts == NO_TOKEN)
+    right, depth = matches.all(-1), (texts != NO_TOKEN).sum(-1) - 1                      # [B, M]
     there = (parents >= 0) & (texts != ABSENT).all(-1) & known.gather(1, depth)
     compared = there & right.gather(1, parents.clamp(min=0))
     seen = torch.stack([right & compared, compared], -1).float()                        # [B, M, 2]
@@ -182,7 +182,7 @@ def merge_trees(
     trees: Sequence[TokenTree], counts: Counts, everyone: Tensor, nodes: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenTree]:
     """Texts, parents and kinds of all members' nodes, and the tree of the likeliest of them."""
-    pool = TokenTree.beside(trees)
+    pool = TokenTree.concat(trees)
     paths = torch.cat([_path_chances(tree) for tree in trees], 1)
     given = paths / paths.gather(1, pool.parents.clamp(min=0)).clamp(min=1e-9)          # [B, M]
     sizes = tuple((one.tokens.shape[1], one.confidence is not None) for one in trees)

@@ -77,7 +77,7 @@ class SuffixDrafter(Drafter):
             return TokenTree.root(prefix.root)
         index = self._index(prefix.tokens.device)
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
-        return tree if frontier.trees else tree.trunk()
+        return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
         if self._rows is None:

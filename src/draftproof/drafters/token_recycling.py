@@ -76,7 +76,7 @@ class TokenRecycling(Drafter):
             return TokenTree.root(prefix.root)
         table, sizes = self._tables[prefix.tokens.device], (WIDTH, FAN, min(DEPTH, budget))
         tree = self.ops.run(likely_successors, table, prefix, self._tail, sizes, budget + 1)
-        return tree if frontier.trees else tree.trunk()
+        return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
         if self._tail is not None:

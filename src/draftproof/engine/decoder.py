@@ -14,7 +14,7 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.tree import NOTHING, TokenTree, well_formed
+from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
@@ -80,17 +80,17 @@ class Decoder:
             self._join(joining, prompts)
         self.batch.retire()
 
-    def room_for(self, waiting: Iterable[Request]) -> int:
+    def admissible(self, waiting: Iterable[Request]) -> int:
         """How many of the first requests that wait may be admitted at once: short ones together."""
-        return self.prompts.room(len(self.batch.text) - len(self.batch.running), waiting)
+        return self.prompts.admissible(len(self.batch.text) - len(self.batch.running), waiting)
 
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether these, as few as `room_for` says, may join in a round."""
+        """Whether these, as few as `admissible` says, may join in a round."""
         return bool(self.batch.running) and self.prompts.may_join(requests)
 
     @torch.inference_mode()
     def admit(self, *requests: Request) -> None:
-        """Read the prompt of each request and start its samples, as few as `room_for` says."""
+        """Read the prompt of each request and start its samples, as few as `admissible` says."""
         with self.clock.prefill:
             self.batch.drop_padding()
             self._join(requests, None)
@@ -125,13 +125,13 @@ class Decoder:
         self._check(tree, len(frontier.prefix.position))
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
-        shares = tree.turns is not None or tree.confidence is not None
-        drafted, allowed = tree.tokens.shape[1] - 1, frontier.room if shares else frontier.budget
+        shares = tree.budget_rank is not None or tree.confidence is not None
+        drafted, allowed = tree.tokens.shape[1] - 1, frontier.max_nodes if shares else frontier.budget
         if drafted > allowed:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
-        return tree.shared(frontier.budget) if drafted > frontier.budget and tree.turns is None else tree
+        return tree.within_budget(frontier.budget) if drafted > frontier.budget and tree.budget_rank is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
         """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
@@ -149,12 +149,12 @@ class Decoder:
         position = frontier.prefix.position
         new = self.ops.run(append_tokens, self.batch.text, position, commit.tokens, accepted)
         scored = reading.logits if self.batch.wants_logprobs else None
-        shared = tree.turns.tolist() if tree.turns is not None else None
+        shared = tree.budget_rank.tolist() if tree.budget_rank is not None else None
         total, rows, nodes = 0, self.batch.running, list[int]()
         outputs = row_outputs(tree, accepted, new, scored, self.ops)            # padding behind
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
             nodes += out.path[1:] if shared is None else [shared[place][node] for node in out.path[1:]]
-            tokens = out.tokens if out.tokens[-1] != NOTHING else out.tokens[:-1]
+            tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
             emitted = row.extend(tokens, out.logprobs, drafted=len(out.tokens) - 1)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])
@@ -180,13 +180,13 @@ class Decoder:
         last = batch.view.lengths[first:] - 1
         prefix = Prefix(batch.text[first : first + len(new)], last)
         sampler = batch.sampler.select(range(first, len(batch.running)))
-        (tokens,) = self.target.group.same(sampler.pick(logits, Paths(prefix, TokenTree.root(prefix.root))))
+        (tokens,) = self.target.group.same(sampler.sample(logits, Paths(prefix, TokenTree.root(prefix.root))))
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
         scores: list[list[float] | None] = [None] * len(new)
         if batch.wants_logprobs:
             scores = logprobs(logits, torch.zeros_like(tokens), tokens, self.ops.exact).tolist()
         for place, (row, (token,), score) in enumerate(zip(new, tokens.tolist(), scores, strict=True), first):
-            if token == NOTHING:
+            if token == NO_TOKEN:
                 self._fail(place, logits)
             else:
                 row.extend([token], score, drafted=0)
@@ -194,5 +194,5 @@ class Decoder:
     def _fail(self, place: int, logits: Tensor) -> None:
         """What broke a row may be NaN in the caches, which passes masks."""
         self.batch.fail(place, logits)
-        if self.prompts.nursery is not None:
-            self.prompts.nursery.clear()
+        if self.prompts.prompt_cache is not None:
+            self.prompts.prompt_cache.clear()

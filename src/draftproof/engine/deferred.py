@@ -15,7 +15,7 @@ TOGETHER = 128
 """Plain rounds that are told together at most."""
 
 
-class Around(Drafter):
+class DrafterWrapper(Drafter):
     """Passes everything on to `inner`."""
 
     def __init__(self, inner: Drafter) -> None:
@@ -40,7 +40,7 @@ class Around(Drafter):
         self.inner.select(rows)
 
 
-class Deferred(Around):
+class Deferred(DrafterWrapper):
     """Tells a drafter of plain rounds together when it is asked again: many short calls cost more
     than a long one. What answers a proposal is told at once, if `inner` keeps what it read of it."""
 

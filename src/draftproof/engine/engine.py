@@ -211,7 +211,7 @@ class Engine:
         try:
             with self.target.group.intact():
                 while waiting or batch.running:
-                    joining = [waiting.popleft() for _ in range(decoder.room_for(waiting))] if waiting else []
+                    joining = [waiting.popleft() for _ in range(decoder.admissible(waiting))] if waiting else []
                     if joining:
                         begun += [(row, clock.seconds) for request in joining for row in request]
                     with self._lock:

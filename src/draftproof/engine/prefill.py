@@ -29,7 +29,7 @@ class Prompts:
 
     def __init__(self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, ops: Ops) -> None:
         self.target, self.drafter, self.cache, self.shapes, self.ops = target, drafter, cache, shapes, ops
-        self.nursery = target.new_cache(1, cache.capacity) if shapes.closed else None       # they are read there: one shape
+        self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None       # they are read there: one shape
         self._hidden_layers = drafter.hidden_layers
 
     @property
@@ -37,7 +37,7 @@ class Prompts:
         """Whether short ones may be read beside something else: where padding costs nothing."""
         return self.ops.on_host and self.target.skips_absent
 
-    def room(self, free: int, waiting: Iterable[Sequence[SequenceState]]) -> int:
+    def admissible(self, free: int, waiting: Iterable[Sequence[SequenceState]]) -> int:
         """How many of the first requests that wait may have these free rows at once: several only if they are short."""
         found, longest, several = 0, 0, self.several
         for samples in waiting:
@@ -49,7 +49,7 @@ class Prompts:
         return found
 
     def may_join(self, requests: Sequence[Sequence[SequenceState]]) -> bool:
-        """Whether the prompts of these, as few as `room` says, may be read beside what a round drafted."""
+        """Whether the prompts of these, as few as `admissible` says, may be read beside what a round drafted."""
         return self.several and all(len(samples[0].prompt) <= SHORT for samples in requests)
 
     def beside(
@@ -65,7 +65,7 @@ class Prompts:
             return self.target.read(tree, view, hidden_layers=self._hidden_layers), None
         all_rows = self.cache.rows(0, rows + len(prompts))
         all_rows.lengths[rows:] = 0
-        both = self.target.read(tree.above(self._padded(prompts, longest)), all_rows, hidden_layers=self._hidden_layers)
+        both = self.target.read(tree.stack(self._padded(prompts, longest)), all_rows, hidden_layers=self._hidden_layers)
         return both.part(slice(rows), width), both.part(slice(rows, None), longest)
 
     def read(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -80,8 +80,8 @@ class Prompts:
             tree, start = TokenTree.chain(self._padded(texts, width)), start + width
             last_only = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # behind padding lies no last one
             logits = self.commit(first, texts, self.target.read(tree, view, last_only=last_only, hidden_layers=self._hidden_layers))
-        if self.nursery is not None:
-            self.cache.take(torch.tensor([first], device=logits.device), self.nursery)
+        if self.prompt_cache is not None:
+            self.cache.take(torch.tensor([first], device=logits.device), self.prompt_cache)
         return logits
 
     def commit(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
@@ -99,7 +99,7 @@ class Prompts:
 
     def _nest(self, first: int, count: int) -> KVCache:
         """Where the prompts of so many rows from `first` on are read."""
-        return self.nursery or self.cache.rows(first, first + count)
+        return self.prompt_cache or self.cache.rows(first, first + count)
 
     def _padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """[b, width] tokens, ABSENT behind the shorter texts."""

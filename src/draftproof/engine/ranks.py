@@ -16,12 +16,12 @@ from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
-from draftproof.engine.deferred import Around
+from draftproof.engine.deferred import DrafterWrapper
 from draftproof.engine.stats import Round, State
 from draftproof.model.parallel import ProcessGroup
 
 
-class LedDrafter(Around):
+class LedDrafter(DrafterWrapper):
     """Proposes what it proposes on rank 0. Shapes never depend on what was computed."""
 
     def __init__(self, inner: Drafter, group: ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from draftproof.core.noise import Role
 from draftproof.core.ops import Ops, P, R
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
-from draftproof.core.tree import ABSENT, NOTHING, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.structures import LANES, Counts, Grown, Heads, Index, Linear, Member, Pairs, Recurrence, Table, Texts  # fmt: skip
 
@@ -117,7 +117,7 @@ class _Functions:
         noise, places = sampler.noise_at(paths, nodes, vocab)
         tokens = torch.empty(rows, nodes, dtype=torch.int64)
         given = _places(logits, noise, places, sampler.temperatures)
-        sizes = (nodes, rows * nodes, vocab, NOTHING)
+        sizes = (nodes, rows * nodes, vocab, NO_TOKEN)
         self._library.pick(*given, *sizes, tokens.data_ptr(), torch.get_num_threads())
         return tokens
 
@@ -190,10 +190,10 @@ class _Functions:
             return DECLINED
         rows, size = len(root), medusa.hidden.shape[1]
         _must_hold(rows <= len(medusa.hidden))
-        out, (children, births) = _Tree(rows, nodes + 1), _births(shape, nodes)
+        out, (children, child_ranks) = _Tree(rows, nodes + 1), _child_ranks(shape, nodes)
         states = medusa.hidden.new_empty(rows * heads * (2 * size + vocab))
         work = torch.empty(rows * heads * (vocab + LANES))
-        given = (ctypes.addressof(prepared.whole), *_places(medusa.hidden, births, root))
+        given = (ctypes.addressof(prepared.whole), *_places(medusa.hidden, child_ranks, root))
         spare = (*out.places, *_places(states, work), torch.get_num_threads())
         self._library.medusa(*given, rows, heads, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
         return out.tree(shape, heads)
@@ -205,9 +205,9 @@ class _Functions:
         sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
         if logits.dtype != torch.bfloat16 or sampling is None:
             return DECLINED
-        out, (children, births), root = _Tree(rows, nodes + 1), _births(shape, nodes), frontier.prefix.root
+        out, (children, child_ranks), root = _Tree(rows, nodes + 1), _child_ranks(shape, nodes), frontier.prefix.root
         pairs, work = Pairs(*_places(*table[:4])), torch.empty(rows * heads * (vocab + LANES))
-        given = (ctypes.addressof(pairs), weight, *_places(births, logits, root))
+        given = (ctypes.addressof(pairs), weight, *_places(child_ranks, logits, root))
         spare = (*out.places, work.data_ptr(), torch.get_num_threads())
         self._library.paired(*given, rows, heads, vocab, nodes, children, *_places(*sampling[:4]), ABSENT, *spare)
         return out.tree(shape, heads)
@@ -378,9 +378,9 @@ def _texts(prefix: Prefix) -> ctypes.Array[Texts]:
     return (Texts * 1)(Texts(text.data_ptr(), position.data_ptr(), len(text), text.stride(0)))
 
 
-def _births(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
+def _child_ranks(shape: TreeShape | None, nodes: int) -> tuple[int, Tensor | None]:
     """How many children a node may have, and the shape as the library takes it."""
-    return (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.births_of_all)
+    return (nodes, None) if shape is None else (max(shape.ranks) + 1, shape.child_ranks)
 
 
 @lru_cache(maxsize=64)

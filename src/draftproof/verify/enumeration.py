@@ -27,7 +27,7 @@ from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
 from draftproof.core.sampling import Sampler, argmax_token
-from draftproof.core.tree import NOTHING
+from draftproof.core.tree import NO_TOKEN
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
 from draftproof.engine.budget import Budget, Fixed
@@ -172,7 +172,7 @@ class Decided:
         return torch.tensor(rows, dtype=torch.int64)
 
     def pick(self, sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
-        """`Sampler.pick`: the target's token at each node."""
+        """`Sampler.sample`: the target's token at each node."""
         return argmax_token(self._decided(sampler, logits, paths, 1))
 
     def gumbel_logits(self, sampler: Sampler, logits: Tensor, paths: Paths, role: Role) -> Tensor:
@@ -192,7 +192,7 @@ class Decided:
             left = scores[rows, node]
             for rank in range(children):                        # without replacement
                 best = argmax_token(left)
-                none = best == NOTHING
+                none = best == NO_TOKEN
                 sure = one_hot(best.clamp(min=0), left.shape[1]).double()
                 law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
                 taken = self.outcomes.take(worlds[rows], law)
@@ -217,7 +217,7 @@ class Decided:
                 sure = one_hot(torch.zeros_like(depth), weights.shape[1])
                 law = weights / weights.sum(-1, keepdim=True)
                 law = torch.where(broken[:, None], sure.double(), law)
-                return torch.where(broken, NOTHING, outcomes.take(worlds, law))
+                return torch.where(broken, NO_TOKEN, outcomes.take(worlds, law))
 
         return DecidedChance()
 
@@ -225,7 +225,7 @@ class Decided:
     def installed(self) -> Iterator[None]:
         """While this lasts, engines draw from `outcomes`."""
         with (
-            patch.object(Sampler, "pick", lambda *args: self.pick(*args)),
+            patch.object(Sampler, "sample", lambda *args: self.pick(*args)),
             patch.object(Sampler, "gumbel_logits", lambda *args: self.gumbel_logits(*args)),
             patch.object(acceptance, "KeyedChance", self.chance),
         ):
