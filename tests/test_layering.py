@@ -12,11 +12,11 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = ("errors", "core", "native", "model", "drafters", "engine", "training", "verify", "bench", "server", "cli")
+FLOORS = ("errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify", "bench", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
 
 
-EXAMINERS = {"model", "verify", "bench", "cli"}
+EXAMINERS = {"model", "hf", "verify", "bench", "cli"}
 """`target` runs models through transformers; `proof` and `bench` examine transformers itself; `cli` names its version."""
 
 

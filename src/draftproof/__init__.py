@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from draftproof.engine.load import load
     from draftproof.engine.shape_policy import ShapePolicy
     from draftproof.errors import DraftproofError
+    from draftproof.hf.generate import generate
     from draftproof.model.loading import embedded
     from draftproof.model.target import Target
     from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
@@ -74,6 +75,7 @@ __all__ = [
     "TreeShape",
     "Typical",
     "embedded",
+    "generate",
     "load",
     "read_head",
     "train",
@@ -100,6 +102,7 @@ _HOME = {
     "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
     "draftproof.drafters.suffix": ("SuffixDrafter",),
     "draftproof.errors": ("DraftproofError",),
+    "draftproof.hf.generate": ("generate",),
     "draftproof.model.loading": ("embedded",),
     "draftproof.model.target": ("Target",),
     "draftproof.training.train_run": ("train",),

@@ -57,6 +57,7 @@ class Sampling:
     logprobs: report the log-probability of each new token under the unprocessed model.
     processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
     logits_rules: what the model's own generation_config asks for beside all this.
+    stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token; true ends it there.
     """
 
     temperature: float = 0.0
@@ -78,6 +79,7 @@ class Sampling:
     logprobs: bool = False
     processors: Sequence[LogitsProcessor] = ()
     logits_rules: Sequence[LogitsRule] = ()
+    stop_when: Sequence[Callable[[Tensor], bool]] = ()
 
     def __post_init__(self) -> None:
         for name in ("stop", "banned_words"):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from draftproof.core.params import SamplingParams
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
@@ -43,6 +45,7 @@ class SequenceState:
         """Take new tokens, the first `drafted` from the draft, until the text ends; return how many."""
         stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
         push = self.detokenizer.push if self.detokenizer is not None else None
+        asked = self.params.sampling.stop_when
         for index, token in enumerate(tokens):
             self.tokens.append(token)
             if logprobs is not None:
@@ -54,6 +57,8 @@ class SequenceState:
                     self.text += piece
                     self._pieces.append((piece, index < drafted))
             if self.finish_reason is None and token in stops:
+                self._end("stop")
+            if self.finish_reason is None and asked and self._is_enough():
                 self._end("stop")
             if self.finish_reason is None and len(self.tokens) >= self.limit:
                 self._end("length")
@@ -70,6 +75,11 @@ class SequenceState:
         """Text that is certain and was not handed out yet, each piece with whether it was drafted."""
         out, self._pieces = self._pieces, []
         return out
+
+    def _is_enough(self) -> bool:
+        """Whether one of the user's functions says that the text ends here."""
+        text = torch.tensor([[*self.prompt, *self.tokens]])
+        return any(stops(text) for stops in self.params.sampling.stop_when)
 
     def _hold(self, piece: str, drafted: bool) -> None:
         """End the text at the earliest stop string; hand out what cannot begin one."""

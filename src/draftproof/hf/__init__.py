@@ -1,0 +1,1 @@
+"""For those who have transformers code already."""
