@@ -17,15 +17,16 @@ from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
-from draftproof.verify import enumeration, exact
-from draftproof.verify.enumeration import DRAWS, Ask, Case, Outcomes
-from draftproof.verify.exact import DRAFT, SETUPS, TARGET, examine
+from draftproof.verify import cases
+from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_behind
+from draftproof.verify.enumeration import DRAWS, Outcomes, decide
+from draftproof.verify.exact import examine
 
 WARM = Sampling(temperature=1.0, seed=3)
 
 
 def case_of(rule: Rule, setup: str, limit: int = 3) -> Case:
-    return exact.case("typical", rule, SETUPS[setup], Ask(Sampling(temperature=1.0), (1, 0), limit))
+    return cases.case("typical", rule, SETUPS[setup], Ask(Sampling(temperature=1.0), (1, 0), limit))
 
 
 @pytest.mark.parametrize("setup", ["chain", "tree of 3"])
@@ -43,7 +44,7 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):
         outcomes = Outcomes(plans)
-        for done in enumeration._run(case, outcomes, len(plans)):
+        for done in decide(case, outcomes, len(plans)):
             probability = float(outcomes.probs[done.sample])
             law[tuple(done.tokens)] += probability
             told += probability * (done.stats.distance or 0.0)
@@ -59,7 +60,7 @@ def strayed(law: dict[tuple[int, ...], float], length: int) -> float:
         mass = [sum(confidence for text, confidence in law.items() if text[: len(prefix) + 1] == (*prefix, token)) for token in range(3)]
         if sum(mass) > 0:
             own = torch.tensor(mass, dtype=torch.float64) / sum(mass)
-            true = torch.tensor(TARGET.model.scores((1, 0, *prefix)), dtype=torch.float64).softmax(-1)
+            true = torch.tensor(logits_behind(TARGET, (1, 0, *prefix)), dtype=torch.float64).softmax(-1)
             total += sum(mass) * float((own - true).abs().sum() / 2)
     return total
 
@@ -131,7 +132,3 @@ def test_lossy_is_asked_for_by_its_name() -> None:
         Engine(target(), acceptance="rejection", lossy=True)
     assert Engine(target(), lossy=True).acceptance == "typical"
     assert Engine(target(), lossy=False).acceptance == "match" and Engine(target()).lossy is None
-
-
-def test_the_draft_of_the_enumeration_is_not_the_target() -> None:
-    assert DRAFT.model.scores((1, 0)) != TARGET.model.scores((1, 0))

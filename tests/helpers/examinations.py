@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +21,11 @@ from draftproof.core.tree import TreeShape
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.verify import exact, sampling
+from draftproof.verify import sampling
 from draftproof.verify.bits import prove_bits
-from draftproof.verify.enumeration import Ask, Case, Distribution, enumerate_texts
-from draftproof.verify.exact import GRAMMARS, SETUPS, case, examine
-from draftproof.verify.sampling import Trial
+from draftproof.verify.cases import GRAMMARS, SETUPS, TARGET, Ask, Case, by_model, case, logits_behind, toy
+from draftproof.verify.enumeration import Distribution, enumerate_texts
+from draftproof.verify.exact import examine
 from draftproof.verify.statistics import g_test
 
 ALL = Sampling(temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.8, presence_penalty=0.3)
@@ -45,7 +45,7 @@ def law_cases() -> dict[str, Case]:
     bound = Sampling(temperature=1.0, stop_tokens=(2,), processors=(GRAMMARS["never twice"],))
     reject, match, block = RULES["rejection"], RULES["match"], RULES["block"]
     asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
-    itself = exact.by_model(exact.TARGET, 2)
+    itself = by_model(TARGET, 2)
     cases = {
         "draft": case("", reject, SETUPS["chain"], Ask(free)),
         "block": case("", block, SETUPS["chain"], Ask(free)),
@@ -55,8 +55,8 @@ def law_cases() -> dict[str, Case]:
         "ends": case("", reject, SETUPS["chain"], Ask(replace(free, **WORDS), (1,), 4)),
         "mixed": case("", reject, SETUPS["chain"], *MIXED),
         "penalties in a tree": case("", match, SETUPS["tree of 4"], *asks),
-        "grammar": case("", match, SETUPS["chain"], Ask(bound, (1, 0), 4)),
-        "itself": case("", reject, itself, Ask(own, (1, 0), 4), drafts_itself=True),
+        "grammar": case("", match, SETUPS["tree of 3"], Ask(bound, (1, 0), 4)),
+        "itself": case("", reject, itself, Ask(own, (1, 0), 4), itself=True),
     }
     return {name: replace(one, name=name) for name, one in cases.items()}
 
@@ -65,7 +65,7 @@ def reference(one: Case) -> list[Distribution]:
     """What plain Python says of a case; with a user's logits processor, plain decoding."""
     if any(ask.sampling.processors for ask in one.asks):
         return enumerate_texts(one.plain()).laws
-    scores = one.target.model.scores
+    scores = partial(logits_behind, one.target)
     return [distribution_of_run(scores, ask.prompt, ask.sampling, ask.limit) for ask in one.asks]
 
 
@@ -85,7 +85,7 @@ def by_law(*names: str) -> str:
 
 def by_bits(*wants: Sampling) -> str:
     """What a comparison with plain decoding on a small model finds wrong."""
-    target, draft = sampling.toy(11, 6, 2), sampling.toy(12, 6)
+    target, draft = toy(11, 6, 2), toy(12, 6)
     engine = Engine(target, DraftModel(draft, 6, TreeShape.branching((3, 2))))
     section = prove_bits(engine, new_tokens=8, exact_nodes=0, wants=wants)
     return "; ".join(section.failures)
@@ -93,13 +93,8 @@ def by_bits(*wants: Sampling) -> str:
 
 def by_count(rule: str) -> str:
     """Whether 4,096 texts with the real noise are unlikely."""
-    test = sampling.judged(sampling.run_trial(Trial(rule, "chain", 2), 4096, 0), toy_law())
-    return "" if test.passed else f"p = {test.p_value}"
-
-
-@cache
-def toy_law() -> sampling.Law:
-    return sampling.exact_law(sampling.WANTS["T 1"])
+    found = sampling.audited(sampling.trial(f"{rule}; chain; T 1"), 4096, 0)
+    return ", ".join(check.name for check in found.checks if not check.passed)
 
 
 def by_noise() -> str:
@@ -148,7 +143,7 @@ def accepted() -> list[int]:
     """How much of another model's drafts is accepted, by text: chains, trees, after pauses."""
     def count(budget: Any, *children: int) -> list[int]:
         shape = TreeShape.branching(children) if children else None
-        target, draft = sampling.toy(11, 6, 2), sampling.toy(15, 6, 2)
+        target, draft = toy(11, 6, 2), toy(15, 6, 2)
         engine = Engine(target, DraftModel(draft, 6, shape), budget=budget)
         prompts, limits = [[3], [1, 2, 0, 1], [0, 0, 4]], (24, 9, 30)
         asked = [Sampling(max_new_tokens=limit) for limit in limits]

@@ -15,8 +15,8 @@ from helpers.bug_catalog import MISTAKES, RIGHT, Mistake, drawn
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
 from draftproof.verify.audit import Audit, Law, Text, audit
+from draftproof.verify.cases import toy
 from draftproof.verify.engines import ModelLaw, assisted
-from draftproof.verify.sampling import toy
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
 

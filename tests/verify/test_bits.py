@@ -16,7 +16,7 @@ from draftproof.engine.engine import Engine
 from draftproof.model.target import Target
 from draftproof.verify import bits
 from draftproof.verify.bits import prove_bits
-from draftproof.verify.sampling import toy
+from draftproof.verify.cases import toy
 
 Patch = pytest.MonkeyPatch
 
@@ -70,7 +70,7 @@ def test_a_difference_that_rounding_cannot_explain_is_a_failure(monkeypatch: Pat
 
 def test_near_ties_are_explained_by_measured_rounding() -> None:
     """In bfloat16 shapes round differently."""
-    target = toy(3, 64, 3, 64, dtype=torch.bfloat16)
+    target = toy(3, 64, 3, 64, torch.bfloat16)
     section = prove_bits(Engine(target), new_tokens=24, exact_nodes=0, wants=[Sampling()])
     assert section.passed, section.failures
     for divergence in section.figures["divergences"]:

@@ -11,8 +11,8 @@ from helpers.mutants import MUTANTS, Mutant
 from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
-from draftproof.verify.enumeration import Ask
-from draftproof.verify.exact import SEEN, SETUPS, case, examine, weighing
+from draftproof.verify.cases import SETUPS, Ask, by_model, case, toy
+from draftproof.verify.exact import SEEN, examine, weighing
 
 
 @pytest.mark.parametrize("name", examinations.law_cases())
@@ -34,7 +34,6 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     if mutant.watch == "law":
         for name in mutant.options:
             examinations.wanted(name)                    # of the sound code
-    examinations.toy_law()
     examinations.sound_accepted()
     with mutant.plant():
         try:
@@ -74,5 +73,5 @@ def test_a_match_without_its_ancestors_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return acceptance.match(hung, logits, frontier)
 
     rule = RULES["match"]._replace(accept=careless)
-    one = case("", rule, SETUPS["tree of 4"], Ask(Sampling(temperature=1.0, top_k=2)))
+    one = case("", rule, by_model(toy(12, 3), 2), Ask(Sampling(temperature=1.0)))
     assert examine(one)[0] > SEEN

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import torch
 
 from draftproof.core import acceptance
 from draftproof.core.acceptance import RULES
+from draftproof.core.params import Sampling
 from draftproof.verify import exact, sampling
-from draftproof.verify.sampling import OURS, WANTS, Trial, exact_law, judged, prove_sampling, toy
+from draftproof.verify.cases import Ask, Case, case
+from draftproof.verify.sampling import OURS, SETUPS, WANTS, prove_sampling
 from draftproof.verify.statistics import detectable, g_test, too_equal, tv_interval
 
 
@@ -21,24 +23,25 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "noise_tests", lambda seed: iter([("noise", 1.0)]))
 
 
+def by_rule(accept: Callable[..., acceptance.Accepted]) -> list[Case]:
+    ask, rule = Ask(Sampling(temperature=1.0), (3,), 4), exact.weighing(accept)
+    return [case("given", rule, SETUPS["chain"], ask, target=OURS)]
+
+
 def test_a_rule_can_be_proved_and_a_wrong_one_is_found(quiet: None) -> None:
-    trials = [Trial("given", "chain", 2)]
-    sound = {"given": exact.weighing(acceptance.accept_by_rejection)}
-    section = prove_sampling(sequences=4096, rules=sound, trials=trials)
-    assert section.passed and section.figures["sequences"] == 4096 and "given" not in RULES
+    section = prove_sampling(sequences=4096, cases=by_rule(acceptance.accept_by_rejection))
+    assert section.passed and section.figures["sequences"] == 4096
     assert section.figures["detects"] < 0.1
-    wrong = {"given": exact.weighing(exact.wrong_draft_law)}
-    assert not prove_sampling(sequences=4096, rules=wrong, trials=trials).passed
+    wrong = prove_sampling(sequences=4096, cases=by_rule(exact.wrong_draft_law))
+    assert not wrong.passed
 
 
 def test_a_planted_mistake_that_is_not_seen_fails_the_section(
     quiet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "QUICK_TRIALS", sampling.TRIALS[2:3])
+    monkeypatch.setattr(sampling, "TRIALS", sampling.TRIALS[:1])
     section = prove_sampling(quick=True, sequences=6144)
     assert section.passed and section.figures["planted_mistake"] < 1e-6, section.failures
-    from contextlib import nullcontext
-
     monkeypatch.setattr(sampling, "shared_noise", nullcontext)
     assert "blind" in prove_sampling(quick=True, sequences=1024).failures[0]
 
@@ -47,26 +50,20 @@ def test_a_broken_rule_is_a_failure_not_a_traceback(quiet: None) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    rules = {"broken": RULES["rejection"]._replace(accept=broken)}  # type: ignore[arg-type]
-    section = prove_sampling(sequences=64, rules=rules, trials=[Trial("broken", "chain", 2)])
+    section = prove_sampling(sequences=4096, cases=by_rule(broken))         # type: ignore[arg-type]
     assert not section.passed and "ZeroDivisionError: by nothing" in section.failures[0]
 
 
-def test_the_law_of_the_toy_is_what_its_own_forward_says() -> None:
-    for want in WANTS.values():
-        assert sum(exact_law(want).values()) == pytest.approx(1)
-    law, own = exact_law(WANTS["T 1"]), toy(OURS).model
-    for text in ((0, 1, 2, 3), (3, 3, 0, 1)):
-        with torch.inference_mode():
-            read = own(torch.tensor([[3, *text]])).logits[0, :-1].softmax(-1)
-        assert law[text] == pytest.approx(float(read[range(4), text].prod()), rel=1e-9)
-    assert min(map(len, exact_law(WANTS["penalised, ending"]))) < sampling.LENGTH
+@pytest.mark.parametrize("words", sampling.TRIALS)
+def test_every_trial_names_a_rule_a_setup_and_what_is_asked(words: str) -> None:
+    rule, _, want = words.split("; ")
+    assert rule in RULES and sampling.trial(words).asks[0].sampling == WANTS[want]
 
 
 # Statistics
 
 def test_impossible_texts_are_never_excused() -> None:
-    assert judged(Counter({(0,): 999_999, (9,): 1}), {(0,): 1.0}).p_value == 0
+    assert g_test([999_999, 1], [1.0, 0.0]).p_value == 0
 
 
 def test_the_g_test_is_calibrated() -> None:

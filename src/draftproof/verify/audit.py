@@ -8,23 +8,16 @@ Short texts are drawn and compared with the exact distribution of the model, pre
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from draftproof.errors import BadInput
-from draftproof.verify.statistics import (
-    FALSE_ALARM,
-    POWER,
-    Array,
-    GTest,
-    detectable,
-    g_test,
-    too_equal,
-)
+from draftproof.verify import statistics
+from draftproof.verify.statistics import FALSE_ALARM, POWER, Array, GTest, g_test, too_equal
 
 Text = tuple[int, ...]
 Law = Callable[[Sequence[Text]], Array]
@@ -94,29 +87,30 @@ class Audit:
 def audit(
     sampler: Any, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000,
     seed: int = 0, ends: Sequence[int] = (), opaque: frozenset[int] = frozenset(),
+    at_once: int = CHUNK,
 ) -> Audit:
     """Draw `samples` continuations of `length` tokens and test them against the law.
 
     sampler: a `Draw`, or an object with a method `sample` like it. ends: end tokens, which count as
-    one. opaque: tokens behind which the law is not known (several share one name). Raises BadInput
-    if the request cannot be judged, too few samples included.
+    one. opaque: tokens behind which the law is not known (several share one name). at_once: samples
+    per call. Raises BadInput if the request cannot be judged, too few samples included.
     """
     if not prompt:
         raise BadInput("the prompt is empty; give at least one token")
     if length < 1:
         raise BadInput(f"length was {length}; test at least 1 token")
     if samples < FEWEST:
-        least = f"take at least {FEWEST}, which see a distance of {detectable(FEWEST, 8):.2f}"
-        raise BadInput(f"samples was {samples}; {least}")
+        seen = f"which see a distance of {statistics.detectable(FEWEST, 8):.2f}"
+        raise BadInput(f"samples was {samples}; take at least {FEWEST}, {seen}")
     draw: Draw = getattr(sampler, "sample", sampler)
     outcomes = Outcomes(law, tuple(prompt), length, samples, tuple(ends), opaque)
     texts: list[Text] = []
     while len(texts) < samples:
-        n = min(CHUNK, samples - len(texts))
-        texts += _asked(draw, list(prompt), n, seed + len(texts) // CHUNK)
+        n = min(at_once, samples - len(texts))
+        texts += _asked(draw, list(prompt), n, seed + len(texts) // at_once)
     clean = [outcomes.clean(text) for text in texts]
     checks = [outcomes.check(clean, tokens, seed) for tokens in range(1, length + 1)]
-    checks += [*_repeats(texts), *([_after_the_end(texts, outcomes)] if ends else [])]
+    checks += [*_repeats(texts, at_once), *([_after_the_end(texts, ends)] if ends else [])]
     for check in checks:
         if not check.control:
             more = f"the control of {check.name!r} passes; take at least {4 * samples}"
@@ -137,45 +131,38 @@ def _asked(draw: Draw, prompt: list[int], n: int, seed: int) -> list[Text]:
     return texts
 
 
-@dataclass
 class Outcomes:
-    """What may come behind a prompt, cut where it becomes rare. A cell is a text, or a text with
-    RARE or IMPOSSIBLE in the place of its last token. laws: by text; own: tokens with a cell."""
+    """What may come behind a prompt, cut where it becomes rare.
 
-    law: Law
-    prompt: Text
-    length: int
-    samples: int
-    ends: Text
-    opaque: frozenset[int]
-    laws: dict[Text, Array] = field(default_factory=dict)
-    own: dict[Text, Any] = field(default_factory=dict)
-    mass: dict[Text, float] = field(default_factory=dict)
+    laws: next-token probabilities by text. mass: of the texts that have a cell of their own; where
+    a text leaves them, its cell ends in RARE or IMPOSSIBLE.
+    """
 
-    def __post_init__(self) -> None:
-        level: dict[Text, float] = {(): 1.0}
+    def __init__(
+        self, law: Law, prompt: Text, length: int, samples: int, ends: Text,
+        opaque: frozenset[int],
+    ) -> None:
+        self.length, self.ends = length, ends
+        self.laws: dict[Text, Array] = {}
+        self.mass: dict[Text, float] = {(): 1.0}
+        level: list[Text] = [()]
         while level:
-            rows = self._rows(list(level))
-            below: dict[Text, float] = {}
-            for (text, mass), row in zip(level.items(), rows, strict=True):
+            rows = np.asarray(law([prompt + text for text in level]), float).copy()      # [n, V]
+            if len(ends) > 1:                                       # one end token stands for all
+                rows[:, ends[0]] = rows[:, list(ends)].sum(1)
+                rows[:, list(ends[1:])] = 0
+            below: list[Text] = []
+            for text, row in zip(level, rows, strict=True):
                 if abs(row.sum() - 1) > 1e-4:
                     said = f"behind {text} it sums to {row.sum():g}"
                     raise BadInput(f"the law must sum to one; {said}")
-                self.laws[text], self.mass[text] = row / row.sum(), mass
-                self.own[text] = np.flatnonzero(mass * row * self.samples >= KEEP)
-                last = {*self.ends, *self.opaque}
-                going = [token for token in self.own[text] if token not in last]
-                below |= {(*text, int(token)): mass * row[token] for token in going}
-            likely = sorted(below, key=lambda text: -below[text])[: CONTEXTS - len(self.laws)]
-            level = {text: below[text] for text in likely if len(text) < self.length}
-
-    def _rows(self, texts: Sequence[Text]) -> Array:
-        """[n, V] the law behind `texts`, all end tokens put together."""
-        rows = np.asarray(self.law([self.prompt + text for text in texts]), float).copy()
-        if len(self.ends) > 1:
-            rows[:, self.ends[0]] = rows[:, list(self.ends)].sum(1)
-            rows[:, list(self.ends[1:])] = 0
-        return rows
+                self.laws[text] = row / row.sum()
+                for token in np.flatnonzero(self.mass[text] * row * samples >= KEEP).tolist():
+                    self.mass[*text, token] = self.mass[text] * float(self.laws[text][token])
+                    if len(text) + 1 < length and token not in {*ends, *opaque}:
+                        below.append((*text, token))
+            below.sort(key=lambda text: -self.mass[text])
+            level = below[: CONTEXTS - len(self.laws)]
 
     def clean(self, text: Text) -> Text:
         """A text up to its end or `length`; one end token stands for all, and for none."""
@@ -194,23 +181,19 @@ class Outcomes:
                 return text[:place]
             if not 0 <= token < len(law) or law[token] == 0:
                 return (*text[:place], IMPOSSIBLE)
-            if token not in self.own[text[:place]]:
+            if text[: place + 1] not in self.mass:
                 return (*text[:place], RARE)
         return text[:tokens]
 
     def cells(self, tokens: int) -> dict[Text, float]:
         """Probability of every cell of the first `tokens` tokens."""
-        cells: dict[Text, float] = defaultdict(float)
-        for text, law in self.laws.items():
-            if len(text) >= tokens:
-                continue
-            own = self.own[text]
-            cells[(*text, RARE)] += max(0.0, self.mass[text] * (1 - float(law[own].sum())))
-            for token in own.tolist():
-                child = (*text, token)
-                if len(child) == tokens or child not in self.laws:
-                    cells[child] += self.mass[text] * float(law[token])
-        return cells
+        cells = {(*text, RARE): self.mass[text] for text in self.laws if len(text) < tokens}
+        for text, mass in self.mass.items():
+            if 0 < len(text) <= tokens:
+                cells[*text[:-1], RARE] -= mass
+                if len(text) == tokens or text not in self.laws:
+                    cells[text] = mass
+        return {cell: max(0.0, mass) for cell, mass in cells.items()}
 
     def check(self, texts: Sequence[Text], tokens: int, seed: int) -> Check:
         """The G-test of the first `tokens` tokens; its control is a law as wrong as it detects."""
@@ -231,25 +214,29 @@ def _tilted(law: Array, tv: float) -> Array:
     order = np.argsort(law)                             # the smaller part gains: it stays positive
     gains = np.zeros(len(law), bool)
     gains[order[np.cumsum(law[order]) <= 0.5]] = True
-    mass = float(law[gains & (law > 0)].sum())
+    mass = float(law[gains].sum())
     if not 0 < mass < 1:
         return law
     moved = min(tv, 1 - mass)
-    tilted: Array = np.where(gains, law * (1 + moved / mass), law * (1 - moved / (1 - mass)))
+    tilted = np.where(gains, law * (1 + moved / mass), law * (1 - moved / (1 - mass)))
     return np.asarray(tilted / tilted.sum())
 
 
-def _repeats(texts: Sequence[Text]) -> list[Check]:
+def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
     """Do neighbours, or calls with different seeds, repeat each other more often than by chance?"""
     equal = sum(count * (count - 1) for count in Counter(texts).values())
     rate = equal / (len(texts) * (len(texts) - 1))
     if rate > 0.9:
         return []                                       # nearly always the same text
-    calls = [texts[start : start + CHUNK] for start in range(0, len(texts) - CHUNK + 1, CHUNK)]
-    between = [pair for one, two in zip(calls[::2], calls[1::2], strict=False)
-               for pair in zip(one, two, strict=True)]  # fmt: skip
-    pairs_of = {"neighbours": list(zip(texts[::2], texts[1::2], strict=False)),
-                "calls with different seeds": between}  # fmt: skip
+    starts = range(0, len(texts) - at_once + 1, at_once)
+    calls = [texts[start : start + at_once] for start in starts]
+    pairs_of = {
+        "neighbours": list(zip(texts[::2], texts[1::2], strict=False)),
+        "calls with different seeds": [
+            pair for one, two in zip(calls[::2], calls[1::2], strict=False)
+            for pair in zip(one, two, strict=True)
+        ],
+    }
     control = too_equal(len(texts) // 2, len(texts) // 2, rate) < FALSE_ALARM
     checks = []
     for name, pairs in pairs_of.items():
@@ -260,12 +247,12 @@ def _repeats(texts: Sequence[Text]) -> list[Check]:
     return checks
 
 
-def _after_the_end(texts: Sequence[Text], outcomes: Outcomes) -> Check:
+def _after_the_end(texts: Sequence[Text], ends: Sequence[int]) -> Check:
     """Nothing but end tokens may follow an end token."""
     def overruns(text: Text) -> bool:
-        stops = (place for place, token in enumerate(text) if token in outcomes.ends)
-        return any(token not in outcomes.ends for token in text[next(stops, len(text)) :])
+        stop = next((place for place, token in enumerate(text) if token in ends), len(text))
+        return any(token not in ends for token in text[stop:])
 
     wrong = sum(map(overruns, texts))
     detail = f"{wrong} texts go on after their end token"
-    return Check("end of text", 0.0 if wrong else 1.0, overruns((outcomes.ends[0], CUT)), detail)
+    return Check("end of text", float(not wrong), overruns((ends[0], CUT)), detail)

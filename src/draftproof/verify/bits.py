@@ -9,7 +9,7 @@ every difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,18 +46,104 @@ SLACK = 4.0
 """Times the model's own rounding that a logit may be off: other shapes may round a little worse."""
 
 
-@dataclass
-class Found:
-    """What was compared so far. noise, bounds: the model's rounding, over all and by text."""
+class Comparison:
+    """Texts held against plain decoding, and what was found. bounds: per text, how far rounding
+    alone may move a logit."""
 
-    texts: int = 0
-    identical: int = 0
-    largest: float = 0.0
-    noise: float = 0.0
-    control: float = 0.0
-    bounds: list[float] = field(default_factory=list)
-    diverged: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, engine: Engine, wants: Sequence[Sampling], new_tokens: int) -> None:
+        self.engine, self.target, self.prompts = engine, engine.target, _prompts(engine)
+        new = min(new_tokens, engine.target.context - max(map(len, self.prompts)))
+        self.asked = [                                      # the rows end at different times
+            replace(wants[row % len(wants)], logprobs=True,
+                    max_new_tokens=max(1, new - row * 5 % new))
+            for row in range(len(self.prompts))
+        ]
+        self.texts = self.identical = 0
+        self.largest = self.noise = self.control = 0.0
+        self.bounds: list[float] = []
+        self.diverged: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.plain = self.write(Plain(), 0, 1)
+        for prompt, one in zip(self.prompts, self.plain, strict=True):
+            self._measure(prompt, one)
+
+    def write(self, drafter: Drafter, budget: int, rows: int) -> list[Completion]:
+        stops = self.engine.stop_tokens
+        own = Engine(self.target, drafter, budget=budget, stop_tokens=stops)
+        done = own.generate(self.prompts, sampling=self.asked, batch_size=rows)
+        return [one.checked() for one in done]
+
+    def compare(self, case: str, drafter: Drafter, budget: int, rows: int, exact: bool) -> None:
+        """Write every text so. exact: not a bit may differ from plain decoding."""
+        for row, theirs in enumerate(self.write(drafter, budget, rows)):
+            bound = 0.0 if exact else self.bounds[row]
+            self._compare(f"{case}, text {row + 1}", row, theirs, bound)
+
+    def _measure(self, prompt: list[int], plain: Completion) -> None:
+        """Compare plain decoding with the model's own forward, by transformers; note rounding."""
+        target, text = self.target, [*prompt, *plain.tokens]
+        whole, step = _own(target, text, len(text)), _own(target, text, 1)
+        rounding = torch.finfo(target.dtype).eps * float(whole[whole.isfinite()].abs().max())
+        noise = max(_furthest(whole, step), rounding)
+        behind = whole[len(prompt) - 1 : -1].log_softmax(-1)
+        own = behind.gather(1, torch.tensor(plain.tokens, device=behind.device)[:, None])[:, 0]
+        off = _furthest(own, torch.tensor(plain.logprobs, dtype=own.dtype, device=own.device))
+        if target.kv_cache is not None:                 # which transformers' own forward has not
+            noise = max(noise, off)
+        elif not off <= 2 * SLACK * noise:
+            why = f"off by {off:.2g}, its rounding allows {2 * SLACK * noise:.2g}"
+            self.failures.append(f"plain decoding is not the model's own forward: {why}")
+        if len(text) > 3:
+            without = _own(target, [*text[:-3], *text[-2:]], len(text))[-1]
+            self.control = max(self.control, _furthest(whole[-1], without) / (SLACK * noise))
+        self.bounds.append(SLACK * noise)
+        self.noise = max(self.noise, noise)
+
+    def _compare(self, case: str, row: int, theirs: Completion, bound: float) -> None:
+        """Hold one text against plain decoding. bound: how far logits may be off."""
+        ours = self.plain[row]
+        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
+        split = next((place for place, (a, b) in pairs if a != b), None)
+        if split is None and len(ours.tokens) != len(theirs.tokens):
+            counts = f"{len(theirs.tokens)} tokens where plain decoding gives {len(ours.tokens)}"
+            self.failures.append(f"{case}: {counts}")
+            return
+        scores = zip(ours.logprobs or (), theirs.logprobs or (), strict=False)
+        gaps = [abs(one - other) for one, other in list(scores)[:split]]
+        gap, allowed = max(gaps, default=0.0), 2 * bound        # the logit and the logarithm's sum
+        self.texts, self.identical = self.texts + 1, self.identical + (split is None and gap == 0)
+        self.largest = max(self.largest, gap)
+        wrong = next((place for place, one in enumerate(gaps) if not one <= allowed), None)
+        if wrong is not None:
+            why = f"off by {gaps[wrong]:.2g}, rounding explains {allowed:.2g}"
+            self.failures.append(f"{case}: the log-probability of new token {wrong + 1} is {why}")
+        elif split is not None:
+            self._near_tie(case, row, theirs.tokens, split, bound)
+
+    def _near_tie(self, case: str, row: int, theirs: list[int], split: int, bound: float) -> None:
+        """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
+        prompt, ours, want = self.prompts[row], self.plain[row].tokens, self.asked[row]
+        text, target, engine = [*prompt, *ours[:split]], self.target, self.engine
+        logits = _own(target, text, len(text))[-1].to(target.dtype)
+        ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
+        ops = Device(target.device).ops(engine.shapes.closed)
+        sampler = Sampler([SamplingParams(want, len(prompt), ends)], target.device, ops)
+        last = torch.tensor([len(text) - 1], device=target.device)
+        prefix = Prefix(torch.tensor([text], device=target.device), last)
+        paths = Paths(prefix, TokenTree.root(prefix.root))
+        scores = sampler.gumbel_logits(logits[None, None], paths, Role.TARGET)[0, 0].double()
+        apart = float(scores[ours[split]] - scores[theirs[split]])
+        explained = abs(apart) <= 2 * bound / (want.temperature or 1.0)
+        self.diverged.append({
+            "case": case, "position": split + 1, "plain": ours[split],
+            "speculative": theirs[split], "apart": apart, "explained": explained,
+        })
+        if not explained:
+            self.failures.append(
+                f"{case}: new token {split + 1} is {theirs[split]}, plain decoding gives "
+                f"{ours[split]}; they are {apart:.3g} apart, rounding of {bound:.2g} cannot turn "
+                "that"
+            )
 
 
 def prove_bits(
@@ -74,38 +160,30 @@ def prove_bits(
         tick(0.0, "probing the machine")
         probed = probe(engine.target, (2, 8), 48) if quick else probe(engine.target)
         exact_nodes = probed.exact_nodes
-    prompts, found = _prompts(engine), Found()
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
-    asked = _asked(wants or _usual(seed), min(new, engine.target.context - max(map(len, prompts))))
-    plain = _write(engine, Plain(), 0, prompts, asked, 1)
-    for prompt, one in zip(prompts, plain, strict=True):
-        _measure(engine.target, prompt, one, found)
-    drafters: dict[str, Drafter] = {"none": Plain(), engine.drafter.name: engine.drafter}
-    drafters["prompt-lookup"] = PromptLookup()
+    found, lookup = Comparison(engine, wants or _usual(seed), new), PromptLookup()
+    drafters: dict[str, tuple[Drafter, int]] = {
+        "none": (Plain(), 0), engine.drafter.name: (engine.drafter, engine.budget.most),
+        lookup.name: (lookup, lookup.default_budget),
+    }
     cases = [(name, rows) for name in drafters for rows in ROWS if name != "none" or rows > 1]
     exact_cases = 0
     for done, (name, rows) in enumerate(cases):
         tick((done + 1) / (len(cases) + 1), f"{name}, batch {rows}")
-        drafter, own = drafters[name], name == engine.drafter.name
-        most = 0 if name == "none" else engine.budget.most if own else drafter.default_budget
+        drafter, most = drafters[name]
         fits = min(most, exact_nodes // rows - 1)
         exact = fits >= min(1, most)
         exact_cases += exact
         budget = fits if exact else most
-        wrote = _write(engine, drafter, budget, prompts, asked, rows)
-        case = f"{name}, batch {rows}, {budget} drafted"
-        for place, (one, ours) in enumerate(zip(wrote, plain, strict=True)):
-            _compare(f"{case}, text {place + 1}", engine, prompts[place], asked[place], ours, one,
-                     0.0 if exact else found.bounds[place], found)  # fmt: skip
+        found.compare(f"{name}, batch {rows}, {budget} drafted", drafter, budget, rows, exact)
     if not found.control > 1:
         why = "a forgotten token changes logits no more than rounding: this is blind"
         found.failures.append(why)
-    here = f"{exact_cases} of {len(cases)} set-ups in the machine's exactness class"
     verdict = (
         f"{found.texts} texts compared with plain decoding, {found.identical} to the last bit; "
-        f"{here} of {exact_nodes} nodes; "
-        f"log-probabilities differ by at most {found.largest:.2g}, the model's own logits by "
-        f"{found.noise:.2g}; {len(found.diverged)} texts diverged at near-ties"
+        f"{exact_cases} of {len(cases)} set-ups in the machine's exactness class of {exact_nodes} "
+        f"nodes; log-probabilities differ by at most {found.largest:.2g}, the model's own logits "
+        f"by {found.noise:.2g}; {len(found.diverged)} texts diverged at near-ties"
     )
     figures = {
         "texts": found.texts, "identical": found.identical, "exact_nodes": exact_nodes,
@@ -121,8 +199,7 @@ def _prompts(engine: Engine) -> list[list[int]]:
     longest, vocab = max(1, engine.target.context // 2), engine.target.vocab_size
     if engine.codec is not None:
         return [(engine.codec.encode(text) or [0])[-longest:] for text in TEXTS]
-    dice = torch.Generator().manual_seed(0)
-    sizes = (9, 5, 14, 7, 2, 11, 6, 3)
+    dice, sizes = torch.Generator().manual_seed(0), (9, 5, 14, 7, 2, 11, 6, 3)
     texts = [torch.randint(vocab, (size,), generator=dice).tolist() for size in sizes]
     return [(text[:3] * 5 if index % 2 else text)[-longest:] for index, text in enumerate(texts)]
 
@@ -134,104 +211,15 @@ def _usual(seed: int) -> list[Sampling]:
     return [want for one in sampled for want in (Sampling(), one)]
 
 
-def _asked(wants: Sequence[Sampling], new: int) -> list[Sampling]:
-    """Per prompt what it is asked; the rows end at different times."""
-    return [
-        replace(wants[row % len(wants)], logprobs=True, max_new_tokens=max(1, new - row * 5 % new))
-        for row in range(len(TEXTS))
-    ]
-
-
-def _write(
-    engine: Engine, drafter: Drafter, budget: int, prompts: list[list[int]], asked: list[Sampling],
-    rows: int,
-) -> list[Completion]:
-    own = Engine(engine.target, drafter, budget=budget, stop_tokens=engine.stop_tokens)
-    return [one.checked() for one in own.generate(prompts, sampling=asked, batch_size=rows)]
-
-
-def _measure(target: Target, prompt: list[int], plain: Completion, found: Found) -> None:
-    """Compare plain decoding with the model's own forward, by transformers; note its rounding."""
-    text = [*prompt, *plain.tokens]
-    whole, step = _own(target, text, len(text)), _own(target, text, 1)
-    rounding = torch.finfo(target.dtype).eps * float(whole[whole.isfinite()].abs().max())
-    noise = max(_furthest(whole, step), rounding)
-    behind = whole[len(prompt) - 1 : -1].log_softmax(-1)
-    own = behind.gather(1, torch.tensor(plain.tokens, device=behind.device)[:, None])[:, 0]
-    off = _furthest(own, torch.tensor(plain.logprobs, dtype=own.dtype, device=own.device))
-    if target.kv_cache is not None:                     # which transformers' own forward has not
-        noise = max(noise, off)
-    elif not off <= 2 * SLACK * noise:
-        why = f"off by {off:.2g}, its rounding allows {2 * SLACK * noise:.2g}"
-        found.failures.append(f"plain decoding is not the model's own forward: {why}")
-    if len(text) > 3:
-        without = _own(target, [*text[:-3], *text[-2:]], len(text))[-1]
-        found.control = max(found.control, _furthest(whole[-1], without) / (SLACK * noise))
-    found.bounds.append(SLACK * noise)
-    found.noise = max(found.noise, noise)
-
-
 @torch.inference_mode()
 def _own(target: Target, text: list[int], width: int) -> Tensor:
     """[L, V] logits by transformers alone, `width` tokens at a time."""
     tokens, past, out = torch.tensor([text], device=target.device), None, []
-    for start in range(0, len(text), width):
-        part, cached = tokens[:, start : start + width], width < len(text)
-        read = target.model(input_ids=part, past_key_values=past, use_cache=cached)
-        past = read.past_key_values if cached else None
+    for part in torch.split(tokens, width, 1):
+        read = target.model(input_ids=part, past_key_values=past, use_cache=width < len(text))
+        past = read.past_key_values if width < len(text) else None
         out.append(read.logits[0].double())
     return torch.cat(out)
-
-
-def _compare(
-    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: Completion,
-    theirs: Completion, bound: float, found: Found,
-) -> None:
-    """Hold one text against plain decoding. bound: how far logits may be off; 0: not a bit."""
-    pairs = list(zip(ours.tokens, theirs.tokens, strict=False))
-    split = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
-    if split is None and len(ours.tokens) != len(theirs.tokens):
-        counts = f"{len(theirs.tokens)} tokens where plain decoding gives {len(ours.tokens)}"
-        found.failures.append(f"{case}: {counts}")
-        return
-    scores = zip(ours.logprobs or (), theirs.logprobs or (), strict=False)
-    gaps = [abs(one - other) for one, other in list(scores)[:split]]
-    gap = max(gaps, default=0.0)
-    found.texts, found.identical = found.texts + 1, found.identical + (split is None and gap == 0)
-    found.largest = max(found.largest, gap)
-    if not gap <= 2 * bound:                                    # the logit and the logarithm's sum
-        place = next(place for place, one in enumerate(gaps) if not one <= 2 * bound)
-        why = f"off by {gaps[place]:.2g}, rounding explains {2 * bound:.2g}"
-        found.failures.append(f"{case}: the log-probability of new token {place + 1} is {why}")
-    elif split is not None:
-        _near_tie(case, engine, prompt, want, ours.tokens, theirs.tokens, split, bound, found)
-
-
-def _near_tie(
-    case: str, engine: Engine, prompt: list[int], want: Sampling, ours: list[int],
-    theirs: list[int], split: int, bound: float, found: Found,
-) -> None:
-    """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
-    text, target = [*prompt, *ours[:split]], engine.target
-    logits = _own(target, text, len(text))[-1].to(target.dtype)
-    ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
-    ops = Device(target.device).ops(engine.shapes.closed)
-    sampler = Sampler([SamplingParams(want, len(prompt), ends)], target.device, ops)
-    last = torch.tensor([len(text) - 1], device=target.device)
-    prefix = Prefix(torch.tensor([text], device=target.device), last)
-    paths = Paths(prefix, TokenTree.root(prefix.root))
-    scores = sampler.gumbel_logits(logits[None, None], paths, Role.TARGET)[0, 0].double()
-    apart = float(scores[ours[split]] - scores[theirs[split]])
-    explained = abs(apart) <= 2 * bound / (want.temperature or 1.0)
-    found.diverged.append({
-        "case": case, "position": split + 1, "plain": ours[split], "speculative": theirs[split],
-        "apart": apart, "explained": explained,
-    })
-    if not explained:
-        found.failures.append(
-            f"{case}: new token {split + 1} is {theirs[split]}, plain decoding gives "
-            f"{ours[split]}; they are {apart:.3g} apart, rounding of {bound:.2g} cannot turn that"
-        )
 
 
 def _furthest(one: Tensor, other: Tensor) -> float:

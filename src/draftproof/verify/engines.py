@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import sys
 import urllib.error
 import urllib.request
@@ -28,22 +28,25 @@ ROWS = 64
 
 
 class ModelLaw:
-    """A model's distribution under a sampling: `law(texts)` is [n, V], texts of one length."""
+    """A model's distribution under a sampling: `law(texts)` is [n, V], texts of one length.
 
-    def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
-        self.model, self.sampling = model, sampling
+    prompt: tokens of the prompt, behind which some penalties begin.
+    """
+
+    def __init__(self, model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> None:
+        self.model, self.params = model, SamplingParams(sampling, prompt)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Text]) -> Array:
         ids = torch.tensor(texts, device=self.model.device)                             # [n, L]
-        parts = [self._some(ids[start : start + ROWS]) for start in range(0, len(ids), ROWS)]
-        return np.asarray(torch.cat(parts).cpu().numpy())
+        probs = torch.cat([self._some(part) for part in torch.split(ids, ROWS)])
+        return np.asarray(probs.cpu().numpy())
 
     def _some(self, ids: torch.Tensor) -> torch.Tensor:
         read = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         place = torch.full((len(ids),), ids.shape[1] - 1, device=ids.device)
         paths = Paths(Prefix(ids, place), TokenTree.root(ids[:, -1]))
-        sampler = Sampler([SamplingParams(self.sampling, ids.shape[1])] * len(ids), ids.device)
+        sampler = Sampler([self.params] * len(ids), ids.device)
         return sampler.probs(read.logits[:, -1:].double(), paths)[:, 0]
 
 
@@ -87,11 +90,10 @@ class Vocabulary:
 
     def merged(self, law: Law) -> Law:
         """`law` with the ids of one string put together."""
-        def row(own: Array) -> Array:
-            mass = own[: len(self.first)]
-            return np.bincount(self.first, weights=mass, minlength=len(own)).astype(float)
-
-        return lambda texts: np.stack([row(own) for own in law(texts)])
+        ids = len(self.first)
+        return lambda texts: np.stack([
+            np.bincount(self.first, weights=row[:ids], minlength=len(row)) for row in law(texts)
+        ])
 
     def id(self, string: str) -> int:
         if string.startswith("token_id:"):
@@ -156,19 +158,14 @@ class Endpoint:
 
 def from_module(name: str) -> Any:
     """The sampler behind ``module:attribute``; modules of the working directory are found."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
+    if not all(name.partition(":")):
         raise BadInput(f"python was {name!r}; give module:attribute, such as my_engine:sample")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except ModuleNotFoundError as error:
-        raise BadInput(f"there is no module {error.name}; run where it can be imported") from error
-    except AttributeError as error:
-        raise BadInput(f"module {module} has no {attribute}") from error
+        found: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"{name} cannot be imported: {error}") from error
     if not callable(getattr(found, "sample", found)):
         kind = type(found).__name__
         raise BadInput(f"{name} is a {kind}; it must be a function sample(prompt, n, seed)")

@@ -7,7 +7,10 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Any
+
+from draftproof import __version__
 
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
@@ -16,7 +19,8 @@ SCOPE = (
     "across machines, dtypes or forward shapes that round differently, and nothing about lossy "
     "modes. See docs/lossless.md."
 )
-STYLE = "body{font:15px/1.5 sans-serif;max-width:52rem;margin:2rem auto}td{padding:.2rem .6rem}"
+TITLE = "Certificate of lossless decoding"
+PAGE = "<!doctype html><meta charset=utf-8><title>{}</title><pre style=white-space:pre-wrap>{}\n"
 
 
 def silent(share: float, doing: str) -> None:
@@ -72,53 +76,29 @@ class Report:
 
     def as_markdown(self) -> str:
         """One page to attach to a release."""
-        forms = {"h1": "# {}\n", "h2": "\n## {}\n", "p": "{}\n", "li": "- {}"}
-        forms["table"] = "| | |\n|---|---|"
-        lines = [
-            f"| {text[0]} | {text[1]} |" if kind == "tr" else forms[kind].format(*text)
-            for kind, *text in self._page(lambda text: text.replace("|", "\\|"))
-        ]
-        return "\n".join(lines) + "\n"
-
-    def as_html(self) -> str:
-        """The same page, self-contained."""
-        lines = [
-            f"<tr><td>{text[0]}<td>{text[1]}" if kind == "tr" else f"<{kind}>{''.join(text)}"
-            for kind, *text in self._page(html.escape)
-        ]
-        title = "<!doctype html><meta charset=utf-8><title>Lossless decoding</title>"
-        head = f"{title}<style>{STYLE}</style>"
-        return "\n".join([head, *lines]) + "\n"
-
-    def _page(self, escape: Callable[[str], str]) -> Iterator[tuple[str, ...]]:
-        """(kind, text) of every line of the certificate."""
-        yield "h1", "Certificate of lossless decoding"
-        yield from [("p", escape(self.verdict)), ("table",)]
-        yield from (("tr", escape(key), escape(_cell(value))) for key, value in self.about.items())
+        lines = [f"# {TITLE}", "", self.verdict, "", *_table(self.about)]
         for section in self.sections:
             word = "PASS" if section.passed else "FAIL"
-            yield "h2", f"{section.name.capitalize()}: {word} ({section.seconds:.0f} s)"
-            yield "p", escape(section.verdict)
-            yield from (("li", escape(failure)) for failure in section.failures)
-            yield ("table",)
-            for key, value in section.figures.items():
-                rows = value.items() if isinstance(value, Mapping) else [("", value)]
-                for name, inner in rows:
-                    yield "tr", escape(f"{key}: {name}".rstrip(": ")), escape(_cell(inner))
-        yield "p", escape(SCOPE)
+            lines += ["", f"## {section.name.capitalize()}: {word} ({section.seconds:.0f} s)", ""]
+            lines += [section.verdict, "", *(f"- {failure}" for failure in section.failures), ""]
+            lines += _table(section.figures)
+        return "\n".join([*lines, "", SCOPE]) + "\n"
+
+    def as_html(self) -> str:
+        """The same page for a browser, self-contained."""
+        return PAGE.format(TITLE, html.escape(self.as_markdown()))
 
 
 def versions() -> dict[str, str]:
     """Of everything that could change a result."""
-    import torch
-    import transformers
-
-    from draftproof import __version__
-
-    python = platform.python_version()
-    own = {"draftproof": __version__, "torch": str(torch.__version__)}
-    return {**own, "transformers": str(transformers.__version__), "python": python}
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {"draftproof": __version__, **packages, "python": platform.python_version()}
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _table(figures: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("| | |", "|---|---|")
+    for key, value in figures.items():
+        rows = value.items() if isinstance(value, Mapping) else [("", value)]
+        for name, cell in rows:
+            text = f"{cell:.3g}" if isinstance(cell, float) else " ".join(str(cell).split())
+            yield "| {} | {} |".format(f"{key}: {name}".rstrip(": "), text.replace("|", "\\|"))

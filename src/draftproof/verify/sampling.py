@@ -1,46 +1,38 @@
-"""Section "sampling": whole texts through the real engine and its real noise, counted.
+"""Section "sampling": whole texts through the real engine and its real noise, audited.
 
-Enumeration cannot see two draws that share a random number; counting can. On a tiny random Llama
-the texts must follow the distribution that enumeration gives. On one whose logits are all equal the
-text *is* the noise, by the kernels at hand too: it may not repeat itself.
+Enumeration cannot see two draws that share a random number; counting can. The engine passes the
+audit that other people's engines get. At a temperature where all tokens are equally likely the text
+*is* the noise, by the kernels at hand too: it may not repeat itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from draftproof.core import acceptance, noise
-from draftproof.core.acceptance import RULES, Rule
+from draftproof.core.acceptance import RULES
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
-from draftproof.core.tree import TreeShape
-from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.plain import Plain
-from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
-from draftproof.model.target import Target
-from draftproof.verify.enumeration import Ask, Case, enumerate_texts, one_thread
+from draftproof.verify.audit import Audit, audit
+from draftproof.verify.cases import Ask, Case, Setup, case, one_thread, setups, toy
+from draftproof.verify.engines import ModelLaw
 from draftproof.verify.report import Section, Tick, failed, silent
-from draftproof.verify.statistics import FALSE_ALARM, POWER, GTest, g_test, too_equal
+from draftproof.verify.statistics import FALSE_ALARM, POWER, g_test, too_equal
 
-VOCAB, LENGTH, PROMPT = 4, 4, (3,)
-OURS, THEIRS = 4, 8
-"""Seeds of target and draft: random, of middling entropy, about 0.6 apart in total variation."""
 ROWS, SEQUENCES, QUICK_SEQUENCES = 1024, 57_344, 8_192
 """Sequences side by side, and per trial."""
-TEXTS, TOKENS, WIDE = 32, 100, 32
-"""Texts that are nothing but noise, their length, their vocabulary."""
+TEXTS, TOKENS, WIDE, FLAT = 32, 100, 32, 1e9
+"""Texts that are nothing but noise, their length, their vocabulary, and the temperature for it."""
 WANTS = {
     "T 1": Sampling(temperature=1.0),
     "filtered": Sampling(temperature=1.3, top_k=3, top_p=0.95),
@@ -48,108 +40,38 @@ WANTS = {
         temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4, min_p=0.05, stop_tokens=(2,)
     ),
 }
-Law = dict[tuple[int, ...], float]
-
-
-@lru_cache(maxsize=16)
-def toy(
-    seed: int, vocab: int = VOCAB, layers: int = 1, width: int = 8, flat: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> Target:
-    """A tiny random Llama whose logits really depend on the text, or (flat) are all equal."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=width, intermediate_size=width, num_hidden_layers=layers,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=512,
-        initializer_range=0.7, bos_token_id=None, eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(dtype).eval()
-    model.config.name_or_path = f"toy {seed}"
-    target = Toy(model)
-    target.flat = flat                          # after loading, which refuses such a model
-    return target
-
-
-class Toy(Target):
-    """A model; flat: its logits are all equal."""
-
-    flat = False
-
-    def read(self, *args: Any, **how: Any) -> Any:
-        reading = super().read(*args, **how)
-        logits = reading.logits
-        return reading._replace(logits=torch.zeros_like(logits)) if self.flat else reading
-
-
-def exact_law(want: Sampling) -> Law:
-    """The distribution of the toy's texts, by enumeration of plain decoding."""
-    ask = Ask(want, PROMPT, LENGTH)
-    (law,) = enumerate_texts(Case("toy", [ask], toy(OURS))).laws
-    return {tokens: probability for (tokens, _, _), probability in law.items()}
-
-
-# Texts that must follow a distribution
-
-
-def _drafts(*children: int) -> Drafter:
-    return DraftModel(toy(THEIRS), VOCAB, TreeShape.branching(children) if children else None)
-
-
-DRAFTS: dict[str, Callable[[], Drafter]] = {
-    "plain": Plain, "lookup": partial(PromptLookup, 2, 1), "chain": _drafts,
-    "tree 2-1": partial(_drafts, 2, 1), "tree 3": partial(_drafts, 3),
-    "tree 2-2": partial(_drafts, 2, 2),
-}
-
-
-class Trial(NamedTuple):
-    """A way to run the engine: rule, draft, draft tokens, what is asked (a name in `WANTS`)."""
-
-    rule: str
-    draft: str
-    budget: int
-    want: str = "T 1"
-
-    @property
-    def name(self) -> str:
-        return f"{self.rule}, {self.draft}, {self.budget} drafted, {self.want}"
-
-
 TRIALS = (
-    Trial("rejection", "chain", 3), Trial("block", "chain", 3), Trial("match", "chain", 2),
-    Trial("rejection", "tree 2-1", 4), Trial("rejection", "chain", 2, "filtered"),
-    Trial("block", "chain", 2, "penalised, ending"),
-    Trial("match", "tree 2-1", 4, "penalised, ending"),
-    Trial("rejection", "lookup", 2, "filtered"),
-    Trial("rejection", "chain", 1), Trial("match", "tree 2-2", 6), Trial("match", "lookup", 3),
-    Trial("match", "plain", 0), Trial("rejection", "tree 3", 3), Trial("block", "chain", 2),
-    Trial("block", "chain", 3, "filtered"), Trial("match", "chain", 3, "filtered"),
-    Trial("rejection", "tree 2-1", 4, "filtered"),
-    Trial("rejection", "chain", 2, "penalised, ending"),
+    "rejection; chain; T 1", "block; chain; T 1", "match; chain; T 1",
+    "rejection; tree of 4; T 1", "rejection; chain; filtered", "block; chain; penalised, ending",
+    "match; tree of 4; penalised, ending", "rejection; lookup; filtered",
+    "rejection; single; T 1", "match; tree of 3; T 1", "match; lookup; T 1", "match; plain; T 1",
+    "rejection; smaller draft; T 1", "block; larger draft; T 1", "block; chain; filtered",
+    "match; chain; filtered", "rejection; tree of 4; filtered",
+    "rejection; chain; penalised, ending",
 )
-QUICK_TRIALS = TRIALS[:8]
+"""Ways to run the engine: names in `RULES`, `SETUPS` and `WANTS`; the first eight if in a hurry."""
+OURS, THEIRS = toy(18, 4), toy(32, 4)
+SETUPS = setups(THEIRS, 4) | {"plain": Setup(Plain, 0)}
+"""Of middling entropy, 0.7 apart. Of three tokens, a residual would often hold but one."""
 
 
-def run_trial(trial: Trial, sequences: int, seed: int) -> Counter[tuple[int, ...]]:
-    """How often each text came; `ROWS` samples of every seed."""
-    draft = DRAFTS[trial.draft]()
-    engine = Engine(toy(OURS), draft, acceptance=trial.rule, budget=trial.budget)
-    seen: Counter[tuple[int, ...]] = Counter()
-    for start in range(0, sequences, ROWS):
-        want = replace(WANTS[trial.want], seed=seed + 7919 * start, max_new_tokens=LENGTH)
-        samples = min(ROWS, sequences - start)
-        done = engine.generate([list(PROMPT)], sampling=want, n=samples)
-        seen.update(tuple(one.tokens) for one in done)
-    return seen
+def trial(words: str) -> Case:
+    """The case that a line of `TRIALS` names."""
+    rule, setup, want = words.split("; ")
+    return case(words, RULES[rule], SETUPS[setup], Ask(WANTS[want], (3,), 4),
+                target=OURS)  # fmt: skip
 
 
-def judged(seen: Mapping[tuple[int, ...], int], law: Law) -> GTest:
-    """Counts against the law; a text the law does not know is impossible."""
-    texts = [*law, *(text for text in seen if text not in law)]
-    return g_test([seen.get(text, 0) for text in texts], [law.get(text, 0.0) for text in texts])
+def audited(case: Case, samples: int, seed: int) -> Audit:
+    """The texts of a case with one request, against the model's own distribution."""
+    (ask,) = case.asks
+
+    def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
+        return [one.tokens for one in case.run([seed], n)]
+
+    law = ModelLaw(case.target.model, ask.sampling, len(ask.prompt))
+    return audit(draw, law, ask.prompt, length=ask.limit, samples=samples, seed=seed, at_once=ROWS,
+                 ends=tuple(ask.sampling.stop_tokens or ()))  # fmt: skip
 
 
 def shared_noise() -> AbstractContextManager[Any]:
@@ -158,15 +80,12 @@ def shared_noise() -> AbstractContextManager[Any]:
     return patch.object(acceptance, "Role", SimpleNamespace(**roles))
 
 
-# Texts that are nothing but noise
-
-
 def noise_texts(rule: str, drafted: int, dtype: torch.dtype, seeds: Sequence[int]) -> Tensor:
-    """[len(seeds), TEXTS, TOKENS] texts of a model whose logits are all equal, drafted so."""
-    flat = toy(1, WIDE, 1, 32, True, dtype)
+    """[len(seeds), TEXTS, TOKENS] texts where all tokens are equally likely, drafted so."""
+    flat = toy(1, WIDE, 1, 32, dtype)
     draft = DraftModel(flat, WIDE) if drafted else None
     engine = Engine(flat, draft, acceptance=rule, budget=drafted)
-    asked = [Sampling(temperature=1.0, seed=seed, max_new_tokens=TOKENS) for seed in seeds]
+    asked = [Sampling(temperature=FLAT, seed=seed, max_new_tokens=TOKENS) for seed in seeds]
     done = engine.generate([[0]] * len(seeds), sampling=asked, n=TEXTS)
     return torch.tensor([one.tokens for one in done]).view(len(seeds), TEXTS, TOKENS)
 
@@ -182,7 +101,7 @@ def noise_tests(seed: int) -> Iterator[tuple[str, float]]:
             texts = noise_texts(rule, drafted, dtype, seeds)
             if not drafted:
                 plain[dtype] = texts
-            counts = torch.bincount(texts.flatten())
+            counts = torch.bincount(texts.flatten(), minlength=WIDE)
             yield f"{name}: tokens", g_test(counts, [1 / WIDE] * WIDE).p_value
             lags = [_equal(texts[..., lag:], texts[..., :-lag]) for lag in range(1, 80)]
             yield f"{name}: positions", min(1.0, min(lags) * len(lags))
@@ -208,11 +127,11 @@ def draws_used_twice(rule: str, seed: int) -> int:
 
         return record
 
-    engine = Engine(toy(OURS), _drafts(), acceptance=rule, budget=3)
-    want, coins, draws = Sampling(temperature=1.0, seed=seed), noise.uniform, noise.gumbel
+    engine = Engine(OURS, SETUPS["chain"].draft(), acceptance=rule, budget=3)
+    want = Sampling(temperature=1.0, seed=seed)
     with (
-        patch.object(noise, "uniform", recorded(coins)),
-        patch.object(noise, "gumbel", recorded(draws)),
+        patch.object(noise, "uniform", recorded(noise.uniform)),
+        patch.object(noise, "gumbel", recorded(noise.gumbel)),
     ):
         engine.generate([[3]], max_new_tokens=12, sampling=want, n=16)
     streams = torch.cat(asked)
@@ -223,7 +142,7 @@ def self_acceptance(rule: str, seed: int) -> float:
     """Share of the target's own drafts that were accepted; 1 unless something is misplaced."""
     reached = accepted = 0
     for budget, top_k in ((3, 0), (2, 3)):
-        engine = Engine(toy(OURS), DraftModel(toy(OURS), VOCAB), acceptance=rule, budget=budget)
+        engine = Engine(OURS, DraftModel(OURS, 4), acceptance=rule, budget=budget)
         want = Sampling(temperature=0.8, top_k=top_k, seed=seed)
         prompts = [[3], [1, 2, 0, 1], [0, 0]]
         for one in engine.generate(prompts, max_new_tokens=11, sampling=want, n=4, batch_size=6):
@@ -244,38 +163,26 @@ def broken_streams(seed: int) -> Iterator[str]:
             yield f"{name}: {failed(error)}"
 
 
-# The section
-
-
 def prove_sampling(
     quick: bool = False, tick: Tick = silent, *, seed: int = 0, sequences: int | None = None,
-    rules: Mapping[str, Rule] | None = None, trials: Sequence[Trial] | None = None,
+    cases: Sequence[Case] | None = None,
 ) -> Section:
-    """Count whole texts, examine the noise, and run a planted mistake through the same test.
+    """Audit the engine, examine the noise, and run a planted mistake through the same audit.
 
-    rules: other rules to prove, by name; `trials` may name them. Passes if no test rejects at
-    `FALSE_ALARM`, no random number is used twice, the target drafting for itself is accepted whole,
-    and the planted mistake is rejected.
+    cases: others than `TRIALS`. Passes if no audit finds a bias, no random number is used twice,
+    the target drafting for itself is accepted whole, and the planted mistake is found.
     """
     count = sequences or (QUICK_SEQUENCES if quick else SEQUENCES)
-    chosen = trials or (QUICK_TRIALS if quick else TRIALS)
-    tests: dict[str, GTest] = {}
-    pooled: dict[str, Counter[tuple[int, ...]]] = {trial.want: Counter() for trial in chosen}
+    chosen = cases or [trial(words) for words in (TRIALS[:8] if quick else TRIALS)]
+    audits: dict[str, Audit] = {}
     failures: list[str] = []
-    with one_thread(), patch.dict(RULES, rules or {}):
-        laws = {want: exact_law(WANTS[want]) for want in {*pooled, "T 1"}}
-        for done, trial in enumerate(chosen):
-            tick(0.8 * done / len(chosen), trial.name)
+    with one_thread():
+        for done, case in enumerate(chosen):
+            tick(0.8 * done / len(chosen), case.name)
             try:
-                seen = run_trial(trial, count, seed + 1_000_003 * done)
+                audits[case.name] = audited(case, count, seed + 1_000_003 * done)
             except Exception as error:                  # a broken algorithm may break anywhere
-                failures.append(f"{trial.name}: {failed(error)}")
-                continue
-            pooled[trial.want] += seen
-            tests[trial.name] = judged(seen, laws[trial.want])
-        for want, seen in pooled.items():
-            if seen and len(chosen) > len(laws):
-                tests[f"all together, {want}"] = judged(seen, laws[want])
+                failures.append(f"{case.name}: {failed(error)}")
         tick(0.8, "noise")
         try:
             streams = dict(noise_tests(seed))
@@ -283,28 +190,31 @@ def prove_sampling(
             streams = {failed(error): 0.0}
         failures += broken_streams(seed)
         tick(0.95, "a planted mistake")
-        with shared_noise() if trials is None else nullcontext():
-            planted = judged(run_trial(TRIALS[0], count, seed), laws["T 1"]).p_value
+        with shared_noise():
+            found = audited(trial(TRIALS[0]), count, seed)
+            planted = min(check.p_value for check in found.checks)
+    tests = {name: found.joint for name, found in audits.items()}
     failures += [
-        f"{name}: the texts do not follow the distribution (p = {test.p_value:.2g}; total "
-        f"variation {test.tv:.3f}, at least {test.low:.3f})"
-        for name, test in tests.items() if not test.passed
+        f"{name}: {check.name}: the texts do not follow the distribution (p = {check.p_value:.2g}; "
+        f"total variation {found.joint.tv:.3f}, at least {found.joint.low:.3f})"
+        for name, found in audits.items() for check in found.checks if not check.passed
     ]
     dependent = {name: p for name, p in streams.items() if p < FALSE_ALARM}
     failures += [f"{name}: not independent (p = {p:.2g})" for name, p in dependent.items()]
-    if trials is None and planted >= FALSE_ALARM:
+    if planted >= FALSE_ALARM:
         failures.append(f"the planted mistake was not seen (p = {planted:.2g}): this is blind")
-    total, found = sum(sum(seen.values()) for seen in pooled.values()), tests.values()
-    lowest = min((test.p_value for test in found), default=0.0)
-    detects = min((test.detects for test in found), default=1.0)
+    p_values = [check.p_value for found in audits.values() for check in found.checks]
+    detects = max((test.detects for test in tests.values()), default=1.0)
     verdict = (
-        f"{total:,} texts through {len(chosen)} set-ups, lowest p-value {lowest:.2g} of "
-        f"{len(tests)} tests; a total variation of {detects:.3f} is found with probability {POWER};"
-        f" {len(streams)} tests of the noise, lowest p-value {min(streams.values()):.2g}"
+        f"{count * len(audits):,} texts through {len(chosen)} set-ups, lowest p-value "
+        f"{min(p_values, default=0.0):.2g} of {len(p_values)} tests; a total variation of "
+        f"{detects:.3f} is found with probability {POWER}; {len(streams)} tests of the noise, "
+        f"lowest p-value {min(streams.values()):.2g}"
     )
     figures = {
-        "sequences": total, "seed": seed, "false_alarm_per_test": FALSE_ALARM, "power": POWER,
-        "detects": detects, "p_values": {name: test.p_value for name, test in tests.items()},
+        "sequences": count * len(audits), "seed": seed, "false_alarm_per_test": FALSE_ALARM,
+        "power": POWER, "detects": detects,
+        "p_values": {name: test.p_value for name, test in tests.items()},
         "total_variation": {name: [test.tv, test.low, test.high] for name, test in tests.items()},
         "noise": streams, "planted_mistake": planted,
     }

@@ -10,10 +10,9 @@ from scipy import optimize, stats
 
 Array = NDArray[np.float64]
 
-FALSE_ALARM = 1e-6
-"""How often a correct sampler is accused, per test."""
-POWER = 0.999
-"""How often a sampler as wrong as `GTest.detects` is caught."""
+FALSE_ALARM, POWER = 1e-6, 0.999
+"""How often a correct sampler is accused, per test; how often one as wrong as `GTest.detects` is
+caught."""
 
 
 class GTest(NamedTuple):
@@ -41,17 +40,15 @@ class GTest(NamedTuple):
 def g_test(counts: ArrayLike, law: ArrayLike) -> GTest:
     """Test `counts` of every outcome against its probability in `law` (summing to one)."""
     seen, expected = np.asarray(counts, float), np.asarray(law, float)
-    samples = int(seen.sum())
-    tv, low, high = tv_interval(seen, expected)
-    pooled, shares = _pooled(seen, expected)
-    cells = len(shares)
-    detects = detectable(samples, max(cells, 2))
-    if cells < 2 or bool(seen[expected == 0].sum() > 0):
-        p_value = 0.0 if seen[expected == 0].sum() > 0 else 1.0
-    else:
+    samples, rare = int(seen.sum()), expected * seen.sum() < 5
+    pooled, shares = (np.append(x[~rare], x[rare].sum()) for x in (seen, expected))
+    pooled, shares = pooled[shares > 0], shares[shares > 0]
+    p_value = 0.0 if seen[expected == 0].sum() > 0 else 1.0
+    if p_value and len(shares) > 1:
         test = stats.power_divergence(pooled, shares * samples, lambda_="log-likelihood")
         p_value = float(test.pvalue)
-    return GTest(p_value, samples, cells, tv, low, high, detects)
+    detects, interval = detectable(samples, max(len(shares), 2)), tv_interval(seen, expected)
+    return GTest(p_value, samples, len(shares), *interval, detects)
 
 
 def detectable(samples: int, cells: int, alarm: float = FALSE_ALARM, power: float = POWER) -> float:
@@ -83,14 +80,4 @@ def tv_interval(counts: ArrayLike, law: ArrayLike, draws: int = 400) -> tuple[fl
 
 def too_equal(same: int, pairs: int, chance: float) -> float:
     """p-value of so many equal pairs, where independent ones are equal with this probability."""
-    return float(stats.binom.sf(same - 1, pairs, chance)) if same else 1.0
-
-
-def _pooled(seen: Array, law: Array) -> tuple[Array, Array]:
-    """Cells expected fewer than five times, put together."""
-    rare = law * seen.sum() < 5
-    if not rare.any():
-        return seen, law
-    counts = np.append(seen[~rare], seen[rare].sum())
-    shares = np.append(law[~rare], law[rare].sum())
-    return (counts, shares) if shares[-1] > 0 else (counts[:-1], shares[:-1])
+    return float(stats.binom.sf(same - 1, pairs, chance))
