@@ -1,7 +1,7 @@
-"""A picture of a terminal: runs a command in a pseudo-terminal and writes what is on the screen at its end as SVG.
+"""A picture of a terminal: runs a command and writes what is on the screen at its end as SVG.
 
-    pip install pyte
-    python recipes/terminal_svg.py docs/demo.svg -- draftproof demo
+pip install pyte
+python recipes/terminal_svg.py docs/demo.svg -- draftproof demo
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from rich.style import Style
 from rich.text import Text
 
 COLUMNS, LINES = 80, 60
-PLAIN = {"default": None, "brown": "yellow"}          # pyte's names → rich's
+PLAIN = {"default": None, "brown": "yellow"}  # pyte's names → rich's
 
 
 def main() -> None:
     """Run the command and save the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("svg", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -51,9 +53,11 @@ def run(command: list[str]) -> pyte.Screen:
     stream = pyte.ByteStream(screen)
     ours, theirs = pty.openpty()
     size = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | size)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | size
+    )
     os.close(theirs)
-    with contextlib.suppress(OSError):                # the end of a pseudo-terminal reads as an input error
+    with contextlib.suppress(OSError):  # the end of a pseudo-terminal reads as an input error
         while data := os.read(ours, 4096):
             stream.feed(data)
     if process.wait():

@@ -8,7 +8,7 @@ with. For each number of bits every prompt is completed by every engine, plain a
 before the next; the order rotates. Token ids go in and come out. Speculating, an engine drafts with
 the draft model, in the same bits; without one, by its default (ours) or prompt lookup (the others).
 Speculated texts are compared with the engine's own plain ones: engines round differently, so texts
-of different engines part at near-ties. Prints a table; Markdown, JSON and a picture go to --out.
+of different engines part at near-ties. Prints a table; Markdown and JSON go to --out.
 README.md says which packages the others need.
 """
 
@@ -243,28 +243,6 @@ def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
     return shown
 
 
-def picture(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
-    """Tokens per second, a group of bars per number of bits."""
-    from matplotlib.figure import Figure
-
-    bits = list(dict.fromkeys(row["bits"] for row in rows))
-    kinds = list(dict.fromkeys((row["engine"], row["mode"]) for row in rows))
-    engines = list(dict.fromkeys(engine for engine, _ in kinds))
-    figure = Figure(figsize=(9, 4.2), layout="constrained", dpi=150)
-    axes, width = figure.subplots(), 0.85 / len(kinds)
-    for place, (engine, mode) in enumerate(kinds):
-        own = [row for row in rows if (row["engine"], row["mode"]) == (engine, mode)]
-        left = [bits.index(row["bits"]) + (place - (len(kinds) - 1) / 2) * width for row in own]
-        bars = axes.bar(left, [row["tokens/s"] for row in own], 0.92 * width,
-                        label=f"{engine}, {mode}", color=f"C{engines.index(engine)}",
-                        alpha=0.5 if mode == NAMES[False] else 1.0)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    axes.set_xticks(range(len(bits)), [f"{number} bits" for number in bits])
-    axes.set(title=title, ylabel="tokens per second, prompt included")
-    axes.legend(fontsize=8, ncols=2)
-    figure.savefig(file)
-
-
 def read_prompts(given: argparse.Namespace) -> list[list[int]]:
     """Token ids of prompts from all over a JSONL file, gzipped or not; --chat wraps them."""
     from transformers import AutoTokenizer
@@ -301,7 +279,7 @@ def options(cores: int) -> argparse.Namespace:
         help="numbers to choose from")
     add("--no-speculation", dest="speculate", action="store_false")
     add("--folder", type=Path, default=Path("compare-models"), help="for converted models")
-    add("--out", type=Path, default=Path("compare"), help="for table, JSON and picture")
+    add("--out", type=Path, default=Path("compare"), help="for table and JSON")
     add("--openvino-python", type=Path, help="one that has openvino-genai and optimum-intel")
     add("--llama-server", type=Path, help="llama.cpp's server; llama-quantize lies beside it")
     add("--verbose", action="store_true", help="show what the engines print")
@@ -334,9 +312,7 @@ def main() -> None:
         file.write("\n" + "\n".join(f"- {note}" for note in [title, *notes]) + "\n")
     body = {"title": title, "rows": rows, "notes": notes, "arguments": vars(given)}
     (given.out / "compare.json").write_text(json.dumps(body, indent=1, default=str) + "\n")
-    with contextlib.suppress(ImportError):
-        picture(rows, title, given.out / "compare.png")
-    console.print(f"compare.md, compare.json and compare.png are in {given.out}", style="dim")
+    console.print(f"compare.md and compare.json are in {given.out}", style="dim")
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""Knows the training text: how TinyStories files are read, normalised, split and packed into windows."""
+"""How TinyStories files are read, normalised, split and packed into windows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stories:
 
 
 def load(paths: Sequence[Path]) -> Stories:
-    """Read the files; the held-out stories come from the file whose name contains ``gpt4_clean``."""
+    """Read the files; held-out stories come from the one whose name contains ``gpt4_clean``."""
     seen: set[str] = set()
     train: list[str] = []
     held_out: list[str] = []
@@ -69,7 +69,9 @@ def load(paths: Sequence[Path]) -> Stories:
                 seen.add(story)
                 stories.append(story)
         if "gpt4_clean" in path.name:
-            chosen = set(np.random.default_rng(SPLIT_SEED).permutation(len(stories))[:HELD_OUT].tolist())
+            chosen = set(
+                np.random.default_rng(SPLIT_SEED).permutation(len(stories))[:HELD_OUT].tolist()
+            )
             held_out += [story for index, story in enumerate(stories) if index in chosen]
             stories = [story for index, story in enumerate(stories) if index not in chosen]
         train += stories
@@ -84,7 +86,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tok
 
 
 def join(documents: Sequence[Tokens]) -> Tokens:
-    """One stream in which every document begins with the end-of-text token, and the stream ends with it."""
+    """One stream; every document begins with the end-of-text token, and the stream ends with it."""
     mark = np.array([EOS], dtype=np.uint16)
     return np.concatenate([piece for document in documents for piece in (mark, document)] + [mark])
 

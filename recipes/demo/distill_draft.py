@@ -1,4 +1,4 @@
-"""Knows the embedded draft's shape and how it is distilled, mostly on text the target itself wrote."""
+"""The embedded draft: its shape, and its distillation on text the target itself wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT, NEW = 40, 200  # of the acceptance figures
 
 
 class LabelledStream:
-    """Endless shuffled batches over chunks of rows, all batches having the same number of tokens."""
+    """Endless shuffled batches over chunks of rows, all of the same number of tokens."""
 
     def __init__(self, chunks: Sequence[Labelled], tokens: int, seed: int) -> None:
         self._chunks, self._tokens, self._seed = chunks, tokens, seed
@@ -57,8 +57,8 @@ class LabelledStream:
 def divergence(
     model: LlamaForCausalLM, tokens: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL(target || draft) with all tokens outside the target's best counted as one, the cross-entropy on the
-    target's choice, and the share of positions where the draft's choice is the same."""
+    """KL(target || draft) with all tokens outside the target's best counted as one, the
+    cross-entropy on the target's choice, and the share of positions where the draft's choice is the same."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     logits = logits.float()
@@ -90,7 +90,7 @@ def begin(draft: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
 def acceptance(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: torch.Tensor, seed: int
 ) -> dict[str, float]:
-    """Teacher-forced acceptance a token on what the target writes after the prompts, up to end of text."""
+    """Teacher-forced acceptance a token on what the target writes after the prompts."""
     figures: dict[str, float] = {}
     size = prompts.shape[1]
     for name, temperature in (("greedy", 0.0), ("sampled_t1", 1.0)):
@@ -119,9 +119,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="TinyStories jsonl files")
     parser.add_argument("--target", type=Path, required=True, help="folder of the exported target")
-    parser.add_argument("--self-text", type=Path, required=True, help="folder that keeps the target's text")
-    parser.add_argument("--chunks", type=int, default=24, help="chunks of 65,536 tokens the target writes")
-    parser.add_argument("--dataset-rows", type=int, default=960, help="windows of dataset text besides")
+    parser.add_argument(
+        "--self-text", type=Path, required=True, help="folder that keeps the target's text"
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=24, help="chunks of 65,536 tokens the target writes"
+    )
+    parser.add_argument(
+        "--dataset-rows", type=int, default=960, help="windows of dataset text besides"
+    )
     arguments_of(parser, steps=5000, batch=4, length=1024)
     parser.set_defaults(weight_decay=0.01)
     arguments = parser.parse_args()
@@ -133,7 +139,9 @@ def main() -> None:
     again = encode(tokenizer, [AGAIN])[0]
     chunks: list[Labelled] = []
     if not arguments.export_only:
-        chunks = own_text(target, documents, again, arguments.self_text, arguments.chunks, plan.seed)
+        chunks = own_text(
+            target, documents, again, arguments.self_text, arguments.chunks, plan.seed
+        )
         path = arguments.self_text / f"dataset-{arguments.dataset_rows}.pt"
         if not path.exists():
             dataset = StoryStream(documents, again, 1024, arguments.dataset_rows, plan.seed)

@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What fixes a run besides the data; ``steps`` may be changed on resuming before the decay begins."""
+    """What fixes a run besides the data; ``steps`` may change before the decay begins."""
 
     steps: int
     batch: int
@@ -51,13 +51,17 @@ class Plan:
     decay: float = 0.4
 
     def rate(self, step: int) -> float:
-        """Factor on the learning rates: warm-up, constant, then linear to zero over the last part."""
-        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps))
+        """Factor on the learning rates: warm-up, constant, linear to zero over the last part."""
+        return min(
+            1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps)
+        )
 
 
 def arguments_of(parser: argparse.ArgumentParser, *, steps: int, batch: int, length: int) -> None:
     """Add the options both trainers share."""
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the log")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for checkpoints and the log"
+    )
     parser.add_argument("--export", type=Path, required=True, help="folder for the finished model")
     parser.add_argument(
         "--export-only", action="store_true", help="export the last checkpoint, train nothing"
@@ -67,7 +71,9 @@ def arguments_of(parser: argparse.ArgumentParser, *, steps: int, batch: int, len
     parser.add_argument("--length", type=int, default=length, help="tokens a window")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--muon", type=float, default=5e-3, help="learning rate of block matrices")
-    parser.add_argument("--adam", type=float, default=4e-3, help="learning rate of embeddings and norms")
+    parser.add_argument(
+        "--adam", type=float, default=4e-3, help="learning rate of embeddings and norms"
+    )
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
@@ -89,8 +95,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def llama(*, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> LlamaForCausalLM:
-    """A fresh stock Llama of the family: vocabulary 4,096, context 1,024, tied embeddings, end of text 0."""
+def llama(
+    *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
+) -> LlamaForCausalLM:
+    """A fresh Llama: vocabulary 4,096, context 1,024, tied embeddings, end of text 0."""
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=hidden,
@@ -129,7 +137,10 @@ class Trainer:
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (
                 torch.optim.Muon(
-                    blocks, lr=plan.muon, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"
+                    blocks,
+                    lr=plan.muon,
+                    weight_decay=plan.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
                 ),
                 plan.muon,
             ),
@@ -186,10 +197,14 @@ class Trainer:
         every: int = 250,
         minutes: float = 3.0,
     ) -> bool:
-        """Train to the last step (true) or to Ctrl-C (false); either way the checkpoint is usable."""
-        handlers = {name: signal.signal(name, self._interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
+        """Train to the last step (true) or to Ctrl-C (false); the checkpoint is usable."""
+        handlers = {
+            name: signal.signal(name, self._interrupt) for name in (signal.SIGINT, signal.SIGTERM)
+        }
         per_step = self.plan.batch * self.plan.length
-        bar = tqdm(total=self.plan.steps * per_step, initial=self.tokens, unit="tok", unit_scale=True)
+        bar = tqdm(
+            total=self.plan.steps * per_step, initial=self.tokens, unit="tok", unit_scale=True
+        )
         saved = last = time.monotonic()
         with (self._out / "log.jsonl").open("a") as log:
             while self.step < self.plan.steps and not self._stop:
@@ -229,12 +244,17 @@ class Trainer:
 
 
 def export(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, record: dict[str, Any]
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    record: dict[str, Any],
 ) -> None:
-    """Write the model as bfloat16 safetensors with its tokenizer, generation defaults and training record."""
+    """Write the model in bfloat16 with its tokenizer, generation defaults and training record."""
     weights = LlamaForCausalLM(model.config)
     weights.to(dtype=torch.bfloat16)
-    weights.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
+    weights.load_state_dict(
+        {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    )
     weights.config.dtype = torch.bfloat16
     defaults = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     weights.generation_config = GenerationConfig.from_dict(defaults)

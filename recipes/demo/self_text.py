@@ -1,4 +1,4 @@
-"""Knows how the target writes the draft's training text, and how its next-token distributions are kept."""
+"""How the target writes the draft's training text, and its next-token distributions are kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.inference_mode()
 def label(target: LlamaForCausalLM, rows: torch.Tensor, batch: int = 8) -> Labelled:
     """What the target predicts after every token of the rows."""
-    parts = [_best(target(input_ids=part, use_cache=False).logits) for part in torch.split(rows, batch)]
+    parts = [
+        _best(target(input_ids=part, use_cache=False).logits) for part in torch.split(rows, batch)
+    ]
     ids, logp = (torch.cat(column) for column in zip(*parts, strict=True))
     return Labelled(rows.to(torch.int16), ids, logp)
 
@@ -63,8 +65,8 @@ def write(
     length: int,
     generator: torch.Generator,
 ) -> Labelled:
-    """Continue every prompt to ``length`` tokens, temperature 0 being greedy; after a first end of text a
-    greedy row goes on at 0.7, so that its next story is not always the same one."""
+    """Continue every prompt to ``length`` tokens, temperature 0 being greedy; after a first end
+    of text a greedy row goes on at 0.7, so that its next story is not always the same one."""
     cache = DynamicCache()
     logits = target(input_ids=prompts, past_key_values=cache, use_cache=True).logits
     tokens, labels = [prompts], [_best(logits)]
@@ -84,10 +86,15 @@ def write(
 
 
 def prompts_of(
-    stories: Sequence[Tokens], again: Tokens, rows: int, length: int, retell: bool, seed: Sequence[int]
+    stories: Sequence[Tokens],
+    again: Tokens,
+    rows: int,
+    length: int,
+    retell: bool,
+    seed: Sequence[int],
 ) -> torch.Tensor:
-    """Prompts of one length: openings of stories, half of them after an end of text; or whole stories
-    (their last part) with the request to tell them again."""
+    """Prompts of one length: openings of stories, half of them after an end of text; or whole
+    stories (their last part) with the request to tell them again."""
     generator = np.random.default_rng(list(seed))
     mark = np.array([EOS], dtype=np.uint16)
     prompts: list[Tokens] = []
@@ -106,7 +113,7 @@ def prompts_of(
 def chunk(
     target: LlamaForCausalLM, stories: Sequence[Tokens], again: Tokens, number: int, seed: int
 ) -> Labelled:
-    """One chunk of the target's own text; one in eight retells stories, and one begins from nothing."""
+    """A chunk of the target's own text; one in eight retells stories, one begins from nothing."""
     draw = np.random.default_rng([seed, number])
     length = LENGTHS[number % len(LENGTHS)]
     rows = CHUNK // length
@@ -114,8 +121,12 @@ def chunk(
     size = 160 if retell else 1 if bare else int(draw.choice([2, 5, 10, 20, 40, 80]))
     prompts = prompts_of(stories, again, rows, size, retell, [seed, number, 1])
     shares = (0.0, 0.0, 1.0) if bare else SHARES
-    temperatures = torch.from_numpy(draw.choice(TEMPERATURES, size=rows, p=shares).astype(np.float32))
-    return write(target, prompts, temperatures, length, torch.Generator().manual_seed(seed * 100003 + number))
+    temperatures = torch.from_numpy(
+        draw.choice(TEMPERATURES, size=rows, p=shares).astype(np.float32)
+    )
+    return write(
+        target, prompts, temperatures, length, torch.Generator().manual_seed(seed * 100003 + number)
+    )
 
 
 def own_text(
@@ -126,7 +137,7 @@ def own_text(
     chunks: int,
     seed: int,
 ) -> list[Labelled]:
-    """That many chunks of the target's own text, kept in ``folder``; chunks already there are not remade."""
+    """So many chunks of the target's own text, kept in ``folder`` and made once."""
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Labelled] = []
     for number in tqdm(range(chunks), unit="chunk", desc="target's own text"):

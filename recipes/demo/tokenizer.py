@@ -47,7 +47,11 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    fields = {name: value for name, value in fields.items() if name not in ("is_local", "local_files_only")}
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("is_local", "local_files_only")
+    }
     config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -72,7 +76,9 @@ def main() -> None:
     check(tokenizer, stories.held_out)
     tokens = sum(len(ids) for ids in tokenizer(stories.train)["input_ids"])
     size = sum(map(len, stories.train))
-    print(f"{len(stories.train)} training stories, {tokens:,} tokens, {size / tokens:.2f} characters a token")
+    print(
+        f"{len(stories.train)} training stories, {tokens:,} tokens, {size / tokens:.2f} characters each"
+    )
 
 
 if __name__ == "__main__":

@@ -14,23 +14,31 @@ from data import AGAIN, StoryStream, Tokens, encode, join, load, windows
 from loop import MACHINE, Trainer, arguments_of, export, llama, plan_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-WHOLE_EVERY = 4  # one step in four sees whole windows; the others see them halved, which is a third faster
+WHOLE_EVERY = (
+    4  # one step in four sees whole windows; the others see them halved, which is a third faster
+)
 
 
 def nats(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next token over the rows, computed in bfloat16 where that is safe."""
+    """Mean cross-entropy of the next token over the rows, in bfloat16 where that is safe."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
 @torch.inference_mode()
-def retold(model: LlamaForCausalLM, stories: Sequence[Tokens], again: Tokens) -> tuple[float, float]:
+def retold(
+    model: LlamaForCausalLM, stories: Sequence[Tokens], again: Tokens
+) -> tuple[float, float]:
     """Mean cross-entropy of stories told for the first time and told again."""
     first, second, tokens = 0.0, 0.0, 0
     for story in stories:
-        row = torch.from_numpy(join([np.concatenate([story, again, story])])[None, :-1].astype(np.int64))
-        losses = F.cross_entropy(model(input_ids=row).logits[0, :-1].float(), row[0, 1:], reduction="none")
+        row = torch.from_numpy(
+            join([np.concatenate([story, again, story])])[None, :-1].astype(np.int64)
+        )
+        losses = F.cross_entropy(
+            model(input_ids=row).logits[0, :-1].float(), row[0, 1:], reduction="none"
+        )
         first += losses[: len(story)].sum().item()
         second += losses[-len(story) :].sum().item()
         tokens += len(story)
@@ -48,7 +56,9 @@ def main() -> None:
     stories = load(arguments.files)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     again = encode(tokenizer, [AGAIN])[0]
-    source = StoryStream(encode(tokenizer, stories.train), again, plan.length, plan.batch, plan.seed)
+    source = StoryStream(
+        encode(tokenizer, stories.train), again, plan.length, plan.batch, plan.seed
+    )
     held_out = windows(join(encode(tokenizer, stories.held_out)), plan.length)
     held_out = held_out[: len(held_out) // plan.batch * plan.batch]
     model = llama(layers=12, hidden=288, intermediate=768, heads=6, kv_heads=2)

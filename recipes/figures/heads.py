@@ -2,13 +2,11 @@
 
 With a fixed number of draft tokens the numbers are the same wherever the same logits are computed.
 Typical acceptance writes another distribution: its mean total variation per token stands beside it.
-`sweep` is the same for beam sizes of a recurrent drafter, with speed-ups over plain decoding.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +23,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", default=["medusa", "redrafter"], help="or folders")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 12, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
-    _common(parser)
-
-
-def sweep_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head", default="redrafter", help="name or folder")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[3, 5])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[3, 5, 8, 12, 16, 24])
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    _common(parser)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, help='JSONL rows with a "prompt"')
     parser.add_argument("--new-tokens", type=int, default=128)
 
 
-def _start(given: argparse.Namespace) -> tuple[Any, list[str]]:
-    file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
-    plain = dp.load(given.model, drafter="none", dtype=given.dtype)
-    return plain, [str(one.prompt) for one in read_questions(file, lambda row: row["prompt"])]
-
-
 def run(given: argparse.Namespace) -> list[Row]:
-    plain, prompts = _start(given)
+    file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
+    prompts = [str(one.prompt) for one in read_questions(file, lambda row: row["prompt"])]
+    plain = dp.load(given.model, drafter="none", dtype=given.dtype)
 
     def written(drafter: dp.Drafter, size: int, heat: float, lossy: bool) -> tuple[Any, list[Any]]:
         engine = dp.Engine(plain.target, drafter, codec=plain.codec, budget=size, lossy=lossy,
@@ -80,32 +60,3 @@ def run(given: argparse.Namespace) -> list[Row]:
                     "same text": f"{same}/{len(texts)}"})
     return found
 
-
-def sweep(given: argparse.Namespace) -> list[Row]:
-    plain, prompts = _start(given)
-    head = dp.read_head(resolve(HEADS.get(given.head, given.head)), plain.target)
-    engines = {None: plain}
-    for width in given.widths:
-        for length in given.lengths:
-            for size in sorted({min(n, width + width * width * (length - 1)) for n in given.nodes}):
-                if size >= length:
-                    drafter = dp.ReDrafter(head, plain.target, width=width, length=length)
-                    engines[width, length, size] = dp.Engine(
-                        plain.target, drafter, codec=plain.codec, budget=size,
-                        stop_tokens=plain.stop_tokens)
-    sampling = dp.Sampling(temperature=given.temperature, seed=1, max_new_tokens=given.new_tokens)
-    seconds, stats = dict.fromkeys(engines, 0.0), {key: RoundStats() for key in engines}
-    same = dict.fromkeys(engines, 0)
-    for place, prompt in enumerate(prompts * given.rounds):
-        order, texts = list(engines), {}
-        for key in order[place % len(order) :] + order[: place % len(order)]:
-            start = time.perf_counter()
-            done = engines[key].generate([prompt], sampling=sampling)[0]
-            seconds[key] += time.perf_counter() - start
-            texts[key] = done.tokens
-            stats[key].add(done.stats)
-        same = {key: same[key] + (texts[key] == texts[None]) for key in engines}
-    texts_of_each = len(prompts) * given.rounds
-    return [{"width": key[0], "length": key[1], "nodes": key[2],
-             "tokens/round": stats[key].tokens_per_round, "speed-up": seconds[None] / seconds[key],
-             "same text": f"{same[key]}/{texts_of_each}"} for key in engines if key is not None]

@@ -1,7 +1,7 @@
 """The measurements behind the figures of docs/: ``python recipes/figures/run.py NAME [options]``.
 
-NAME is never_slower, repeats, sweep, heads or memory; ``run.py NAME --help`` lists its options. All
-take --model (demo, a folder, a hub id), print one table and write every number to --json FILE.
+NAME is never_slower, repeats or heads; ``run.py NAME --help`` lists its options. All take --model
+(demo, a folder, a hub id), print one table and write every number to --json FILE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
-NAMES = ("never_slower", "repeats", "sweep", "heads", "memory")
+NAMES = ("never_slower", "repeats", "heads")
 Row = dict[str, Any]
 
 
@@ -62,18 +62,18 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         raise SystemExit(f"{__doc__}\nnames: {', '.join(NAMES)}")
     name = sys.argv[1]
-    module = importlib.import_module("heads" if name == "sweep" else name)
+    module = importlib.import_module(name)
     parser = argparse.ArgumentParser(prog=f"run.py {name}", description=module.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", help="of the model; its own without it")
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--json", type=Path, help="every number")
-    (module.sweep_options if name == "sweep" else module.options)(parser)
+    module.options(parser)
     given = parser.parse_args(sys.argv[2:])
     if given.threads:
         torch.set_num_threads(given.threads)
-    rows = (module.sweep if name == "sweep" else module.run)(given)
+    rows = module.run(given)
     show(f"{name.replace('_', ' ')}: {given.model}", rows)
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
