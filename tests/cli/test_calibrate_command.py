@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,12 +74,8 @@ def test_everything_that_was_found_is_said_and_kept(call: Call, model: str, head
     found = json.loads((heads / "calibration.json").read_text())
     assert found["nodes"] == len(found["chosen"])
     assert found["tree"][: found["nodes"]] == found["chosen"]
-    assert [lane["name"] for lane in found["compared"]] == ["plain", "calibrated tree",
-                                                            "dynamic tree"]
     assert len(found["tokens"]) == len(found["speed_up"]) == 7
     assert "tokens/round" in said.out
-    measured = r"measured on held-out prompts \(1\), \d draft tokens?: calibrated tree [\d.]+ "
-    assert re.search(measured, said.out)
     assert str(heads) in said.err
 
 

@@ -125,16 +125,6 @@ def test_without_peft_the_extra_is_named(
                    "--joint"), "draftproof[train]")
 
 
-def test_without_matplotlib_there_is_a_head_and_a_note(
-    call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
-                "--heads", "1", *SHORT)
-    assert said.code == 0 and "draftproof[train]" in said.err
-    assert ".png" not in (tmp_path / "out" / "README.md").read_text()
-
-
 def _sentence(said: Any, *words: str) -> None:
     assert said.code == 1 and said.out == "", said
     last = said.err.splitlines()[-1]

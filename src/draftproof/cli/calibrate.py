@@ -110,13 +110,6 @@ def _show(out: Console, found: Calibration) -> None:
     else:
         verdict = f"{found.tokens[found.nodes]:.2f} tokens per round, {best:.2f}× expected"
     out.print(f"{_tokens(found)} per round: {verdict}", style="bold", markup=False)
-    plain, *others = found.compared
-    measured = " · ".join(
-        f"{one.name} {one.tokens_per_round:.2f} tokens/round, {one.speed_up(plain):.2f}×"
-        for one in others
-    )
-    where = f"measured on held-out prompts ({found.held_out}), {_tokens(found)}"
-    out.print(f"{where}: {measured}", markup=False)
 
 
 def _tokens(found: Calibration) -> str:

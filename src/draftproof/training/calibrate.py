@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,11 +26,10 @@ from torch import Tensor
 from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
-from draftproof.drafters.base import Drafter, DraftHead
+from draftproof.drafters.base import DraftHead
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
 
@@ -38,8 +37,6 @@ RANKS = 20
 """Choices of a step that a tree may take."""
 PRIOR = 16.0
 """A path seen in fewer positions than this is valued more by the ranks of its steps, one by one."""
-HELD_OUT, MOST_HELD_OUT = 5, 12
-"""Every fifth prompt is held out, and at most so many: each is completed three times over."""
 SIZES, TIMED_TOKENS, TIMES = (0, 1, 2, 4, 8, 16, 32, 64), 24, 5
 """Trees whose rounds are timed, tokens of a timed run, and how often."""
 
@@ -73,34 +70,19 @@ class Written(NamedTuple):
     sampling: Sampling
 
 
-class Comparison(NamedTuple):
-    """Measured on held-out prompts: tokens per round, and of each prompt seconds per new token."""
-
-    name: str
-    tokens_per_round: float
-    seconds_per_token: tuple[float, ...]
-
-    def speed_up(self, other: Comparison) -> float:
-        """How many times as fast as the other, in the median over prompts."""
-        pairs = zip(other.seconds_per_token, self.seconds_per_token, strict=True)
-        return median(theirs / max(mine, 1e-12) for theirs, mine in pairs)
-
-
 @dataclass(frozen=True)
 class Calibration:
     """What was measured. Index N is of N draft tokens per round, 0 of plain decoding.
 
     tree: rank paths in order of addition: its first N are the best N nodes. tokens: per round,
-    expected on texts the tree was not grown on. seconds: of a round. compared: plain decoding, the
-    chosen tree and the head's own, on held-out prompts. written: tokens the target wrote.
+    expected on texts the tree was not grown on. seconds: of a round. written: tokens the target
+    wrote.
     """
 
     tree: tuple[RankPath, ...]
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
-    compared: tuple[Comparison, ...]
     written: int
-    held_out: int
 
     @cached_property
     def speed_up(self) -> tuple[float, ...]:
@@ -120,36 +102,31 @@ class Calibration:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for machines."""
-        chosen = {"nodes": self.nodes, "chosen": self.chosen, "speed_up": self.speed_up}
-        return asdict(self) | chosen | {"compared": [one._asdict() for one in self.compared]}
+        return asdict(self) | {"nodes": self.nodes, "chosen": self.chosen,
+                               "speed_up": self.speed_up}  # fmt: skip
 
 
 def calibrate(
     engine: Engine, head: DraftHead, prompts: Sequence[Sequence[int]], config: CalibrateConfig,
     progress: Progress = lambda *_: None,
 ) -> Calibration:  # fmt: skip
-    """Let the target write, count ranks, grow trees, time rounds, compare on held-out prompts.
+    """Let the target write, count ranks, grow trees, time rounds.
 
     engine: drafts with these heads and is exact; its target, sampling and end tokens are used.
     """
     if len(prompts) < 2:
-        raise BadInput(f"{len(prompts)} prompt was given; give at least two, one is held out")
-    target, held_out = engine.target, prompts[::HELD_OUT][:MOST_HELD_OUT]
-    kept = {HELD_OUT * index for index in range(len(held_out))}
-    others = [prompt for index, prompt in enumerate(prompts) if index not in kept]
-    texts, ranks = write(engine, others, config, progress), list[Tensor]()
+        why = "a tree is judged on other texts than it was grown on"
+        raise BadInput(f"{len(prompts)} prompt was given; give at least two: {why}")
+    target = engine.target
+    texts, ranks = write(engine, prompts, config, progress), list[Tensor]()
     for text in texts:
         ranks.append(ranks_of(head, target, text))
         progress("reading", len(ranks), len(texts))
     widest = min(RANKS, target.vocab_size) if target.reads_trees else 1
     tree = grow(complete(ranks), config.nodes, widest)
-    measured = Calibration(
-        tree=tree, tokens=expected(ranks, len(tree), widest),
-        seconds=_round_seconds(engine, head, tree, held_out[0], config, progress), compared=(),
-        written=sum(len(text.tokens) - text.prompt for text in texts), held_out=len(held_out),
-    )  # fmt: skip
-    compared = _compared(engine, head, measured.chosen, held_out, config, progress)
-    return replace(measured, compared=compared)
+    seconds = _round_seconds(engine, head, tree, prompts[0], config, progress)
+    written = sum(len(text.tokens) - text.prompt for text in texts)
+    return Calibration(tree, expected(ranks, len(tree), widest), seconds, written)
 
 
 def write(
@@ -236,7 +213,7 @@ def grow(positions: Tensor, nodes: int, widest: int = RANKS) -> tuple[RankPath, 
 
 def expected(ranks: Sequence[Tensor], most: int, widest: int = RANKS) -> tuple[float, ...]:
     """Tokens per round with trees of 0 to `most` nodes, counted on texts they were not grown on."""
-    halves = [ranks[0::2], ranks[1::2]] if len(ranks) > 1 else [ranks, ranks]
+    halves = [ranks[0::2], ranks[1::2]]
     emitted = sum(len(one) - 1 for half in halves for one in half)
     trees = [grow(complete(half), most, widest) for half in halves]
     counts = [rounds_of(half, tree, most) for half, tree in zip(halves, trees[::-1], strict=True)]
@@ -265,64 +242,23 @@ def _round_seconds(
     engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompt: Sequence[int],
     config: CalibrateConfig, progress: Progress,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Median seconds of whole rounds with trees of 0 to all nodes: timed at some sizes, the rest on
-    straight lines between."""
+    """Median seconds of whole rounds with trees of 0 to all nodes: timed at some sizes, in turn,
+    the rest on straight lines between."""
     sizes = sorted({size for size in SIZES if size < len(tree)} | {len(tree)})
     own = Medusa(head, engine.target, tree) if isinstance(head, MedusaHead) else None
-    drafters = [own or head.drafter(engine.target) if nodes else Plain() for nodes in sizes]
-    engines = [Engine(engine.target, one, budget=nodes)
-               for one, nodes in zip(drafters, sizes, strict=True)]  # fmt: skip
-    timed, samplings = [prompt] * TIMES, [_seeded(engine.sampling, config, 0)] * TIMES
-    hear = partial(progress, "timing rounds")
-    runs = _interleaved(engines, timed, samplings, TIMED_TOKENS, hear)
-    taken = [median(_decode_seconds(one) / max(1, one.rounds) for one in run) for run in runs]
-    rising = isotonic_regression(taken).x    # where more nodes seem to cost less, it is noise
+    sampling, taken = _seeded(engine.sampling, config, 0), {size: list[float]() for size in sizes}
+    for time in range(TIMES + 1):
+        for size in sizes:
+            drafter = (own or head.drafter(engine.target)) if size else Plain()
+            timed = Engine(engine.target, drafter, budget=size)
+            most = TIMED_TOKENS if time else 8                          # the first run warms up
+            (done,) = timed.generate([list(prompt)], max_new_tokens=most, sampling=sampling)
+            seconds = sum(done.stats.seconds.values()) - done.stats.seconds["prefill"]
+            taken[size] += [seconds / max(1, done.stats.rounds)] if time else []
+        progress("timing rounds", time, TIMES)
+    # where more nodes seem to cost less, it is noise
+    rising = isotonic_regression([median(some) for some in taken.values()]).x
     return tuple(np.interp(range(len(tree) + 1), sizes, rising).tolist())
-
-
-def _compared(
-    engine: Engine, head: DraftHead, tree: Sequence[RankPath], prompts: Sequence[Sequence[int]],
-    config: CalibrateConfig, progress: Progress,
-) -> tuple[Comparison, ...]:  # fmt: skip
-    """Plain decoding, the calibrated tree and the head's own drafts at that size."""
-    target, ends = engine.target, engine.stop_tokens
-    drafters: dict[str, Drafter] = {"plain": Plain()}
-    if isinstance(head, MedusaHead):
-        drafters["calibrated tree"] = Medusa(head, target, tree)
-        drafters["dynamic tree"] = Medusa(head, target, "dynamic")
-    else:
-        drafters[head.kind] = head.drafter(target)
-    engines = [Engine(target, drafter, budget=len(tree), stop_tokens=ends)
-               for drafter in drafters.values()]  # fmt: skip
-    samplings = [_seeded(engine.sampling, config, index) for index in range(len(prompts))]
-    hear = partial(progress, "comparing")
-    runs = _interleaved(engines, prompts, samplings, config.tokens, hear)
-    return tuple(_comparison(name, run) for name, run in zip(drafters, runs, strict=True))
-
-
-def _interleaved(
-    engines: Sequence[Engine], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling],
-    tokens: int, progress: Callable[[int, int], None],
-) -> list[list[RoundStats]]:  # fmt: skip
-    """Statistics of each engine on each prompt, one prompt after the other; the first warms up."""
-    runs: list[list[RoundStats]] = [[] for _ in engines]
-    for number, prompt in enumerate([prompts[0], *prompts]):
-        most, sampling = tokens if number else 8, samplings[max(0, number - 1)]
-        for run, engine in zip(runs, engines, strict=True):
-            (done,) = engine.generate([list(prompt)], max_new_tokens=most, sampling=sampling)
-            run += [done.stats] if number else []
-        progress(number, len(prompts))
-    return runs
-
-
-def _comparison(name: str, runs: Sequence[RoundStats]) -> Comparison:
-    rounds, emitted = (sum(getattr(one, count) for one in runs) for count in ("rounds", "emitted"))
-    each = tuple(_decode_seconds(one) / max(1, one.emitted) for one in runs)
-    return Comparison(name, emitted / max(1, rounds), each)
-
-
-def _decode_seconds(stats: RoundStats) -> float:
-    return sum(stats.seconds.values()) - stats.seconds["prefill"]
 
 
 def _seeded(sampling: Sampling, config: CalibrateConfig, index: int) -> Sampling:

@@ -1,8 +1,7 @@
-"""The model card of a trained head, with a plot: what it came from, how good it is."""
+"""The model card of a trained head: what it came from, how good it is."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftproof import __version__
-from draftproof.training.files import whole
 
 NAMES = {"medusa": "Medusa heads", "redrafter": "recurrent drafter (ReDrafter)"}
 PAPERS = {"medusa": "2401.10774", "redrafter": "2403.09919"}
@@ -22,42 +20,16 @@ SHOWN = ("heads", "horizon", "layers", "exit_dim", "share_lm_head", "objective",
          "accumulate", "learning_rate", "warmup", "weight_decay", "clip", "seed")  # fmt: skip
 
 
-def write_card(file: Path, record: Mapping[str, Any], plots: bool) -> None:
+def write_card(file: Path, record: Mapping[str, Any]) -> None:
     """Write the card of the run that `record` describes, from the template `model_card.md`."""
     settings, base = record["settings"], record["base_model"]
     method, tags = settings["method"], ["speculative-decoding", settings["method"]]
     data = ModelCardData(license="other", base_model=base, library_name="draftproof", tags=tags)
     card = ModelCard.from_template(
         data, template_path=str(Path(__file__).with_suffix(".md")), name=NAMES[method],
-        paper=PAPERS[method], joint=settings.get("joint"), plots=plots, shown=SHOWN, **record,
-    )  # fmt: skip
+        paper=PAPERS[method], joint=settings.get("joint"), shown=SHOWN, **record,
+    )
     file.write_text(str(card))
-
-
-def plot_training(log: Path, file: Path, title: str) -> None:
-    """Loss and held-out accuracy over the tokens read, from a run's log. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    evaluated = [row for row in rows if "held_out" in row]
-    read, held_out = [row["tokens"] for row in evaluated], [row["held_out"] for row in evaluated]
-    figure = Figure((12, 4), layout="constrained")
-    figure.suptitle(title)
-    loss, top1, chain = figure.subplots(1, 3)
-    loss.plot([row["tokens"] for row in rows], [row["loss"] for row in rows], label="training")
-    loss.plot(read, [one["loss"] for one in held_out], "o-", label="held out")
-    for step in range(len(held_out[0]["top1"])):
-        shares = [100 * one["top1"][step] for one in held_out]
-        top1.plot(read, shares, "o-", label=f"token {step + 2}")
-    chain.plot(read, [one["tokens_per_round"] for one in held_out], "o-")
-    titles = "loss, all steps together", "first choice right, %", "tokens per round"
-    for axes, name in zip((loss, top1, chain), titles, strict=True):
-        axes.set(xlabel="tokens read", title=name)
-        axes.grid(alpha=0.4)
-    loss.legend()
-    top1.legend()
-    with whole(file) as part:
-        figure.savefig(part, format="png", dpi=120)
 
 
 def public_name(model: str) -> str:

@@ -1,7 +1,7 @@
 """A whole training run, from files to a finished folder: read, train, evaluate, describe.
 
-The folder holds the head in its native format with its card, plots and log; while it is made also
-the checkpoint, and what the target wrote. The same run in the same folder goes on where it stopped.
+The folder holds the head in its native format with its card and log; while it is made also the
+checkpoint, and what the target wrote. The same run in the same folder goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from functools import partial
-from importlib.util import find_spec
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -79,7 +78,7 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
         )  # fmt: skip
         bigrams = ready.head.count(*ready.train.bigrams())
         write_head(ready.head, run.out / "heads" if run.joint else run.out)
-        _finish(run, ready, stages, bigrams, callback)
+        _finish(run, ready, stages, bigrams)
 
 
 def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepared | None:
@@ -196,10 +195,8 @@ def _fitted(ready: Prepared, trainable: Trainable, folder: Path, callback: Callb
     return trainer
 
 
-def _finish(
-    run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int, callback: Callback
-) -> None:
-    """Plots, card and record; what only served to go on is then removed."""
+def _finish(run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int) -> None:
+    """Card and record; what only served to go on is then removed."""
     last, name = stages[-1], model_card.public_name(run.model)
     record = {
         "settings": last.settings, "base_model": name, "documents": ready.documents,
@@ -210,14 +207,8 @@ def _finish(
         "held_out_rows": len(ready.held_out), "machine": model_card.machine(),
         "versions": model_card.versions(),
     }  # fmt: skip
-    plots = find_spec("matplotlib") is not None
-    if plots:
-        title = f"{ready.head.kind} for {name}"
-        model_card.plot_training(last.log, run.out / "training.png", title)
-    else:
-        callback.note("no plots: install draftproof[train] for matplotlib")
     with whole(run.out / "README.md") as part:
-        model_card.write_card(part, record, plots)
+        model_card.write_card(part, record)
     with whole(run.out / "training.json") as part:
         part.write_text(json.dumps(record, indent=2) + "\n")
     for stage in stages:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -84,23 +84,21 @@ def prove_architectures(
     quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
 ) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
-    known, found = architectures(), []
+    known, found = architectures(), list[Finding]()
     names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
         found.append(examine(name))
-    by_kind = {kind: {one.name: one.why for one in found if one.kind is kind} for kind in Kind}
-    exact, chains, refused, broken, unmade = (len(by_kind[kind]) for kind in Kind)
+    of = {kind: {one.name: one.why for one in found if one.kind is kind} for kind in Kind}
     verdict = (
         f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and "
-        f"random, {exact} are run exactly, {chains} more by chains alone, {refused} are refused "
-        "in a sentence"
-        f"{f', {broken} are broken' if broken else ''}"
-        f"{f'; {unmade} could not be made so small' if unmade else ''}"
+        f"random, {len(of[Kind.exact])} are run exactly, {len(of[Kind.chains])} more by chains "
+        f"alone, {len(of[Kind.refused])} are refused in a sentence, {len(of[Kind.broken])} are "
+        f"broken; {len(of[Kind.unmade])} could not be made so small"
     )
-    figures: dict[str, Any] = {kind: ", ".join(by_kind[kind]) for kind in (Kind.exact, Kind.chains)}
-    figures |= {kind: by_kind[kind] for kind in (Kind.refused, Kind.unmade)}
-    failures = [f"{name}: {why}" for name, why in by_kind[Kind.broken].items()]
+    figures: dict[str, Any] = {kind: ", ".join(of[kind]) for kind in (Kind.exact, Kind.chains)}
+    figures |= {kind: of[kind] for kind in (Kind.refused, Kind.unmade)}
+    failures = [f"{name}: {why}" for name, why in of[Kind.broken].items()]
     return Section("architectures", verdict, figures, failures)
 
 
@@ -187,22 +185,19 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
     """Where plain text differs from the model's own, or drafted text from plain; "" if nowhere."""
     dice = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in PROMPTS]
-    for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        how = "sampled" if want.temperature else "greedy"
 
-        def written(engine: Engine, rows: int, want: Sampling = want) -> list[list[int]]:
-            one_each = replace(want, max_new_tokens=NEW_TOKENS)
-            done = engine.generate(prompts, sampling=one_each, batch_size=rows)
-            return [one.checked().tokens for one in done]
+    def written(engine: Engine, want: Sampling, rows: int) -> list[list[int]]:
+        done = engine.generate(prompts, sampling=want, max_new_tokens=NEW_TOKENS, batch_size=rows)
+        return [one.checked().tokens for one in done]
 
-        plain = written(Engine(target), 1)
-        own = [_own(model, prompt) for prompt in prompts]
-        if not want.temperature and (at := _parted(plain, own)):
+    for how, want in {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=3)}.items():
+        plain = written(Engine(target), want, 1)
+        if how == "greedy" and (at := _parted(plain, [_own(model, prompt) for prompt in prompts])):
             return f"greedy text parts from the model's own {at}"
         texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
         for rows in (1, len(prompts)):
             engine = Engine(target, _Knows(texts, target.reads_trees), budget=_Knows.default_budget)
-            if at := _parted(written(engine, rows), plain):
+            if at := _parted(written(engine, want, rows), plain):
                 return f"drafted text ({how}, {rows} at a time) parts from plain text {at}"
     return ""
 
@@ -220,8 +215,7 @@ def _own(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
 def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
     """Where the first text differs, in words."""
     for number, (one, other) in enumerate(zip(some, others, strict=True), start=1):
-        if list(one) != list(other):
-            pairs = enumerate(zip(one, other, strict=False))
-            at = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-            return f"at token {at + 1} of text {number}"
+        pairs = enumerate(zip_longest(one, other), start=1)
+        if (at := next((place for place, (a, b) in pairs if a != b), None)) is not None:
+            return f"at token {at} of text {number}"
     return ""
