@@ -55,6 +55,16 @@ class Layout(NamedTuple):
     vocab: int
     dtype: torch.dtype                      # of keys and values
 
+    def told(self) -> list[Any]:
+        """As JSON has it."""
+        return [*self[:3], str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def of(cls, told: list[Any]) -> Layout:
+        """What `told` told."""
+        shapes, windows, vocab, dtype = told
+        return cls([LayerShape(*one) for one in shapes], windows, vocab, getattr(torch, dtype))
+
 
 def context_of(config: Any) -> int:
     """Positions the model reads alike in any batch: LongRoPE and dynamic NTK rescale all of them

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
 from draftproof.model.device import Device
+from draftproof.model.kept import came_from
 
 log = logging.getLogger("draftproof")
 
@@ -109,7 +110,9 @@ def load_model(
     if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
         loaded = loaded.to(place.dtype_for(loaded.dtype))
     try:
-        return loaded.to(where).eval()
+        loaded = loaded.to(where).eval()
+        came_from(loaded, name)
+        return loaded
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
         raise BadInput(
             f"{name} cannot be put on device {str(where)!r}: {first_line(error)}; choose another "

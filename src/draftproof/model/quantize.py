@@ -9,7 +9,9 @@ A quantised model writes the text of its own weights: it changes with them, neve
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,8 +20,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftproof.errors import BadInput, UnsupportedModel, first_line
+from draftproof.model.kept import kept
 from draftproof.model.packed_linear import PackedLinear, PackedSlice, put, together
-from draftproof.model.quantized_linear import GROUP, Int4Linear, Int8Linear, bytes_of, slow_because
+from draftproof.model.quantized_linear import (
+    GROUP,
+    Int4Linear,
+    Int8Linear,
+    QuantizedLinear,
+    bytes_of,
+    slow_because,
+)
 from draftproof.native.pages import release
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,11 +65,14 @@ class Quantization(NamedTuple):
         return f"{size}; from the original: mean KL {self.kl:.2g} nats, {agreed}{slow}"
 
 
-def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> PreTrainedModel:
+def quantized(
+    model: PreTrainedModel, kind: str, *, give_up: bool = False,
+    ready: Mapping[str, QuantizedLinear] | None = None
+) -> PreTrainedModel:
     """A shallow copy of `model` with its linear layers quantised; all else is shared with it.
 
     kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
-    use afterwards. A head tied to the embeddings gets weights of its own. In "int4" the head has 8
+    use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings gets weights of its own. In "int4" the head has 8
     bits, and so has what does not divide into groups. Raises BadInput where this cannot be had.
     """
     if kind not in KINDS:
@@ -77,15 +90,20 @@ def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> Pr
     made = shallow_copy(model)
     owners = Counter(id(one) for module in made.modules() for one in module._parameters.values())
     head, changed = made.get_output_embeddings(), False
-    for module in [one for one in made.modules() if not isinstance(one, PackedSlice)]:
+    for path, module in list(made.named_modules()):
         single = {
             name: layer for name, layer in module._modules.items()
-            if layer is not None and _is_linear(layer)
+            if layer is not None and _is_linear(layer) and not isinstance(module, PackedSlice)
         }
         for group in together(single, _form):
-            replaced = _replace(module, group, kind if head not in group.values() else "int8")
-            changed |= replaced
-            for layer in group.values() if give_up and replaced else ():
+            first = f"{path}.{next(iter(group))}".removeprefix(".")
+            asked = kind if head not in group.values() else "int8"
+            whole = _quantised(group, asked) if ready is None else ready.get(first)
+            if whole is None:
+                continue
+            changed = True
+            put(module, {name: _outputs(layer) for name, layer in group.items()}, whole)
+            for layer in group.values() if give_up else ():
                 if isinstance(layer, nn.Linear) and owners[id(layer.weight)] == 1:
                     release(layer.weight)
     if not changed:
@@ -96,7 +114,44 @@ def quantized(model: PreTrainedModel, kind: str, *, give_up: bool = False) -> Pr
 def quantized_and_compared(
     model: PreTrainedModel, kind: str, text: Tensor | None, *, give_up: bool = False
 ) -> tuple[PreTrainedModel, Quantization]:
-    """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing."""
+    """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing. Of a model
+    that lies on disk as it is, both are kept there as well."""
+    place = kept(model, kind, None if text is None else text.tolist())
+    known = place.read() if place is not None else None
+    if known is not None:
+        facts, parts = known
+        with suppress(KeyError, TypeError, ValueError, AttributeError):     # of another layout
+            made = quantized(model, kind, give_up=give_up, ready=_restored(facts["layers"], parts))
+            return made, Quantization(*facts["cost"])
+    with place.if_slow() if place is not None else nullcontext(dict[str, Any]()) as facts:
+        made, cost = _quantized_and_compared(model, kind, text, give_up)
+        named = {name.removesuffix(".whole"): one for name, one in made.named_modules()
+                 if isinstance(one, QuantizedLinear)}
+        facts["cost"] = list(cost)
+        facts["layers"] = {name: [type(one).__name__, *one.shape] for name, one in named.items()}
+        facts["tensors"] = {f"{name}:{part}": tensor for name, one in named.items()
+                            for part, tensor in one.parts.items()}
+    return made, cost
+
+
+def _restored(
+    layers: dict[str, tuple[str, int, int, bool]], parts: dict[str, Tensor]
+) -> dict[str, QuantizedLinear]:
+    """Layers as `quantized_and_compared` kept them."""
+    kinds: dict[str, type[QuantizedLinear]] = {"Int8Linear": Int8Linear, "Int4Linear": Int4Linear}
+    by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in parts.items():
+        layer, _, part = name.rpartition(":")
+        by_layer[layer][part] = tensor
+    return {
+        name: kinds[kind].restored((inputs, outputs, native), by_layer[name])
+        for name, (kind, inputs, outputs, native) in layers.items()
+    }
+
+
+def _quantized_and_compared(
+    model: PreTrainedModel, kind: str, text: Tensor | None, give_up: bool
+) -> tuple[PreTrainedModel, Quantization]:
     before, truth = weight_bytes(model), _log_probs(model, text)
     made = quantized(model, kind, give_up=give_up)
     after, log_probs = weight_bytes(made), _log_probs(made, text)
@@ -114,7 +169,7 @@ def is_quantized(model: nn.Module) -> bool:
     if getattr(model, "hf_quantizer", None) is not None:
         return True
     weights = (getattr(module, "weight", None) for module in model.modules())
-    ours = any(isinstance(module, (Int8Linear, Int4Linear)) for module in model.modules())
+    ours = any(isinstance(module, QuantizedLinear) for module in model.modules())
     return ours or any(type(weight).__module__.startswith("torchao") for weight in weights)
 
 
@@ -122,7 +177,7 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, packed and quantised ones included; shared ones count once.
     """
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    wholes = [module for module in model.modules() if isinstance(module, (Int8Linear, Int4Linear))]
+    wholes = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     own = sum(module.nbytes for module in wholes)
     return own + bytes_of(*shared.values()) + sum(bytes_of(one.weight, one.bias) for one in packed)
@@ -159,22 +214,23 @@ def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
         return logits[0].float().log_softmax(-1)
 
 
-def _replace(module: nn.Module, layers: dict[str, nn.Module], kind: str) -> bool:
-    """Put one quantised layer in the place of `layers` of a module, if large enough; return
-    whether."""
-    weights = {name: _dense(layer) for name, layer in layers.items()}
-    weight = torch.cat(list(weights.values())) if len(weights) > 1 else next(iter(weights.values()))
+def _quantised(layers: dict[str, nn.Module], kind: str) -> QuantizedLinear | None:
+    """One quantised layer in the place of `layers`; None if they are too small."""
+    weights = [_dense(layer) for layer in layers.values()]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if len(weight) < SMALLEST:
-        return False
-    biases = [_bias(layer) for layer in layers.values()]
-    bias = (
-        None if biases[0] is None
-        else torch.cat([one.detach() for one in biases if one is not None])
-    )
+        return None
+    biases = [one.detach() for one in map(_bias, layers.values()) if one is not None]
+    bias = torch.cat(biases) if biases else None
     grouped = len(weight) % 16 == 0 and weight.shape[1] % GROUP == 0
-    whole = Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
-    put(module, {name: len(one) for name, one in weights.items()}, whole)
-    return True
+    return Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
+
+
+def _outputs(layer: Any) -> int:
+    """How many a layer has."""
+    if isinstance(layer, PackedSlice):
+        return layer.stop - layer.start
+    return int(layer.out_features) if isinstance(layer, PackedLinear) else len(_dense(layer))
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -23,7 +23,52 @@ EXACT = 1024
 """
 
 
-class Int8Linear(JointLinear):
+class QuantizedLinear(JointLinear):
+    """What layers of both kinds are made of: `PARTS`, of which some may be None.
+
+    weight, scales: as our kernels read them if there are `kernels`, else by rows. padded_bias: the
+    bias as those read it.
+    """
+
+    PARTS = ("weight", "scales", "bias", "padded_bias")
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, inputs: int, outputs: int, native: bool) -> None:
+        super().__init__(outputs)
+        self.in_features, self.kernels = inputs, kernels() if native else None
+        self.bias: Tensor | None = None
+        self.padded_bias: Tensor | None = None
+
+    @classmethod
+    def restored(cls, shape: tuple[int, int, bool], parts: dict[str, Tensor]) -> QuantizedLinear:
+        """A layer made earlier, of its `shape` and `parts`."""
+        made = cls.__new__(cls)
+        QuantizedLinear.__init__(made, *shape)
+        vars(made).update(parts)
+        made._connect()
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        return self.in_features, self.out_features, self.kernels is not None
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in self.PARTS}
+        return {name: one for name, one in found.items() if one is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights."""
+        return bytes_of(self.weight, self.scales, self.bias)
+
+    def _connect(self) -> None:
+        """Tell our kernels where the parts lie."""
+        raise NotImplementedError
+
+
+class Int8Linear(QuantizedLinear):
     """Weights in 8 bits with a scale per output, activations in 8 bits with a scale per token.
 
     Both are symmetric: codes -127..127 times max|x| / 127. Sums are of integers: by our kernel for
@@ -32,26 +77,26 @@ class Int8Linear(JointLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(len(weight))
+        found = kernels() if weight.dtype == torch.bfloat16 else None
+        super().__init__(weight.shape[1], len(weight), found is not None and found.int8)
         codes = torch.empty(weight.shape, dtype=torch.int8)
         scale = torch.empty(len(weight))
         for rows in _chunks(weight):
             scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
             codes[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
-        self.in_features, self.bias = (
-            weight.shape[1], None if bias is None else bias.to(weight.dtype)
-        )
-        found = kernels() if weight.dtype == torch.bfloat16 else None
-        self.kernels = found if found is not None and found.int8 else None
+        self.bias = None if bias is None else bias.to(weight.dtype)
+        self.weight, self.scales = codes, scale / 127
         if self.kernels is not None:
-            self.scale = rounded(scale / 127)
-            self._padded_bias = None if self.bias is None else rounded(self.bias)
+            self.scales = rounded(self.scales)
+            self.padded_bias = None if self.bias is None else rounded(self.bias)
             self.weight = interleaved(codes, 4).view(torch.uint8).bitwise_xor_(128)
+        self._connect()
+
+    def _connect(self) -> None:
+        if self.kernels is not None:
             self.native = Linear.of(
-                self.weight, self.scale, self._padded_bias, self.in_features, self.out_features
+                self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
             )
-        else:
-            self.scale, self.weight = scale / 127, codes
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.kernels is not None and self.native is not None:
@@ -60,7 +105,7 @@ class Int8Linear(JointLinear):
         codes = inputs.float() * (127 / largest.clamp(min=1e-30))
         # to the nearest, as our kernel
         codes = codes.add_(128.5).floor_().sub_(128)
-        outputs = self._sums(codes).mul_(self.scale).mul_(largest)
+        outputs = self._sums(codes).mul_(self.scales).mul_(largest)
         return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
 
     def _sums(self, codes: Tensor) -> Tensor:
@@ -72,13 +117,8 @@ class Int8Linear(JointLinear):
                 outputs[..., rows] += F.linear(codes[..., some], self.weight[rows, some].float())
         return outputs
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights."""
-        return bytes_of(self.weight, self.scale, self.bias)
 
-
-class Int4Linear(JointLinear):
+class Int4Linear(QuantizedLinear):
     """Weights in 4 bits with a scale and an offset per `GROUP` of inputs.
 
     By our kernel where there is one, which reads activations in bfloat16, and these in 8 bits with
@@ -86,24 +126,27 @@ class Int4Linear(JointLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(len(weight))
+        found = kernels()
+        super().__init__(weight.shape[1], len(weight), found is not None and found.int8)
         codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
         self.scales, self.bias = torch.cat(scales, 1), bias                # [groups, outputs, 2]
-        self.in_features, all_codes = weight.shape[1], torch.cat(codes)
-        found = kernels()
-        self.kernels = found if found is not None and found.int8 else None
+        all_codes = torch.cat(codes)
         if self.kernels is not None:
             scale, offset = self.scales.float().transpose(0, 1).unbind(2)   # [outputs, groups]
             self.weight = nibbles(all_codes)
             self.scales = grouped(scale.half(), (offset - 8 * scale).half())
-            self._padded_bias = None if bias is None else rounded(bias.bfloat16())
+            self.padded_bias = None if bias is None else rounded(bias.bfloat16())
+        else:
+            pairs = all_codes.view(len(weight), -1, 2)
+            self.weight = pairs[..., 0] | pairs[..., 1] << 4               # [outputs, inputs / 2]
+        self._connect()
+
+    def _connect(self) -> None:
+        if self.kernels is not None:
             self.native = Linear.of_4_bits(
-                self.weight, self.scales, None, self._padded_bias, self.in_features,
+                self.weight, self.scales, None, self.padded_bias, self.in_features,
                 self.out_features
             )
-        else:
-            pairs = all_codes.to(torch.uint8).view(len(weight), -1, 2)
-            self.weight = pairs[..., 0] | pairs[..., 1] << 4               # [outputs, inputs / 2]
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.kernels is not None and self.native is not None:
@@ -122,11 +165,6 @@ class Int4Linear(JointLinear):
         scale, offset = self.scales.float().transpose(0, 1)[..., None].unbind(2)
         weight = ((codes - 8.0) * scale + offset).view(self.out_features, -1)
         return torch.stack([weight @ row for row in rows.float()]) if len(rows) else rows @ weight.T
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights."""
-        return bytes_of(self.weight, self.scales, self.bias)
 
 
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
@@ -171,4 +209,4 @@ def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     offset = (low + 8 * scale.float()).bfloat16()
     codes = ((grouped - offset[..., None]) / scale[..., None]).round_().clamp_(-8, 7) + 8
     both = torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
-    return codes.view(weight.shape).to(torch.int32), both
+    return codes.view(weight.shape).to(torch.uint8), both

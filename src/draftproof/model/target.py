@@ -9,6 +9,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -28,10 +29,12 @@ from draftproof.model.inspection import (
     CHECK_TREE,
     TOLERANCES,
     CheckedRead,
+    Layout,
     LogitScaling,
     context_of,
     layout_of,
 )
+from draftproof.model.kept import kept
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LAYERS, KVLayer
 from draftproof.model.parallel import ALONE, ProcessGroup
@@ -86,12 +89,36 @@ class Target:
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._fast: FastForward | None = None
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
+        known = kept(model, "check", changed=True) if group.alone else None
+        verdict = known.read() if known is not None else None
+        fits = group.alone and FastForward.fits(model)
         with torch.inference_mode():
-            self._layout = layout_of(model)
-            self.vocab_size = self._layout.vocab
-            fits = group.alone and FastForward.fits(model)
-            self._examine(FastForward(model, self._layout.windows, self.context) if fits else None)
+            if verdict is None or not self._recall(verdict[0], fits):
+                with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
+                    self._layout = layout_of(model)
+                    self.vocab_size = self._layout.vocab
+                    self._examine(self._fast_forward() if fits else None)
+                    facts |= {
+                        "layout": self._layout.told(), "reads_trees": self.reads_trees,
+                        "fast": self.is_fast, "fused": self.skips_absent
+                    }
         self._seen = Snapshot.of(model)
+
+    def _fast_forward(self) -> FastForward:
+        return FastForward(self.model, self._layout.windows, self.context)
+
+    def _recall(self, facts: dict[str, Any], fits: bool) -> bool:
+        """Take over what an earlier check of this model found; False if it cannot be understood."""
+        try:
+            self._layout = Layout.of(facts["layout"])
+            self.vocab_size, self.reads_trees = self._layout.vocab, bool(facts["reads_trees"])
+            fast, fused = facts["fast"], facts["fused"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
+        self._fast = self._fast_forward() if fits and fast else None
+        if self._fast is not None and not fused:
+            self._fast.fused = None
+        return True
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
@@ -112,9 +139,8 @@ class Target:
             self.model, kind, text, give_up=give_up
         )
         other._fast = self._fast.of(other.model) if self._fast is not None else None
-        if not give_up:
-            other._original = weakref.ref(self.model)
-            other._seen = Snapshot.of(self.model, matrices=True)
+        other._original = None if give_up else weakref.ref(self.model)
+        other._seen = Snapshot.of(other.model if give_up else self.model, matrices=not give_up)
         return other
 
     def refresh(self) -> None:

@@ -1,0 +1,95 @@
+"""What is kept of a model between starts: the same engine, sooner, and never of other files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh
+
+from draftproof.engine.load import load
+from draftproof.model import kept, quantize, target
+from draftproof.model.loading import load_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model on disk, and a cache folder that keeps everything."""
+    monkeypatch.setenv("DRAFTPROOF_CACHE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "SLOW", -1.0)
+    path = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    fresh("qwen2", tie_word_embeddings=True, **sizes).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was found out or made, and not read."""
+    done: list[str] = []
+
+    def noted(where: Any, name: str) -> None:
+        real = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, **k: (done.append(name), real(*a, **k))[1])
+
+    noted(target.Target, "_examine")
+    noted(quantize, "_quantised")
+    return done
+
+
+def text(folder: Path, **options: Any) -> list[int]:
+    engine = load(folder, dtype="bfloat16", drafter="none", **options)
+    cost = engine.target.quantization
+    assert cost is None or (cost.before > cost.after > 0 and cost.kind == options["quantize"])
+    return engine.generate([[1, 2, 3]], max_new_tokens=16)[0].tokens
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder.parent / "cache" / "draftproof").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
+def test_a_second_start_finds_nothing_out_anew(
+    folder: Path, made: list[str], options: dict[str, Any]
+) -> None:
+    first = text(folder, **options)
+    assert "_examine" in made and ("_quantised" in made) is bool(options)
+    made.clear()
+    assert text(folder, **options) == first and made == []
+
+
+@pytest.mark.parametrize("harm", [
+    lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    lambda file: file.write_bytes(b""),
+    lambda file: file.write_bytes(file.read_bytes()[:-64] + bytes(range(64))),
+    lambda file: file.write_bytes(file.read_bytes().replace(b'"key"', b'"kex"')),
+])  # fmt: skip
+def test_what_does_not_hold_together_is_made_anew(
+    folder: Path, made: list[str], harm: Callable[[Path], Any]
+) -> None:
+    first = text(folder, quantize="int4")
+    for file in files(folder):
+        harm(file)
+    made.clear()
+    assert text(folder, quantize="int4") == first and "_quantised" in made
+    made.clear()
+    assert text(folder, quantize="int4") == first and made == []
+
+
+def test_other_files_or_changed_weights_are_not_what_was_kept(
+    folder: Path, made: list[str]
+) -> None:
+    first, before = text(folder, quantize="int8"), files(folder)
+    changed = load_model(folder, "bfloat16", "cpu")
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight.mul_(2)
+    made.clear()
+    assert load(changed, quantize="int8").target.quantization is not None and "_quantised" in made
+    fresh("qwen2", 1, hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
+    made.clear()
+    assert text(folder, quantize="int8") != first and {"_examine", "_quantised"} <= set(made)
+    assert not set(before) & set(files(folder))
