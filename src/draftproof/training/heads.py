@@ -36,8 +36,19 @@ class FrozenTarget:
             features = read(self.target, batch, self.head, self.objective != "ce")
         return backward(self.head, features, self.target, self.objective, share)
 
+    @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        return evaluate(self.head, self.target, self.objective, batches)
+        """Loss and accuracy on batches that were not trained on."""
+        scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
+        for batch in batches:
+            features = read(self.target, batch, self.head, self.objective != "ce")
+            for part, weight in slices(features, self.head, self.target):
+                with autocast(self.target):
+                    mean = float(head_loss(self.head, part, self.target, self.objective))
+                    scores = scores.add(score(self.head, part, self.target))
+                loss += mean * weight * batch.loss_tokens / size
+        top1, top5 = scores.top1_accuracy, scores.top5_accuracy
+        return Evaluation(loss, top1, top5, scores.tokens_per_round, {})
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trained(self.head).items()}
@@ -68,22 +79,6 @@ def backward(
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
-
-
-@torch.no_grad()
-def evaluate(
-    head: DraftHead, target: Target, objective: str, batches: Sequence[Batch]
-) -> Evaluation:
-    """Loss and accuracy of a head on batches it was not trained on."""
-    scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
-    for batch in batches:
-        features = read(target, batch, head, objective != "ce")
-        for part, weight in slices(features, head, target):
-            with autocast(target):
-                mean = float(head_loss(head, part, target, objective))
-                loss += mean * weight * batch.loss_tokens / size
-                scores = scores.add(score(head, part, target))
-    return Evaluation(loss, scores.top1_accuracy, scores.top5_accuracy, scores.tokens_per_round, {})
 
 
 def slices(

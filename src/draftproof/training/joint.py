@@ -22,7 +22,7 @@ from draftproof.drafters.base import DraftHead
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.config import JointConfig
-from draftproof.training.heads import autocast, backward, evaluate, read, trained
+from draftproof.training.heads import FrozenTarget, autocast, backward, read, trained
 from draftproof.training.rows import Batch
 from draftproof.training.trainer import Evaluation
 
@@ -34,14 +34,14 @@ TWO_STAGES, ONE_STAGE = 0.2, 0.01
 """Weight of the heads' loss behind a first stage of heads alone; or at the end of a rising sine."""
 
 
-class HeadsAndBackbone:
-    """A head and, with adapters in it, the target's own model. A `training.trainer.Trainable`."""
+class HeadsAndBackbone(FrozenTarget):
+    """A head and, with adapters in it, the target's own model, which is not frozen any more."""
 
     def __init__(
         self, head: DraftHead, target: Target, config: JointConfig, objective: str
     ) -> None:
-        self.head, self.target, self.config, self.objective = head, target, config, objective
-        self.adapted = _adapted(target.model)
+        super().__init__(head, target, objective)
+        self.config, self.adapted = config, _adapted(target.model)
 
     def param_groups(self) -> list[dict[str, Any]]:
         backbone = list(trained(self.adapted).values())
@@ -76,8 +76,7 @@ class HeadsAndBackbone:
                 losses = _text_loss(features), original, _kl(features, teacher)
             for name, loss in zip(figures, losses, strict=True):
                 figures[name] += float(loss) * batch.loss_tokens / size
-        scores = evaluate(self.head, self.target, self.objective, batches)
-        return scores._replace(figures=figures)
+        return super().evaluate(batches)._replace(figures=figures)
 
     def state(self) -> dict[str, Tensor]:
         state = {f"backbone.{name}": p.detach() for name, p in trained(self.adapted).items()}

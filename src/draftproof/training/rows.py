@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -50,52 +50,46 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Many short texts: `tokens` and `mask` of all of them, end to end, and where each starts."""
+    """Many short texts, cut at `length`: the tokens of each, and which of them are in the loss."""
 
     def __init__(self, examples: Iterable[Example], length: int) -> None:
-        tokens, mask, starts = array("i"), bytearray(), [0]
-        for example in examples:
-            for start in range(0, len(example.tokens), length):
-                flags = example.mask[start : start + length]
-                if any(flags[FIRST:]):
-                    tokens.extend(example.tokens[start : start + length])
-                    mask.extend(flags)
-                    starts.append(len(tokens))
-        self.tokens, self.mask = np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.bool_)
-        self.starts, self.length = np.array(starts), length
+        self.rows, self.length = list[tuple[Tensor, Tensor]](), length
+        for tokens, mask in examples:
+            for start in range(0, len(tokens), length):
+                part = slice(start, start + length)
+                if any(mask[part][FIRST:]):
+                    row = torch.tensor(tokens[part], dtype=torch.int32), torch.tensor(mask[part])
+                    self.rows.append(row)
+        self.sizes = np.array([len(tokens) for tokens, _ in self.rows])
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.rows)
 
     @property
     def loss_tokens(self) -> int:
-        return int(self.mask.sum())
-
-    @property
-    def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.diff(self.starts)
+        return sum(int(mask.sum()) for _, mask in self.rows)
 
     @cached_property
     def digest(self) -> str:
         """A name for exactly these rows."""
-        parts = b"".join(part.tobytes() for part in (self.tokens, self.mask, self.starts))
-        return hashlib.sha256(parts).hexdigest()[:32]
+        found = hashlib.sha256(self.sizes.tobytes())
+        for part in chain.from_iterable(self.rows):
+            found.update(part.numpy().tobytes())
+        return found.hexdigest()[:32]
 
     def bigrams(self) -> tuple[Tensor, Tensor]:
         """Tokens that have one behind them that is in the loss, and these; within rows."""
-        behind = self.mask[1:].copy()
-        behind[self.starts[1:-1] - 1] = False
-        pairs = self.tokens[:-1][behind], self.tokens[1:][behind]
-        return torch.from_numpy(pairs[0]), torch.from_numpy(pairs[1])
+        pairs = [torch.stack([one[:-1], one[1:]])[:, mask[1:]] for one, mask in self.rows]
+        first, second = torch.cat(pairs, 1)
+        return first, second
 
     def batch(self, numbers: Sequence[int], width: int) -> Batch:
         """These rows, padded to `width`."""
         tokens = torch.zeros(len(numbers), width, dtype=torch.int64)
         weights = torch.zeros(len(numbers), width)
         for place, number in enumerate(numbers):
-            begin, end = self.starts[number : number + 2]
-            tokens[place, : end - begin] = torch.from_numpy(self.tokens[begin:end])
-            weights[place, : end - begin] = torch.from_numpy(self.mask[begin:end])
+            row, mask = self.rows[number]
+            tokens[place, : len(row)], weights[place, : len(row)] = row, mask.float()
         return Batch(tokens, weights, numbers, self.sizes[list(numbers)].tolist())
 
 
@@ -106,6 +100,7 @@ class Batches:
         self.rows, self.size, self.seed = rows, size, seed
         unit = max(16, rows.length // 32)
         self._widths = np.minimum(-(-rows.sizes // unit) * unit, rows.length)
+        self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -123,21 +118,18 @@ class Batches:
             found.append(self[len(found)])
         return found
 
-    @lru_cache(maxsize=2)  # noqa: B019  (one or two of these live as long as the program)
-    def _epoch(self, epoch: int) -> list[tuple[int, list[int]]]:
+    def _shuffled(self, epoch: int) -> list[tuple[int, list[int]]]:
         """Rows by width; what is left of a width joins the next wider; all in random order."""
         rng = np.random.default_rng((self.seed, epoch))
-        order = rng.permutation(len(self.rows))
-        found: list[tuple[int, list[int]]] = []
-        left: list[int] = []
-        for width in sorted({int(width) for width in self._widths}):
+        order, left, found = rng.permutation(len(self.rows)), list[int](), []
+        for width in np.unique(self._widths).tolist():
             left += order[self._widths[order] == width].tolist()
             fit = max(1, self.size * self.rows.length // width)
-            while len(left) >= fit:
-                found.append((width, left[:fit]))
-                left = left[fit:]
+            whole = len(left) - len(left) % fit
+            found += [(width, left[start : start + fit]) for start in range(0, whole, fit)]
+            left = left[whole:]
         if left:
-            found.append((int(max(self._widths[number] for number in left)), left))
+            found.append((max(self._widths[left].tolist()), left))
         return [found[index] for index in rng.permutation(len(found))]
 
 

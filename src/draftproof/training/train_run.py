@@ -15,7 +15,7 @@ from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
@@ -26,7 +26,7 @@ from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 from draftproof.training import model_card
-from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
+from draftproof.training.config import SelfGenerateConfig, TrainRun
 from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
@@ -42,19 +42,6 @@ MakeHead = Callable[[Target], DraftHead]
 """A fresh head for a target."""
 
 
-class Prepared(NamedTuple):
-    """Everything read, nothing learnt."""
-
-    target: Target
-    codec: Codec
-    head: DraftHead
-    config: TrainConfig
-    settings: dict[str, Any]
-    train: Rows
-    held_out: Rows
-    documents: int
-
-
 def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) -> None:
     """Do all of a run that is not done yet.
 
@@ -66,153 +53,149 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
     callback = callback or Silent()
     run.out.mkdir(parents=True, exist_ok=True)
     with locked(run.out):
-        ready = _prepared(run, make_head, callback)
-        if ready is None:
+        started = _Run(run, make_head, callback)
+        if started.is_complete():
             callback.note(f"{run.out} is complete")
-            return
-        rows, tokens, others = len(ready.train), ready.train.loss_tokens, len(ready.held_out)
-        callback.note(f"{rows:,} rows, {tokens:,} tokens to learn; {others:,} rows held out")
-        stages = (
-            _joint_stages(run, ready, run.joint, callback) if run.joint
-            else [_head_stage(ready, run.out, callback)]
-        )  # fmt: skip
-        bigrams = ready.head.count(*ready.train.bigrams())
-        write_head(ready.head, run.out / "heads" if run.joint else run.out)
-        _finish(run, ready, stages, bigrams)
+        else:
+            started.read()
+            started.fit()
+            started.finish()
 
 
-def _prepared(run: TrainRun, make_head: MakeHead, callback: Callback) -> Prepared | None:
-    """All that training needs; None if it is done. What can be refused is refused first."""
-    model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
-    target, tokenizer = Target(model), loading.load_tokenizer(run.model)
-    target.name = model_card.public_name(run.model)      # no folder of this machine in any record
-    if tokenizer is None:
-        raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
-    codec, head = Codec(tokenizer), make_head(target)
-    config = run.config.for_target(target.hidden_size, target.context)
-    length = config.length or 0
-    if length > target.context:
-        most = f"{target.name} reads at most {target.context} tokens"
-        raise BadInput(f"length was {length} and {most}; give less")
-    settings = {"method": head.kind, "weights": fingerprint(model), **run.settings(config)}
-    if (run.out / "training.json").exists():
-        before = json.loads((run.out / "training.json").read_text())["settings"]
-        same_settings(run.out, {**before, "rows": None}, {**settings, "rows": None})
-        return None
-    parts = run.data.split(config.seed, callback.note)
-    if run.self_generate:
-        examples = _self_generated(run, run.self_generate, parts, model, codec, config, callback)
-    else:
-        end = next(iter(loading.stop_tokens(model)), None)
-        made = partial(tokenized, codec=codec, end=end)
-        found = (_each(run, part, codec, made, callback) for part in parts)
-        examples = [chain.from_iterable(part) for part in found]
-    rows = [Rows(part, length) for part in examples]
-    for purpose, part in zip(("train on", "evaluate with"), rows, strict=True):
-        if not len(part):
-            hint = "" if run.self_generate else "; prompts without answers need --self-generate"
-            raise BadInput(f"the data has nothing to {purpose}: no text of 3 tokens or more{hint}")
-    settings["rows"], documents = rows[0].digest, sum(len(part) for part in parts)
-    return Prepared(target, codec, head, config, settings, rows[0], rows[1], documents)
+class _Run:
+    """A run under way: its target and head, then its rows, then its stages of training."""
 
+    def __init__(self, run: TrainRun, make_head: MakeHead, callback: Callback) -> None:
+        self.run, self.callback = run, callback
+        self.model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
+        self.target, tokenizer = Target(self.model), loading.load_tokenizer(run.model)
+        self.target.name = model_card.public_name(run.model)    # no folder of this machine
+        if tokenizer is None:
+            raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
+        self.codec, self.head = Codec(tokenizer), make_head(self.target)
+        self.config = run.config.for_target(self.target.hidden_size, self.target.context)
+        self.length = self.config.length or 0
+        if self.length > self.target.context:
+            most = f"{self.target.name} reads at most {self.target.context} tokens"
+            raise BadInput(f"length was {self.length} and {most}; give less")
+        made = {"method": self.head.kind, "weights": fingerprint(self.model)}
+        self.settings = {**made, **run.settings(self.config)}
+        self.stages: list[Trainer] = []
 
-def _each(
-    run: TrainRun, part: Sequence[Document], codec: Codec, made: Callable[[Document], T],
-    callback: Callback,
-) -> Iterator[T]:  # fmt: skip
-    """What is made of each document; those that the chat template refuses are skipped."""
-    refused: list[str] = []
-    for document in part:
-        try:
-            yield made(document)
-        except BadInput as error:
-            if run.data.strict or not codec.tokenizer.chat_template:
-                raise
-            refused.append(str(error))
-    if refused:
-        reasons = "; ".join(dict.fromkeys(refused[:3]))
-        callback.note(f"skipped {len(refused):,} chats that cannot be used: {reasons}")
+    def is_complete(self) -> bool:
+        """Whether this run is done; raises BadInput if another was done here."""
+        record = self.run.out / "training.json"
+        if record.exists():
+            before = json.loads(record.read_text())["settings"]
+            same_settings(self.run.out, {**before, "rows": None}, {**self.settings, "rows": None})
+        return record.exists()
 
+    def read(self) -> None:
+        """Rows to train on and to evaluate with."""
+        parts, own = self.run.data.split(self.config.seed, self.callback.note), None
+        if self.run.self_generate:
+            own = self._self_generated(self.run.self_generate, parts)
+        end = next(iter(loading.stop_tokens(self.model)), None)
+        made = partial(tokenized, codec=self.codec, end=end)
+        examples = own or [chain.from_iterable(self._each(part, made)) for part in parts]
+        self.train, self.held_out = (Rows(part, self.length) for part in examples)
+        hint = "" if own else "; prompts without answers need --self-generate"
+        for purpose, rows in (("train on", self.train), ("evaluate with", self.held_out)):
+            if not len(rows):
+                why = f"the data has nothing to {purpose}: no text of 3 tokens or more"
+                raise BadInput(why + hint)
+        self.settings["rows"], self.documents = self.train.digest, sum(map(len, parts))
+        self.callback.note(f"{len(self.train):,} rows, {self.train.loss_tokens:,} tokens to learn; "
+                           f"{len(self.held_out):,} rows held out")
 
-def _self_generated(
-    run: TrainRun, own: SelfGenerateConfig, parts: Sequence[list[Document]], model: PreTrainedModel,
-    codec: Codec, config: TrainConfig, callback: Callback,
-) -> list[Iterator[Example]]:  # fmt: skip
-    """What the target makes of the documents' beginnings; on a CPU by a packed copy of it."""
-    identity = {"model": fingerprint(model), "data": run.data.hashes(), "chat": run.data.chat}
-    file = own.file or run.out / "own_text.jsonl"
-    texts = SelfGeneratedText(file, identity, own, config.length or 0, config.seed)
-    if not (texts.is_complete(True) and texts.is_complete(False)):
-        engine = load(
-            run.model if model.device.type == "cpu" else model, dtype=model.dtype,
-            device=str(model.device), tokenizer=codec.tokenizer,
-            assistant_model=own.assistant_model, drafter=None if own.assistant_model else "none",
-        )  # fmt: skip
-        askable = partial(_askable, codec=codec)
-        for held_out in (True, False):
-            part = list(_each(run, parts[held_out], codec, askable, callback))
-            texts.write(engine, part, held_out, callback.wrote)
-    return [texts.examples(held_out) for held_out in (False, True)]
+    def _each(self, part: Sequence[Document], made: Callable[[Document], T]) -> Iterator[T]:
+        """What is made of each document; those that the chat template refuses are skipped."""
+        refused: list[str] = []
+        for document in part:
+            try:
+                yield made(document)
+            except BadInput as error:
+                if self.run.data.strict or not self.codec.tokenizer.chat_template:
+                    raise
+                refused.append(str(error))
+        if refused:
+            reasons = "; ".join(dict.fromkeys(refused[:3]))
+            said = f"skipped {len(refused):,} chats that cannot be used: {reasons}"
+            self.callback.note(said)
 
+    def _self_generated(
+        self, own: SelfGenerateConfig, parts: Sequence[list[Document]]
+    ) -> list[Iterator[Example]]:
+        """What the target makes of the documents' beginnings; on a CPU by a packed copy of it."""
+        data, model = self.run.data, self.model
+        identity = {"model": fingerprint(model), "data": data.hashes(), "chat": data.chat}
+        file, seed = own.file or self.run.out / "own_text.jsonl", self.config.seed
+        texts = SelfGeneratedText(file, identity, own, self.length, seed)
+        if not (texts.is_complete(True) and texts.is_complete(False)):
+            engine = load(
+                self.run.model if model.device.type == "cpu" else model, dtype=model.dtype,
+                device=str(model.device), tokenizer=self.codec.tokenizer,
+                assistant_model=own.assistant_model,
+                drafter=None if own.assistant_model else "none",
+            )
+            for held_out in (True, False):
+                askable = list(self._each(parts[held_out], self._askable))
+                texts.write(engine, askable, held_out, self.callback.wrote)
+        return [texts.examples(held_out) for held_out in (False, True)]
 
-def _askable(document: Document, codec: Codec) -> Document:
-    """The same one. Raises BadInput if no prompt can be made of it."""
-    prompt_of(document, codec)
-    return document
+    def _askable(self, document: Document) -> Document:
+        """The same one. Raises BadInput if no prompt can be made of it."""
+        prompt_of(document, self.codec)
+        return document
 
+    def fit(self) -> None:
+        """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
+        out, joint, objective = self.run.out, self.run.joint, self.config.objective
+        frozen = FrozenTarget(self.head, self.target, objective)
+        if joint is None:
+            self._stage(frozen, out)
+        else:
+            if not joint.one_stage:
+                self.callback.note("first stage: heads alone")
+                self._stage(frozen, out / "first")
+                self.callback.note("second stage: heads and backbone")
+            both = HeadsAndBackbone(self.head, self.target, joint, objective)
+            self._stage(both, out / "second")
+            shutil.rmtree(out / "model", ignore_errors=True)
+            with whole(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
+                shutil.rmtree(part, ignore_errors=True)
+                both.merged().save_pretrained(part)
+                self.codec.tokenizer.save_pretrained(part)
 
-def _head_stage(ready: Prepared, folder: Path, callback: Callback) -> Trainer:
-    """The head learns, the target is frozen."""
-    frozen = FrozenTarget(ready.head, ready.target, ready.config.objective)
-    return _fitted(ready, frozen, folder, callback)
+    def _stage(self, trainable: Trainable, folder: Path) -> None:
+        batches = Batches(self.train, self.config.batch, self.config.seed)
+        held_out = Batches(self.held_out, self.config.batch, 0).sample(EVALUATED)
+        trainer = Trainer(trainable, batches, held_out, self.config, folder, self.settings,
+                          self.callback)  # fmt: skip
+        trainer.fit()
+        self.stages.append(trainer)
 
-
-def _joint_stages(
-    run: TrainRun, ready: Prepared, joint: JointConfig, callback: Callback
-) -> list[Trainer]:
-    """Heads alone first, unless in one stage; then the backbone too; it is merged and written."""
-    stages = list[Trainer]()
-    if not joint.one_stage:
-        callback.note("first stage: heads alone")
-        stages.append(_head_stage(ready, run.out / "first", callback))
-        callback.note("second stage: heads and backbone")
-    both = HeadsAndBackbone(ready.head, ready.target, joint, ready.config.objective)
-    stages.append(_fitted(ready, both, run.out / "second", callback))
-    shutil.rmtree(run.out / "model", ignore_errors=True)
-    with whole(run.out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
-        shutil.rmtree(part, ignore_errors=True)
-        both.merged().save_pretrained(part)
-        ready.codec.tokenizer.save_pretrained(part)
-    return stages
-
-
-def _fitted(ready: Prepared, trainable: Trainable, folder: Path, callback: Callback) -> Trainer:
-    config = ready.config
-    batches = Batches(ready.train, config.batch, config.seed)
-    held_out = Batches(ready.held_out, config.batch, 0).sample(EVALUATED)
-    trainer = Trainer(trainable, batches, held_out, config, folder, ready.settings, callback)
-    trainer.fit()
-    return trainer
-
-
-def _finish(run: TrainRun, ready: Prepared, stages: list[Trainer], bigrams: int) -> None:
-    """Card and record; what only served to go on is then removed."""
-    last, name = stages[-1], model_card.public_name(run.model)
-    record = {
-        "settings": last.settings, "base_model": name, "documents": ready.documents,
-        "steps": sum(stage.steps for stage in stages), "rows": len(ready.train),
-        "tokens": sum(stage.tokens for stage in stages), "counted": ready.train.loss_tokens,
-        "training_seconds": round(sum(stage.seconds for stage in stages), 1), "pairs": bigrams,
-        "held_out": last.evaluation._asdict() if last.evaluation else {},
-        "held_out_rows": len(ready.held_out), "machine": model_card.machine(),
-        "versions": model_card.versions(),
-    }  # fmt: skip
-    with whole(run.out / "README.md") as part:
-        model_card.write_card(part, record)
-    with whole(run.out / "training.json") as part:
-        part.write_text(json.dumps(record, indent=2) + "\n")
-    for stage in stages:
-        stage.checkpoint.unlink(missing_ok=True)
+    def finish(self) -> None:
+        """Head, card and record; what only served to go on is then removed."""
+        last, out = self.stages[-1], self.run.out
+        bigrams = self.head.count(*self.train.bigrams())
+        write_head(self.head, out / "heads" if self.run.joint else out)
+        record = {
+            "settings": last.settings, "base_model": self.target.name, "documents": self.documents,
+            "steps": sum(stage.steps for stage in self.stages), "rows": len(self.train),
+            "tokens": sum(stage.tokens for stage in self.stages),
+            "counted": self.train.loss_tokens, "pairs": bigrams,
+            "training_seconds": round(sum(stage.seconds for stage in self.stages), 1),
+            "held_out": last.evaluation._asdict() if last.evaluation else {},
+            "held_out_rows": len(self.held_out), "machine": model_card.machine(),
+            "versions": model_card.versions(),
+        }
+        with whole(out / "README.md") as part:
+            model_card.write_card(part, record)
+        with whole(out / "training.json") as part:
+            part.write_text(json.dumps(record, indent=2) + "\n")
+        for stage in self.stages:
+            stage.checkpoint.unlink(missing_ok=True)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
