@@ -50,15 +50,9 @@ def heads(seed: int = 0) -> MedusaHead:
     return made
 
 
-def texts_of(temperature: float, stop_tokens: tuple[int, ...] = (),
-             count: int = 6) -> list[Written]:
-    engine = Engine(target(), stop_tokens=stop_tokens)
-    return write(engine, prompts(count),
-                 CalibrateConfig(tokens=NEW, temperature=temperature, seed=5))
-
-
-def choices(*rows: tuple[int, ...]) -> Tensor:
-    return torch.tensor(rows)
+def texts_of(temperature: float, stop_tokens: tuple[int, ...] = ()) -> list[Written]:
+    config = CalibrateConfig(tokens=NEW, temperature=temperature, seed=5)
+    return write(Engine(target(), stop_tokens=stop_tokens), prompts(6), config)
 
 
 def test_ranks_are_those_of_the_tokens_that_came() -> None:
@@ -81,8 +75,9 @@ def test_ranks_are_those_of_the_tokens_that_came() -> None:
 @pytest.mark.parametrize("pairs", [False, True], ids=["heads alone", "pairs"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("ends", [(), (3, 7, 11)], ids=["full length", "end tokens"])
-def test_the_rounds_counted_are_those_the_engine_takes(temperature: float, ends: tuple[int, ...],
-                                                       pairs: bool) -> None:
+def test_the_rounds_counted_are_those_the_engine_takes(
+    temperature: float, ends: tuple[int, ...], pairs: bool
+) -> None:
     """For every size of a grown tree, to the round."""
     texts, head = texts_of(temperature, ends), heads()
     if pairs:
@@ -115,13 +110,13 @@ def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) 
     for nodes in range(1, 7):
         closed = (some for some in itertools.combinations(paths, nodes)
                   if all(p[:-1] in {(), *some} for p in some))
-        assert worth(places,
-                     grown[:nodes]) == pytest.approx(max(worth(places, some) for some in closed))
+        best = max(worth(places, some) for some in closed)
+        assert worth(places, grown[:nodes]) == pytest.approx(best)
 
 
 def test_paths_too_rare_to_be_counted_are_valued_step_by_step() -> None:
     """Behind (3,), seen once, the choice that is usual there comes before the one that was seen."""
-    places = choices(*[(0, 0)] * 60, *[(0, 1)] * 40, (3, 9))
+    places = torch.tensor([(0, 0)] * 60 + [(0, 1)] * 40 + [(3, 9)])
     tree = grow(places, 60)
     assert tree.index((3, 0)) < tree.index((3, 9))
 
@@ -130,21 +125,15 @@ def test_trees_grow_parents_first_and_no_wider_than_allowed() -> None:
     places = torch.randint(RANKS + 1, (200, 3), generator=torch.Generator().manual_seed(2))
     tree = grow(places, 40, widest=4)
     assert len(tree) == len(set(tree)) == 40
-    assert all(path[:-1] in ((), *tree[:index]) and max(path) < 4 for index,
-               path in enumerate(tree))
+    assert all(path[:-1] in ((), *tree[:i]) and max(path) < 4 for i, path in enumerate(tree))
     assert grow(places, 99, widest=1) == ((0,), (0, 0), (0, 0, 0))  # all there is of a chain
 
 
 def test_what_is_expected_is_counted_on_other_texts_than_those_grown_on() -> None:
     """Grown and counted on the same texts the trees would look perfect."""
-    one, other = choices(*[(0, 0)] * 40), choices(*[(5, 5)] * 40)
+    one, other = torch.tensor([(0, 0)] * 40), torch.tensor([(5, 5)] * 40)
     assert expected([one, other], 2, widest=6) == (1.0, 1.0, 1.0)
     assert expected([one, one], 2, widest=6)[2] > 2.5
-
-
-def test_texts_too_short_to_foretell_are_refused() -> None:
-    with pytest.raises(BadInput, match="too short"):
-        complete([torch.zeros(3, 3, dtype=torch.int64)])
 
 
 def calibration(seconds: tuple[float, ...]) -> Calibration:
@@ -179,8 +168,8 @@ class Echo(DraftHead):
 
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
         for step in range(self.steps):
-            yield torch.nn.functional.one_hot(features.tokens[:, : -2 - step],
-                                              vocabulary.vocab_size).double()
+            here = features.tokens[:, : -2 - step]
+            yield torch.nn.functional.one_hot(here, vocabulary.vocab_size).double()
 
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         return PromptLookup()
@@ -208,17 +197,19 @@ def test_a_target_that_reads_no_trees_is_calibrated_for_chains(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target(), "reads_trees", False)
-    head = heads()
-    found = calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(3),
-                                CalibrateConfig(tokens=12, nodes=9))
+    head, config = heads(), CalibrateConfig(tokens=12, nodes=9)
+    engine = Engine(target(), head.drafter(target()))
+    found = calibrate.calibrate(engine, head, prompts(3), config)
     assert found.tree == ((0,), (0, 0), (0, 0, 0))
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:
     head = heads()
+    with pytest.raises(BadInput, match="too short"):
+        complete([torch.zeros(3, 3, dtype=torch.int64)])
     with pytest.raises(BadInput, match="at least two"):
-        calibrate.calibrate(Engine(target(), head.drafter(target())), head, prompts(1),
-                            CalibrateConfig())
+        engine = Engine(target(), head.drafter(target()))
+        calibrate.calibrate(engine, head, prompts(1), CalibrateConfig())
     with pytest.raises(BadInput, match="at least 8"):
         CalibrateConfig(tokens=4)
     with pytest.raises(BadInput, match="nodes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,9 @@ def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
     text = whole[0].read_bytes().split(b"\n")
     middle = len(text) // 2
     file.write_bytes(b"\n".join(text[:middle]) + b"\n" + text[middle][:20])  # killed while writing
-    asked: list[Any] = []
-    ask = engine.as_completed
-    monkeypatch.setattr(engine, "as_completed", lambda prompts,
-                        **rest: asked.extend(prompts) or ask(prompts, **rest))
+    asked, ask = list[Any](), engine.as_completed
+    listen = lambda prompts, **how: asked.extend(prompts) or ask(prompts, **how)  # noqa: E731
+    monkeypatch.setattr(engine, "as_completed", listen)
     write(file, engine)
     key = lambda row: (row["held_out"], row["number"])  # noqa: E731
     assert sorted(lines(file)[1:], key=key) == sorted(lines(whole[0])[1:], key=key)
@@ -136,21 +136,18 @@ def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], 
     assert sum(sum(text.mask) for text in more.examples(False)) >= 900
 
 
-def test_chats_are_asked_question_by_question(engine: Engine, tmp_path: Path) -> None:
+def test_chats_are_asked_question_by_question(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     assert engine.codec is not None
-    tokenizer, before = engine.codec.tokenizer, engine.codec.tokenizer.chat_template
-    chat = Document(messages=tuple(Message(*one)
-                                   for one in (("user", "A?"), ("assistant", "a"), ("user", "B?"),
-                                               ("assistant", "b"))))
-    tokenizer.chat_template = template
-    try:
-        own = SelfGeneratedText(tmp_path / "chats.jsonl", {},
-                                SelfGenerateConfig(60, (0.0,), None, 1), LENGTH)
-        own.write(engine, [chat], False, lambda progress: None)
-    finally:
-        tokenizer.chat_template = before
+    tokenizer = engine.codec.tokenizer
+    turns = (("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))
+    chat, config = Document(messages=tuple(starmap(Message, turns))), SelfGenerateConfig(60, (0.0,))
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, config, LENGTH)
+    own.write(engine, [chat], False, lambda progress: None)
     asked = {tokenizer.decode(row["tokens"][: row["prompt"]])
              for row in lines(tmp_path / "chats.jsonl")[1:]}
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +43,9 @@ def run(source: Path, out: Path, recorder: Recorder | None = None, **changes: An
         "model": str(source / "tiny"), "data": DataConfig((source / "texts.jsonl",)), "out": out,
         "head_config": {"heads": 2, "layers": 1, "share_lm_head": True},
     }  # fmt: skip
-    given |= {name: changes.pop(name) for name in list(changes)
-              if name in TrainRun.__dataclass_fields__}
-    config = TrainConfig(**{"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4,
-                            **changes})
+    given |= {name: changes.pop(name) for name in {*changes} & {*TrainRun.__dataclass_fields__}}
+    usual = {"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4}
+    config = TrainConfig(**{**usual, **changes})
     recorder = recorder or Recorder()
     train(TrainRun(**given, config=config), fresh_head, recorder)
     return recorder
@@ -85,8 +79,7 @@ def test_the_folder_decodes_and_says_where_it_comes_from(source: Path, finished:
     assert f"{record['pairs']:,} pairs" in card and "{" not in card and "\n\n\n" not in card
     for file in ("README.md", "training.json", "config.json"):
         assert str(source) not in (finished / file).read_text()  # no folders of this machine
-    assert {file.name
-            for file in finished.iterdir()} == {                # nothing that only served to go on
+    assert {file.name for file in finished.iterdir()} == {      # nothing that only served to go on
         "README.md", "config.json", "log.jsonl", "model.safetensors", "training.json"}
 
 
@@ -119,8 +112,8 @@ def test_the_target_writes_its_own_texts_for_several_heads(
 
     def seen(*args: Any, **options: Any) -> Any:
         engine = load(*args, **options)
-        packed.append(sum(isinstance(module, JointLinear)
-                          for module in engine.target.model.modules()))
+        modules = engine.target.model.modules()
+        packed.append(any(isinstance(module, JointLinear) for module in modules))
         return engine
 
     monkeypatch.setattr(train_run, "load", seen)
@@ -128,60 +121,33 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
     second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
     assert first.progress and not second.progress and first.progress[-1].tokens == 800
-    assert len(packed) == 1 and packed[0] > 0
+    assert len(packed) == 1 and packed[0]
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     assert record["counted"] >= 750
     assert "target wrote" in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_chats_that_the_template_refuses_are_skipped_or_refused(source: Path,
-                                                                tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    )
+def test_chats_that_the_template_refuses_are_skipped_or_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    template = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system')"
+                " }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     model, file = saved_model(tmp_path / "tiny"), tmp_path / "chats.jsonl"
     (model / "chat_template.jinja").write_text(template)
-    chats = [[("system", "x")] * (n % 2) + [("user", f"Who is {n}?"),
-                                            ("assistant", f"It is {n}, a dog.")] for n in range(32)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]}
-            for chat in chats]
+    system = {"role": "system", "content": "x"}
+    for_each = [[{"role": "user", "content": f"Who is {n}?"},
+                 {"role": "assistant", "content": f"It is {n}, a dog."}] for n in range(32)]
+    rows = [{"messages": [system] * (n % 2) + chat} for n, chat in enumerate(for_each)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recorder = run(source, tmp_path / "out", model=str(model), data=DataConfig((file,)), steps=2)
+    given = {"model": str(model), "data": DataConfig((file,)), "steps": 2}
+    recorder = run(source, tmp_path / "out", **given)
     skipped = [re.findall(r"skipped (\d+) chats .* no system", note) for note in recorder.notes]
     assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
     own = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
-    generated = run(source, tmp_path / "own", model=str(model), data=DataConfig((file,)), steps=2,
-                    self_generate=own)
+    generated = run(source, tmp_path / "own", self_generate=own, **given)
     assert any("no system" in note for note in generated.notes) and generated.progress
     with pytest.raises(BadInput, match="no system"):
-        run(source, tmp_path / "strict", model=str(model), data=DataConfig((file,), strict=True),
-            steps=2)
-
-
-def test_a_run_that_is_killed_and_gone_on_with_ends_at_the_same_bits(source: Path,
-                                                                     tmp_path: Path) -> None:
-    options = ["--steps", "100", "--heads", "2", "--length", "32", "--batch", "4", "--lr", "0.003",
-               "--save-minutes", "0"]
-    broken, files = tmp_path / "broken", [str(source / "tiny"), "--data",
-                                          str(source / "texts.jsonl")]
-    script = "from draftproof.cli.app import main; main()"
-    command = [sys.executable, "-c", script, "train", "medusa", *files, *options, "--out",
-               str(broken)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    log = broken / "log.jsonl"
-    while not log.exists() or log.read_text().count("\n") < 20:
-        assert running.poll() is None, running.stderr and running.stderr.read().decode()
-        time.sleep(0.05)
-    running.send_signal(signal.SIGKILL)
-    assert running.wait() == -signal.SIGKILL and not (broken / "training.json").exists()
-    resumed, whole = (run(source, tmp_path / out, steps=100) for out in ("broken", "whole"))
-    assert 0 < len(resumed.losses) < 100 == len(whole.losses)
-    assert resumed.losses[-1] == whole.losses[-1]
-    assert resumed.evaluations[-1] == whole.evaluations[-1]
-    weights = [tmp_path / out / "model.safetensors" for out in ("broken", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+        run(source, tmp_path / "strict", **given | {"data": DataConfig((file,), strict=True)})
 
 
 def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(

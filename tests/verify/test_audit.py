@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,14 +87,9 @@ def judged(sampler: Any, **options: Any) -> Audit:
     return audit(sampler, TARGET, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
 
 
-class Whole:
-    """The protocol as an object."""
-
-    sample = staticmethod(plain(TARGET))
-
-
 @pytest.mark.parametrize(
-    "sampler", [plain(TARGET), speculative(RIGHT), speculative(RIGHT, tokens=1), Whole()]
+    "sampler", [plain(TARGET), speculative(RIGHT), speculative(RIGHT, tokens=1),
+                SimpleNamespace(sample=plain(TARGET))]
 )
 def test_right_engines_pass(sampler: Any) -> None:
     found = judged(sampler)
@@ -158,26 +154,19 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "options", "words"),
+    ("sampler", "law", "prompt", "options", "words"),
     [
-        (plain(TARGET), {"samples": 10}, "at least 200"),
-        (plain(TARGET), {"length": 0}, "length"),
-        (lambda prompt, n, seed: [[1]], {}, "100 texts and returned 1"),
-        (lambda prompt, n, seed: None, {}, "NoneType"),
+        (plain(TARGET), TARGET, PROMPT, {"samples": 10}, "at least 200"),
+        (plain(TARGET), TARGET, PROMPT, {"length": 0}, "length"),
+        (lambda prompt, n, seed: [[1]], TARGET, PROMPT, {}, "100 texts and returned 1"),
+        (lambda prompt, n, seed: None, TARGET, PROMPT, {}, "NoneType"),
+        (plain(TARGET), TARGET, [], {}, "prompt is empty"),
+        (plain(TARGET), lambda texts: TARGET(texts) * 2, PROMPT, {}, "sum to one"),
     ],
 )
-def test_what_cannot_be_judged_is_one_sentence(
-    sampler: Any, options: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_judged_is_one_sentence(sampler, law, prompt, options, words) -> None:
     with pytest.raises(BadInput, match=words):
-        judged(sampler, **options)
-
-
-def test_no_prompt_and_no_law_are_one_sentence() -> None:
-    with pytest.raises(BadInput, match="prompt is empty"):
-        audit(plain(TARGET), TARGET, [])
-    with pytest.raises(BadInput, match="sum to one"):
-        audit(plain(TARGET), lambda texts: TARGET(texts) * 2, PROMPT)
+        audit(sampler, law, prompt, **options)
 
 
 def test_transformers_with_a_draft_model_is_unbiased() -> None:

@@ -45,11 +45,7 @@ def test_a_report_in_three_forms() -> None:
     assert "planted &lt;b&gt;" in page and "<b>" not in page and "http" not in page
     assert "off by 0.3" in markdown and "FAIL" in markdown
     HTMLParser().feed(page)
-
-
-def test_one_broken_section_breaks_the_report() -> None:
-    assert Report([GOOD], {}).passed and not Report([GOOD, BAD], {}).passed
-    assert "bits" in Report([GOOD, BAD], {}).verdict
+    assert Report([GOOD], {}).passed and not report.passed and "bits" in report.verdict
 
 
 def test_sections_run_in_turn_and_the_engine_loads_only_when_needed(
