@@ -8,9 +8,10 @@ import pytest
 from drafting import DRAFTERS, Oracle, assert_counts, texts
 from tiny import VOCAB, prompts, target
 
-from draftproof.core.params import Sampling
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
+from draftproof.engine.sequence import SequenceState
 from draftproof.errors import ContextOverflow
 from draftproof.model.loading import embedded, load_tokenizer
 from draftproof.model.target import Target
@@ -113,6 +114,36 @@ def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], s
                 (done,) = engine.generate([prompt], max_new_tokens=24, sampling=replace(want, stop=stop))
                 assert (done.text, done.finish_reason) == (whole.text[:cut], "stop"), (stop, budget)
                 assert_counts(done)
+
+
+@pytest.mark.parametrize("shape", ["{end}", "{end}{after}", "{before}{end}", "{end}{end}"])
+def test_special_tokens_in_a_stop_string_end_the_text(shape: str) -> None:
+    """They are not shown, and are found all the same: alone, or with the text around them."""
+    codec = Codec(load_tokenizer(embedded("demo")))
+    codec.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    codec = Codec(codec.tokenizer)
+    prompt = codec.encode("Once upon a time")
+    first, second = codec.encode(" dog", special=False)[-1], codec.encode(" cat", special=False)[-1]
+    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    answer = [first, end, end, second, first] if shape == "{end}{end}" else [first, end, second, first]
+    stop = shape.format(end="<|im_end|>", before="og", after=" c")
+    for split in ([answer], [[token] for token in answer]):
+        state = SequenceState(prompt, SamplingParams(Sampling(stop=[stop, "@"]), len(prompt)), 9, codec.stream(prompt))
+        for tokens in split:
+            if state.finish_reason is None:
+                state.extend(tokens, None, 0)
+        assert state.finish_reason == "stop"
+        assert state.text == (" d" if shape == "{before}{end}" else " dog")
+        assert "".join(piece for piece, _ in state.pieces()) == state.text
+        assert state.tokens == answer[: answer.index(second) + 1 if "after" in shape else 3 if shape == "{end}{end}" else 2]
+
+
+def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
+    codec = Codec(load_tokenizer(embedded("demo")))
+    end, word = next(iter(codec.special_tokens)), codec.encode(" dog", special=False)[-1]
+    state = SequenceState([1], SamplingParams(Sampling(stop=[codec.special_tokens[end] + "!"]), 1), 3, codec.stream([1]))
+    state.extend([word, end, word], None, 0)
+    assert (state.text, state.finish_reason) == (" dog dog", "length")
 
 
 def test_a_stream_says_what_generate_says(spoken: tuple[Target, Codec]) -> None:

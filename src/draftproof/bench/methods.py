@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -12,13 +12,12 @@ from draftproof.bench.inflate import load_inflated
 from draftproof.bench.measure import PLAIN, Clock, Method, Output, Prompts
 from draftproof.core.params import Sampling
 from draftproof.engine.config import TRAINING_FREE
-from draftproof.engine.engine import Engine, Prompt
+from draftproof.engine.engine import Engine
 from draftproof.engine.load import HEADS, load
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.loading import PreTrainedModel, load_model, stop_tokens
 from draftproof.model.packed_linear import pack_linears
-from draftproof.model.tokenizer import Messages
 
 
 class OurEngine:
@@ -124,14 +123,3 @@ def load_methods(
         methods += [Transformers(f"transformers, {name}", stock, load_model(name, **where))
                     for name in assistants]
     return plain, methods
-
-
-def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a text, a chat or token ids. Raises BadInput without a tokenizer."""
-    if prompt and isinstance(prompt[0], int):
-        return [int(cast(int, token)) for token in prompt]
-    if engine.codec is None:
-        raise BadInput(f"{engine.target.name} has no tokenizer; put one beside the model")
-    if isinstance(prompt, str):
-        return engine.codec.encode(prompt)
-    return engine.codec.encode_chat(cast(Messages, prompt))

@@ -6,6 +6,7 @@ Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. N
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import Annotated, Any, TextIO
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from draftproof import __version__
+from draftproof.cli import show
 from draftproof.cli.audit import audit
 from draftproof.cli.bench import bench
 from draftproof.cli.calibrate import calibrate
@@ -23,6 +25,13 @@ from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.cli.train import train
 from draftproof.errors import LAST_WORD, DraftproofError
+
+
+class Closed(io.StringIO):
+    """Stands for a standard output that was closed by whoever started the command."""
+
+    def write(self, text: str) -> int:
+        raise OSError("standard output is closed; open it, or use --out")
 
 
 class Interrupted(Exception):
@@ -85,6 +94,10 @@ def main() -> None:
     if LAST_WORD.locked():                                         # by a command before, in the same process
         LAST_WORD.release()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")       # errors come as exceptions; its log lines only repeat them
+    while os.open(os.devnull, os.O_RDWR) <= 2:                    # a closed one is not given to a file
+        pass
+    sys.stdout = sys.stdout or Closed()
+    sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
@@ -111,7 +124,7 @@ def _leave(sentence: str, code: int) -> None:
         sys.stdout.flush()
     if LAST_WORD.acquire(blocking=False):
         with contextlib.suppress(OSError):
-            print(f"draftproof: {' '.join(sentence.split())}", file=sys.stderr)
+            print(f"draftproof: {show.harmless(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(code)
 
 

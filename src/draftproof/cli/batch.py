@@ -22,7 +22,7 @@ from draftproof.cli import show
 from draftproof.cli.rows import Request, identity, understood
 from draftproof.cli.setup import engine_of, group_of, sampling
 from draftproof.engine.config import EngineConfig
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, first_line
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
@@ -214,6 +214,8 @@ class Batch:
                     ready.append((line, request))
                 except BadInput as error:
                     yield line, str(error)
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    yield line, f"the row cannot be used: {first_line(error)}"
             prompts, wanted = [request.prompt for _, request in ready], [request.sampling for _, request in ready]
             for completion in engine.as_completed(prompts, sampling=wanted, batch_size=self.batch_size or ROWS) if ready else ():
                 yield ready[completion.prompt][0], completion
@@ -248,7 +250,7 @@ def _progress() -> Progress:
 
 def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
     """One row, there for whoever looks as soon as this returns."""
-    file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
+    file.write(show.as_json(row).encode(errors="replace") + b"\n")
     file.flush()
 
 

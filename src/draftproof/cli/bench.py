@@ -55,7 +55,7 @@ def bench(
     """Measure plain decoding and drafters on the same prompts, interleaved; compare texts first."""
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
-    from draftproof.bench.methods import encode, load_methods
+    from draftproof.bench.methods import load_methods
     from draftproof.bench.workloads import GENERAL, STORIES, read_questions, select
     from draftproof.model.loading import embedded, resolve
 
@@ -70,7 +70,7 @@ def bench(
     with show.status("loading ...") as status:
         plain, methods = load_methods(
             model, drafter or [], assistant_model or [], inflate, against is not None, **engine)
-        tokens = [encode(plain, one.prompt) for one in questions]
+        tokens = [plain.requests.tokens(one.prompt) for one in questions]
         fitting = [some for some in tokens if len(some) + new_tokens <= plain.target.context]
         if not fitting:
             raise BadInput(f"no prompt leaves room for {new_tokens} new tokens; ask for fewer")

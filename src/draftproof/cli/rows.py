@@ -7,7 +7,7 @@ the text and is not honoured is refused; a user's own fields (a reference answer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,18 +18,33 @@ if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Prompt
 
-PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids")
+PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
 """Fields a prompt is looked for in; of turns, the first is taken."""
 OTHER_NAMES = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
-    "stop_token_ids": "stop_tokens", "stop_strings": "stop", "bad_words": "banned_words", "no_repeat_ngram_size": "no_repeat_ngram",
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens", "n_predict": "max_new_tokens",
+    "min_tokens": "min_new_tokens", "stop_token_ids": "stop_tokens", "stop_strings": "stop",
+    "stop_sequences": "stop", "bad_words": "banned_words", "bad_words_ids": "banned_words",
+    "no_repeat_ngram_size": "no_repeat_ngram", "random_seed": "seed",
 }  # fmt: skip
-"""What OpenAI, vLLM and transformers call an option."""
+"""What OpenAI, vLLM, TGI, llama.cpp and transformers call an option."""
 NOT_HONOURED = (
-    "tools", "tool_choice", "functions", "function_call", "response_format", "guided_json", "guided_regex", "guided_choice",
-    "structured_outputs", "best_of", "echo", "suffix", "typical_p", "num_beams", "prompt_embeds", "modalities", "audio",
+    "tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding", "grammar",
+    "json_schema", "prompt_embeds", "modalities", "audio", "echo", "suffix", "best_of", "num_beams",
+    "use_beam_search", "length_penalty", "num_return_sequences", "typical_p", "top_h", "top_a",
+    "epsilon_cutoff", "eta_cutoff", "mirostat", "repeat_penalty", "encoder_repetition_penalty",
+    "guidance_scale", "penalty_alpha", "watermark", "logits_processors", "allowed_token_ids",
+    "eos_token_id", "lora_request", "top_logprobs", "prompt_logprobs", "truncate", "chat_template",
+    "truncate_prompt_tokens", "include_stop_str_in_output", "extra_body", "reasoning_effort",
+    "top_n_tokens", "decoder_input_details", "return_full_text",
 )  # fmt: skip
-"""Fields that would change the text, and that nothing here does."""
+"""Fields that would change the text or what is reported of it, and that nothing here does."""
+NEUTRAL = (None, False, [], {}, "", "none", "auto", {"type": "text"})
+ONE_IS_NEUTRAL = (
+    "best_of", "num_beams", "num_return_sequences", "length_penalty", "typical_p", "repeat_penalty",
+    "guidance_scale", "encoder_repetition_penalty",
+)  # fmt: skip
 
 
 class Request(NamedTuple):
@@ -64,9 +79,12 @@ def identity(text: bytes) -> dict[str, Any]:
 def understood(text: bytes, base: Sampling, chat: bool) -> Request:
     """What a row asks for, beside what `base` says. Raises BadInput, in one sentence."""
     row = parsed(text)
-    asked = [name for name in NOT_HONOURED if row.get(name) not in (None, False, [], "none")]
-    if asked:
-        raise BadInput(f'"{asked[0]}" was asked for and is not honoured here; leave it out')
+    for options in (row, *_nested(row)):
+        for name in NOT_HONOURED:
+            value = options.get(name)
+            one = name in ONE_IS_NEUTRAL and value == 1 and value is not True
+            if value not in NEUTRAL and not one:
+                raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
     if row.get("n") not in (None, 1):
         raise BadInput(f'"n" was {row["n"]!r}; each row is completed once, repeat it with another seed')
     return Request(prompt_of(row, chat), _sampling(base, row))
@@ -93,7 +111,8 @@ def _messages(given: object) -> list[dict[str, str]]:
     """Messages with their content as text; parts of text are joined, other parts refused."""
     if not isinstance(given, list) or not given:
         raise BadInput('"messages" must be a list of objects with "role" and "content"')
-    return [{**message, "content": _content(message)} for message in given]
+    contents = [_content(message) for message in given]
+    return [{**message, "content": content} for message, content in zip(given, contents, strict=True)]
 
 
 def _content(message: object) -> str:
@@ -110,60 +129,51 @@ def _content(message: object) -> str:
     return content
 
 
+def _nested(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where a row may ask for sampling options, beside its top level."""
+    names = ["sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])]
+    found = [row.get(name) or {} for name in names]
+    for name, inner in zip(names, found, strict=True):
+        if not isinstance(inner, dict):
+            raise BadInput(f'"{name}" must be an object of sampling options')
+    return found
+
+
 def _sampling(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     """`base` with what the row asks for."""
-    known = {field.name: str(field.type) for field in fields(base) if field.name not in ("processors", "logits_rules")}
+    kinds = {field.name: str(field.type) for field in fields(base)}
+    known = {name: kind for name, kind in kinds.items() if name not in ("processors", "logits_rules")}
     asked = {name: value for name, value in row.items() if OTHER_NAMES.get(name, name) in known}
-    for nested in ("sampling", "sampling_params"):
-        inner = row.get(nested) or {}
-        if not isinstance(inner, dict):
-            raise BadInput(f'"{nested}" must be an object of sampling options')
-        strange = [name for name in inner if OTHER_NAMES.get(name, name) not in known and name != "n"]
+    own = {"n", "do_sample", "ignore_eos", *NOT_HONOURED}
+    for inner in _nested(row):
+        strange = [name for name in inner if OTHER_NAMES.get(name, name) not in known and name not in own]
         if strange:
             raise BadInput(f"there is no sampling option {strange[0]!r}; there are {', '.join(known)}")
-        asked |= {name: value for name, value in inner.items() if name != "n"}
+        asked |= {name: value for name, value in inner.items() if name not in own}
+        row = {**row, **{name: inner[name] for name in own if name in inner}}
     params = {OTHER_NAMES.get(name, name): value for name, value in asked.items() if value is not None}
     for name, value in params.items():
         params[name] = _typed(name, known[name], value)
-    try:
-        return replace(base, **params)
-    except BadInput:
-        raise
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"the sampling options cannot be used: {error}") from error
+    if row.get("ignore_eos"):
+        params["stop_tokens"] = ()
+    wanted = replace(base, **params)
+    if row.get("do_sample") is not None and bool(row["do_sample"]) != (wanted.temperature > 0):
+        raise BadInput(f"do_sample was {row['do_sample']!r}; say it by temperature, where 0 is greedy")
+    return wanted
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:
-    """A value as its option wants it; JSON knows no token ids as keys, and others write one stop string alone."""
-    if kind.startswith("int") and type(value) is not int:
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        raise BadInput(f"{name} was {value!r}; it must be a whole number")
-    if kind.startswith("float") and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-        raise BadInput(f"{name} was {value!r}; it must be a number")
-    if name == "logprobs":
-        if not isinstance(value, (bool, int)):
-            raise BadInput(f"logprobs was {value!r}; it must be true or false")
+    """A value as its option wants it: JSON knows no token ids as keys, and others write 8.0 or 1."""
+    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if name == "logprobs" and type(value) is int:
+        if value > 1:
+            raise BadInput(f"logprobs was {value}; only that of the chosen token is reported: true")
         return bool(value)
     if name == "logit_bias":
         try:
             return {int(token): float(bias) for token, bias in dict(value).items()}
         except (TypeError, ValueError) as error:
-            raise BadInput(f"logit_bias was {value!r}; it must be an object of token ids and numbers") from error
-    if name in ("stop", "banned_words") and isinstance(value, str):
-        return (value,)
-    if name in ("stop", "stop_tokens", "banned_words") and not _listed(name, value):
-        wanted = {"stop": "texts", "stop_tokens": "token ids", "banned_words": "texts or lists of token ids"}[name]
-        raise BadInput(f"{name} was {value!r}; it cannot be used, give a list of {wanted}")
+            wanted = "an object of token ids and numbers"
+            raise BadInput(f"logit_bias was {value!r}; it must be {wanted}") from error
     return value
-
-
-def _listed(name: str, value: object) -> bool:
-    """Whether a list holds what its option takes."""
-    if not isinstance(value, Sequence):
-        return False
-    if name == "stop":
-        return all(isinstance(one, str) for one in value)
-    if name == "stop_tokens":
-        return all(type(one) is int for one in value)
-    return all(isinstance(one, str) or (isinstance(one, list) and _listed("stop_tokens", one)) for one in value)

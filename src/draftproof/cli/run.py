@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +66,7 @@ def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, co
     plain = _plainly(engine, prompt, wanted, n) if compare else None
     ours = _written(engine, prompt, wanted, n, writer)
     if writer is None:
-        print(json.dumps(_as_json(ours, plain, described(config, engine, wanted)), ensure_ascii=False))
+        print(show.as_json(_as_json(ours, plain, described(config, engine, wanted))))
         _check(ours)
         return
     _check(ours)
@@ -87,6 +86,8 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     try:
         if file is not None:
             text = file.read_text(encoding="utf-8").removesuffix("\n")
+        elif text == "-" and sys.stdin is None:
+            raise BadInput("the prompt was to come from stdin, which is closed; use --prompt TEXT")
         elif text == "-":
             text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -106,7 +107,8 @@ def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: s
     if n != 1 or writer is None:
         done = engine.generate([prompt], sampling=wanted, n=n)
         for index, completion in enumerate(done if writer else [], 1):
-            print(f"[{index}/{n}] {completion.text}", flush=True)
+            text = show.harmless(completion.text) if writer and writer.terminal else completion.text
+            print(f"[{index}/{n}] {text}", flush=True)
         return done
     try:
         for chunk in engine.stream(prompt, sampling=wanted):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.color import ColorSystem
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
 from rich.status import Status
 from rich.style import Style
 
@@ -23,22 +25,48 @@ ACCEPTED = "green"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def harmless(text: str) -> str:
+    """`text` with the replacement character for control characters: nothing may steer a terminal."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+class Page(Console):
+    """A rich console that shows no control characters of the texts it is given."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
+
+
+def page(stderr: bool = False, **options: Any) -> Page:
+    """Where a command prints; lines keep their length but on a terminal."""
+    made = Page(stderr=stderr, highlight=False, **options)
+    made.soft_wrap = not made.is_terminal
+    return made
+
+
+def as_json(found: Any) -> str:
+    """One line of JSON, without the control characters that JSON leaves as they are."""
+    line = json.dumps(found, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line)
+
+
 class StreamWriter:
     """Writes a stream of text; accepted draft tokens in colour where colours can be seen.
 
-    On a terminal, control characters show as the replacement character: a model must not steer a terminal.
+    On a terminal, control characters show as the replacement character.
     """
 
     def __init__(self, out: IO[str], when: Color = Color.auto, started: bool = False) -> None:
         terminal = out.isatty()
         seen = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.out, self.coloured = out, when is Color.always or (when is Color.auto and seen)
-        self._terminal, self._open = terminal, started              # whether a line is open
+        self.terminal, self._open = terminal, started              # whether a line is open
         self._style = Style.parse(ACCEPTED)
 
     def write(self, chunk: Chunk) -> None:
         for piece, drafted in chunk.pieces:
-            piece = _CONTROL.sub("\ufffd", piece) if self._terminal else piece
+            piece = harmless(piece) if self.terminal else piece
             coloured = self.coloured and drafted
             self.out.write(self._style.render(piece, color_system=ColorSystem.STANDARD) if coloured else piece)
             self._open = not piece.endswith("\n") if piece else self._open
@@ -53,13 +81,12 @@ class StreamWriter:
 
 def note(text: str, style: str = "dim") -> None:
     """One line on stderr; wrapped at words only on a terminal."""
-    console = Console(stderr=True, highlight=False)
-    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+    page(stderr=True).print(text, style=style, markup=False)
 
 
 def status(text: str) -> Status:
     """While the block runs: `text` and a spinner on stderr, if it is a terminal."""
-    return Console(stderr=True, highlight=False).status(text)
+    return page(stderr=True).status(text)
 
 
 def added(completions: Sequence[Completion]) -> RoundStats:

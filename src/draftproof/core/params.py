@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ from draftproof.errors import BadInput
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix and nothing else."""
+
+
+SMALL, LARGEST = 1e-30, 10**9
+"""Smaller numbers are lost in float32, as are those larger than 1 / SMALL; counts larger than LARGEST are a mistake."""
 
 
 class RuleRequest(NamedTuple):
@@ -88,7 +93,7 @@ class Sampling:
         for name in ("temperature", "presence_penalty", "frequency_penalty"):
             _within(self, name, 0 if name == "temperature" else None)
         for name in ("top_k", "no_repeat_ngram", "min_new_tokens"):
-            _within(self, name, 0, whole=True)
+            _within(self, name, 0, LARGEST, whole=True)
         for name in ("max_new_tokens", "max_length"):
             if getattr(self, name) is not None:
                 _within(self, name, 1, whole=True)
@@ -96,14 +101,22 @@ class Sampling:
         _within(self, "top_p", 0, 1, open_low=True)
         _within(self, "min_p", 0, 1)
         _within(self, "repetition_penalty", 0, open_low=True)
-        if any(not bias < inf for bias in self.logit_bias.values()):
+        biases = self.logit_bias
+        if not isinstance(biases, Mapping) or not all(
+            _is_token(token) and isinstance(bias, (int, float)) and bias <= 1 / SMALL
+            for token, bias in biases.items()
+        ):
             raise BadInput(
-                f"logit_bias was {dict(self.logit_bias)!r}; each bias must be a number below infinity"
+                f"logit_bias was {biases!r:.200}; it must be numbers up to {1 / SMALL}, by token id"
             )
-        if any(word == "" for word in self.stop):
-            raise BadInput("stop was given an empty string; every text contains it. Leave it out")
-        if any(len(word) == 0 for word in self.banned_words):
-            raise BadInput("banned_words was given an empty word; leave it out")
+        if not isinstance(self.logprobs, bool):
+            raise BadInput(f"logprobs was {self.logprobs!r}; it must be true or false")
+        for name, parts, wanted in _LISTED:
+            values = getattr(self, name)
+            if values is None and name == "stop_tokens":
+                continue
+            if not _is_list(values) or not all(parts(value) for value in values):
+                raise BadInput(f"{name} was {values!r:.200}; it must be a list of {wanted}")
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,32 @@ class SamplingParams:
     logits_rules: tuple[tuple[LogitsRule, LogitsProcessor], ...] = ()
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_word(value: object) -> bool:
+    if _is_text(value):
+        return True
+    return _is_list(value) and bool(value) and all(map(_is_token, value))  # type: ignore[call-overload]
+
+
+_LISTED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("stop", _is_text, "strings that are not empty"),
+    ("stop_tokens", _is_token, "token ids"),
+    ("banned_words", _is_word, "strings, or lists of token ids, that are not empty"),
+)
+"""Options that hold several, what each of them must be, and that in words."""
+
+
 def _within(
     owner: object, name: str, low: float | None = None, high: float | None = None,
     open_low: bool = False, whole: bool = False,
@@ -126,10 +165,12 @@ def _within(
     value = getattr(owner, name)
     kind = int if whole else (int, float)
     number = isinstance(value, kind) and not isinstance(value, bool) and -inf < value < inf
+    if number and not whole and value and not SMALL <= abs(value) <= 1 / SMALL:
+        raise BadInput(f"{name} was {value!r:.40}; it must be 0, or from {SMALL} to {1 / SMALL} in size")
     above = number and (low is None or (value > low if open_low else value >= low))
     if above and (high is None or value <= high):
         return
     bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
     bounds += [] if high is None else [f"at most {high}"]
     wanted = " ".join(["a whole number" if whole else "a number", " and ".join(bounds)]).strip()
-    raise BadInput(f"{name} was {value!r}; it must be {wanted}")
+    raise BadInput(f"{name} was {value!r:.40}; it must be {wanted}")

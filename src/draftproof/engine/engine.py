@@ -20,8 +20,8 @@ from draftproof.drafters.plain import Plain
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.decoder import Decoder
+from draftproof.engine.prompts import Prompt as Prompt
 from draftproof.engine.ranks import LedBudget, LedDrafter, led_rule
-from draftproof.engine.request import Prompt as Prompt
 from draftproof.engine.request import RequestReader
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy

@@ -235,7 +235,7 @@ def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrain
     found = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
     if found is None and tokenizer is not None:
         raise BadInput(f"there is no tokenizer in {tokenizer}")
-    return Codec(found) if found is not None else None
+    return Codec(found, str(where)) if found is not None else None
 
 
 def _compiled(target: Target, drafter: Drafter) -> Target:

@@ -17,6 +17,7 @@ class Detokenizer(Protocol):
     """Text from tokens, one at a time; `model.tokenizer.TextStream` is one."""
 
     def push(self, token: int) -> str: ...
+    def special(self, token: int) -> str: ...
     def finish(self) -> str: ...
 
 
@@ -39,7 +40,8 @@ class SequenceState:
     request: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
     _pieces: list[tuple[str, bool]] = field(default_factory=list)
-    _held: list[tuple[str, bool]] = field(default_factory=list)         # may begin a stop string
+    # may begin a stop string; special tokens, which are not shown, among them: the last says so
+    _held: list[tuple[str, bool, bool]] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int) -> int:
         """Take new tokens, the first `drafted` from the draft, until the text ends; return how many."""
@@ -56,6 +58,8 @@ class SequenceState:
                 else:
                     self.text += piece
                     self._pieces.append((piece, index < drafted))
+            elif holds and self.detokenizer and (piece := self.detokenizer.special(token)):
+                self._hold(piece, index < drafted, special=True)
             if self.finish_reason is None and token in stops:
                 self._end("stop")
             if self.finish_reason is None and asked and self._is_enough():
@@ -81,11 +85,11 @@ class SequenceState:
         text = torch.tensor([[*self.prompt, *self.tokens]])
         return any(stops(text) for stops in self.params.sampling.stop_when)
 
-    def _hold(self, piece: str, drafted: bool) -> None:
+    def _hold(self, piece: str, drafted: bool, special: bool = False) -> None:
         """End the text at the earliest stop string; hand out what cannot begin one."""
         stops = self.params.sampling.stop
-        self._held.append((piece, drafted))
-        held = "".join(text for text, _ in self._held)
+        self._held.append((piece, drafted, special))
+        held = "".join(text for text, _, _ in self._held)
         found = [place for stop in stops if (place := held.find(stop)) >= 0]
         if found:
             self._release(min(found))
@@ -95,20 +99,21 @@ class SequenceState:
         self._release(len(held) - max((_overlap(held, stop) for stop in stops), default=0))
 
     def _release(self, count: int) -> None:
-        """Move the first `count` held characters to the text."""
+        """Move the first `count` held characters to the text, but for those of special tokens."""
         while count > 0:
-            piece, drafted = self._held.pop(0)
+            piece, drafted, special = self._held.pop(0)
             if len(piece) > count:
-                self._held.insert(0, (piece[count:], drafted))
+                self._held.insert(0, (piece[count:], drafted, special))
                 piece = piece[:count]
-            self.text += piece
-            self._pieces.append((piece, drafted))
+            if not special:
+                self.text += piece
+                self._pieces.append((piece, drafted))
             count -= len(piece)
 
     def _end(self, reason: str) -> None:
         if self.detokenizer is not None and (piece := self.detokenizer.finish()):
             self._hold(piece, False)
-        self._release(sum(len(piece) for piece, _ in self._held))
+        self._release(sum(len(piece) for piece, _, _ in self._held))
         self.finish_reason = self.finish_reason or reason
 
 

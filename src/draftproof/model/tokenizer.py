@@ -3,7 +3,7 @@ tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,18 @@ Messages = Sequence[dict[str, str]]
 class Codec:
     """A tokenizer as the engine sees it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
         self.tokenizer = tokenizer
-        self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_tokens = {token: str(one.content) for token, one in added.items() if one.special}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`, with the tokenizer's special tokens unless told otherwise."""
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise BadInput(
+                f"{text!r:.40} has half of a surrogate pair, a cut emoji perhaps; give whole characters"
+            )
         return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
     def encode_chat(self, messages: Messages) -> list[int]:
@@ -47,7 +53,7 @@ class Codec:
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         """A stream of the text behind `prompt`."""
-        return TextStream(self.tokenizer, prompt)
+        return TextStream(self.tokenizer, prompt, self.special_tokens)
 
     def same_ids(self, other: Codec) -> bool:
         """Whether every token both know has the same id in both."""
@@ -63,8 +69,11 @@ class TextStream:
     """Turns new tokens into text as they come; special tokens are skipped, as in
     ``tokenizer.decode``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
+        special: Mapping[int, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._special = tokenizer, special or {}
         # decides about the first space, and is not said again
         self._before = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
@@ -81,6 +90,10 @@ class TextStream:
         if piece:
             self._before, self._pending = (self._before + self._pending)[-_CONTEXT:], []
         return piece
+
+    def special(self, token: int) -> str:
+        """The text of a special token, which `push` skips; empty for any other."""
+        return self._special.get(token, "")
 
     def finish(self) -> str:
         """What is left when no token follows: an incomplete character shows as the replacement

@@ -73,6 +73,9 @@ class Letters(Codec):
         self.late = own if own == "é" else ""
         return held if own == "é" else held + own
 
+    def special(self, token: int) -> str:
+        return ""
+
     def finish(self) -> str:
         piece, self.late = self.late, ""
         return piece
