@@ -31,7 +31,8 @@ def rows(tmp_path: Path) -> Path:
 
 
 def args(model: str, rows: Path, out: Path) -> list[str]:
-    return ["run", model, "--prompts", str(rows), "--out", str(out), "--batch-size", "3", "--max-new-tokens", "8"]
+    files = ["--prompts", str(rows), "--out", str(out)]
+    return ["run", model, *files, "--batch-size", "3", "--max-new-tokens", "8"]
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -107,13 +108,15 @@ def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path:
         {"prompt": "Tom", "sampling": {"temperature": 1.0, "seed": 3}, "max_new_tokens": 6},
         {"prompt": "Tom", **asked, "answer": "a user's own field"},
         {"prompt": "Tom", "sampling_params": {**asked, "n": 1}},
+        {"inputs": "Tom", "parameters": {**asked, "best_of": 1, "do_sample": True}, "options": ["a"]},
         {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "Tom", **asked}},
     ]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_text("\n".join(map(json.dumps, same)))
     assert call("run", target, "--prompts", str(rows), "--out", str(out)).code == 0
     found = read(out)
-    assert len({row["text"] for row in found}) == 1 and found[0]["tokens"] == 6 and found[3]["custom_id"] == "c"
+    assert {row["text"] for row in found} == {found[0]["text"]} and found[0]["tokens"] == 6
+    assert found[4]["custom_id"] == "c"
 
 
 def test_a_finished_file_is_left_alone(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
@@ -150,14 +153,22 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
         '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens", '{"prompt": "a", "sampling": {"top": 1}}': "'top'",
         '{"prompt": "a", "sampling": {"top_k": 2.5}}': "whole",
         '{"prompt": "a", "sampling": {"temperature": "hot"}}': "temperature",
-        '{"prompt": "a", "sampling": {"stop": 5}}': "cannot be used", '{"prompt": "\\ud83d"}': "surrogate",
+        '{"prompt": "a", "sampling": {"stop": 5}}': "list of strings", '{"prompt": "\\ud83d"}': "surrogate",
         '{"prompt": "a", "tools": [1]}': "tools", '{"prompt": "a", "n": 2}': "another seed",
+        '{"prompt": "a", "banned_words": ["\\ud83d"]}': "surrogate", '{"messages": ["a"]}': "objects",
+        '{"prompt": "a", "top_k": %s}' % 10**30: "top_k", '{"prompt": "a", "temperature": %s}' % 10**400: "size",
+        '{"prompt": "a", "temperature": 1e-300}': "size", '{"prompt": [true]}': "must be text",
+        '{"prompt": [-1]}': "-1", '{"prompt": "a", "logit_bias": [5]}': "object",
+        '{"prompt": "a", "stop_tokens": [true]}': "token ids", '{"prompt": "a", "logprobs": 5}': "chosen",
+        '{"prompt": "a", "use_beam_search": true}': "beam", '{"prompt": "a", "do_sample": true}': "greedy",
+        '{"prompt": "a", "sampling_params": {"best_of": 3}}': "best_of", '{"prompt": "a", "seed": true}': "seed",
+        '{"prompt": "a", "sampling": [1]}': "object of sampling", '{"prompt": "a", "max_length": 1}': "max_length",
         '{"prompt": "a", "meta": ' + "[" * 5000 + "]" * 5000 + "}": "nested", "\udcff": "JSON",
     }  # fmt: skip
     lines = [line for text in bad for line in (text, '{"prompt": "fine"}')]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
-    said = call(*args(target, rows, out))
+    said = call(*[one for one in args(target, rows, out) if one not in ("--max-new-tokens", "8")])
     assert said.code == 1
     assert said.err.splitlines()[-1].startswith(f"draftproof: {len(bad)} of {2 * len(bad)} rows could not be completed")
     found = read(out)

@@ -19,6 +19,7 @@ import pytest
 from random_models import save_model
 
 import draftproof
+from draftproof.cli import show
 from draftproof.cli.options import Color
 from draftproof.cli.show import StreamWriter, first_difference
 from draftproof.engine.config import branching
@@ -125,9 +126,14 @@ def test_a_model_cannot_steer_the_terminal() -> None:
         def isatty(self) -> bool:
             return True
 
-    screen = Terminal()
+    screen, harmless = Terminal(), "a\ufffd[2J\ufffdb\n\tc"
     StreamWriter(screen, Color.never).write(Chunk([("a\x1b[2J\rb\n\tc", True)]))
-    assert screen.getvalue() == "a\ufffd[2J\ufffdb\n\tc"
+    assert screen.getvalue() == harmless
+    table = show.page(file=Terminal(), force_terminal=True, color_system=None, width=40)
+    table.print("\x9b2J\x1b[2J", markup=False)
+    assert table.file.getvalue() == "\ufffd2J\ufffd[2J\n"
+    line = show.as_json({"text": "\x1b\x7f\x9b\u00e9"})
+    assert line.isprintable() and json.loads(line) == {"text": "\x1b\x7f\x9b\u00e9"}
 
 
 def test_the_first_difference_is_counted_from_one() -> None:
@@ -156,6 +162,18 @@ def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
     assert len(first) == 20 and (first + rest).endswith(b"\n")
     assert said.splitlines()[-1] == "draftproof: interrupted"
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "said"), [(">&-", 1, "output is closed"), ("2>&-", 0, ""), ("<&-", 1, "stdin")]
+)
+def test_closed_streams_are_no_traceback(target: str, closed: str, code: int, said: str) -> None:
+    source = "-" if closed == "<&-" else "-p Once"
+    script = f"{sys.executable} -m draftproof run {target} {source} --max-new-tokens 4 --json {closed}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, shell=True, capture_output=True, env=environment, check=False, text=True)
+    assert done.returncode == code and said in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
 
 def test_a_reader_that_leaves_early_is_no_error(target: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftproof.cli.setup import as_chat
+from draftproof.cli.setup import NOT_DATA, as_chat
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ NOT_HONOURED = (
     "top_n_tokens", "decoder_input_details", "return_full_text",
 )  # fmt: skip
 """Fields that would change the text or what is reported of it, and that nothing here does."""
-NEUTRAL = (None, False, [], {}, "", "none", "auto", {"type": "text"})
+NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", {"type": "text"})
 ONE_IS_NEUTRAL = (
     "best_of", "num_beams", "num_return_sequences", "length_penalty", "typical_p", "repeat_penalty",
     "guidance_scale", "encoder_repetition_penalty",
@@ -142,7 +142,7 @@ def _nested(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _sampling(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     """`base` with what the row asks for."""
     kinds = {field.name: str(field.type) for field in fields(base)}
-    known = {name: kind for name, kind in kinds.items() if name not in ("processors", "logits_rules")}
+    known = {name: kind for name, kind in kinds.items() if name not in NOT_DATA}
     asked = {name: value for name, value in row.items() if OTHER_NAMES.get(name, name) in known}
     own = {"n", "do_sample", "ignore_eos", *NOT_HONOURED}
     for inner in _nested(row):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from draftproof.model.parallel import ProcessGroup
 
 
+NOT_DATA = ("processors", "stop_when", "logits_rules")
+"""Fields of a sampling that no file can hold."""
+
+
 def engine_of(config: EngineConfig) -> Engine:
     """Load everything and check it against each other. What is there then stays as long as the process does."""
     from draftproof.engine.load import build
@@ -96,8 +100,8 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
         "device": str(engine.target.device),
         **({"ranks": engine.target.group.size} if config.parallel is not None else {}),
         "sampling": {
-            **{name: value for name, value in vars(wanted).items() if name not in ("processors", "logits_rules")},
-            **({"logits_rules": [rule.name for rule in wanted.logits_rules]} if wanted.logits_rules else {}),
+            **{name: value for name, value in vars(wanted).items() if name not in NOT_DATA},
+            "logits_rules": [rule.name for rule in wanted.logits_rules],
         },
     }
 
