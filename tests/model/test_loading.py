@@ -185,3 +185,48 @@ def test_loading_asks_for_a_tokenizer_only_where_there_is_one(folder: Path) -> N
             loading.load_tokenizer(folder)
     finally:
         broken.unlink()
+
+
+def as_gguf(own: Any, file: Path) -> None:
+    """A Qwen2 model as llama.cpp would have it."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = own.config, gguf.GGUFWriter(file, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_token_list([f"<{n}>" for n in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in own.state_dict().items():
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
+                  writer.write_tensors_to_file, writer.close):
+        write()
+
+
+def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path) -> None:
+    own = fresh("qwen2").float()
+    as_gguf(own, tmp_path / "model.gguf")
+    found = loading.load_model(tmp_path / "model.gguf", "float32", "cpu")
+    assert not hasattr(found, "hf_quantizer") and found.dtype == torch.float32
+    with torch.inference_mode():
+        text = torch.arange(12)[None]
+        torch.testing.assert_close(found(text).logits, own(text).logits)
+    Path(tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match=r"broken\.gguf cannot be"):
+        loading.load_model(tmp_path / "broken.gguf")
+
+
+def test_a_gguf_file_names_the_package_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(loading.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install 'draftproof\[gguf\]'"):
+        loading.load_model(tmp_path / "model.gguf")
+    with pytest.raises(ModelNotFound, match="there is no folder"):
+        loading.load_model(tmp_path / "other.gguf")

@@ -57,7 +57,7 @@ def cli_fields(config: type) -> list[Field[Any]]:
 class EngineConfig:
     """What an engine is made of. Raises BadInput for what can be refused before anything is loaded.
 
-    model, assistant_model: "demo", a folder, a hub id or a loaded transformers model; both share one tokenizer.
+    model, assistant_model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model; both share one tokenizer.
     drafter: a name, a folder of draft heads or of a draft model, or a `Drafter`; "a+b" merges several.
     budget: draft tokens per round (`--num-assistant-tokens`), or a `Budget`; None measures what pays, zero included.
     draft_tree: what a draft model or Medusa heads draft: children per node and level ("3,2,1"), the name of a published tree,

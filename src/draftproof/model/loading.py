@@ -102,7 +102,8 @@ def load_model(
         )
     _check_report(name, type(loaded).__name__, report)
     if "gguf_file" in options:
-        del loaded.hf_quantizer, loaded.config.quantization_config
+        vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
+        vars(loaded.config).pop("quantization_config", None)
         loaded.config.name_or_path = name
     # neither to move nor to cast
     if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
@@ -279,7 +280,8 @@ def _clear_errors(name: str) -> Iterator[None]:
             ) from error
         raise ModelNotFound(f"the model {name} cannot be loaded: {first_line(error)}") from error
     except Exception as error:
-        if type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx")):
+        known = type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx"))
+        if known or name.endswith(".gguf"):             # a cut-off one raises whatever reading it can
             raise ModelNotFound(f"the model {name} cannot be read: {first_line(error)}") from error
         raise
 
