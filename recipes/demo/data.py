@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 Tokens = npt.NDArray[np.uint16]
+T = TypeVar("T")
 
 EOS = 0
 HELD_OUT = 200
@@ -22,19 +24,10 @@ SPLIT_SEED = 20231
 AGAIN = "\n\nTell it again.\n\n"
 TWICE = 0.1
 
-_STRAIGHT = str.maketrans(
-    {
-        "\u2018": "'",
-        "\u2019": "'",
-        "\u201c": '"',
-        "\u201d": '"',
-        "\u2026": "...",
-        "\u2013": "-",
-        "\u2014": "-",
-        "\u00a0": " ",
-        "\u200b": None,
-    }
-)
+_STRAIGHT = str.maketrans({
+    "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2026": "...", "\u2013": "-",
+    "\u2014": "-", "\u00a0": " ", "\u200b": None,
+})
 
 
 def normalise(text: str) -> str:
@@ -97,18 +90,50 @@ def windows(stream: Tokens, length: int) -> torch.Tensor:
     return torch.from_numpy(stream[: rows * length].astype(np.int64).reshape(rows, length))
 
 
-class StoryStream:
-    """Endless shuffled batches of packed stories; its state is the epoch and the row within it."""
+class Stream(Generic[T]):
+    """Endless batches, shuffled anew each epoch; its state is the epoch and the batch within it."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at = 0, 0
+        self._batches = self.shuffled()
+
+    def shuffled(self) -> Sequence[T]:
+        """The batches of this epoch."""
+        raise NotImplementedError
+
+    @property
+    def passes(self) -> float:
+        """How often everything has been seen."""
+        return self.epoch + self.at / len(self._batches)
+
+    def next(self) -> T:
+        """The next batch."""
+        if self.at == len(self._batches):
+            self.restore({"epoch": self.epoch + 1, "at": 0})
+        self.at += 1
+        return self._batches[self.at - 1]
+
+    def state(self) -> dict[str, int]:
+        """What ``restore`` needs to go on from here."""
+        return {"epoch": self.epoch, "at": self.at}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from a saved state."""
+        self.epoch, self.at = state["epoch"], state["at"]
+        self._batches = self.shuffled()
+
+
+class StoryStream(Stream[torch.Tensor]):
+    """Batches of packed stories."""
 
     def __init__(
         self, documents: Sequence[Tokens], again: Tokens, length: int, batch: int, seed: int
     ) -> None:
         self._documents, self._again = documents, again
         self._length, self._batch, self._seed = length, batch, seed
-        self.epoch, self.row = 0, 0
-        self._rows = self._pack()
+        super().__init__()
 
-    def _pack(self) -> torch.Tensor:
+    def shuffled(self) -> Sequence[torch.Tensor]:
         generator = np.random.default_rng([self._seed, self.epoch])
         chosen: list[Tokens] = []
         for index in generator.permutation(len(self._documents)):
@@ -116,26 +141,5 @@ class StoryStream:
             twice = generator.random() < TWICE
             chosen.append(np.concatenate([story, self._again, story]) if twice else story)
         rows = windows(join(chosen), self._length)
-        return rows[torch.from_numpy(generator.permutation(len(rows)))]
-
-    @property
-    def passes(self) -> float:
-        """How often the stories have been seen."""
-        return self.epoch + self.row / len(self._rows)
-
-    def next(self) -> torch.Tensor:
-        """The next batch of rows; a new epoch is packed and shuffled anew."""
-        if self.row + self._batch > len(self._rows):
-            self.epoch, self.row = self.epoch + 1, 0
-            self._rows = self._pack()
-        self.row += self._batch
-        return self._rows[self.row - self._batch : self.row]
-
-    def state(self) -> dict[str, int]:
-        """What ``restore`` needs to go on from here."""
-        return {"epoch": self.epoch, "row": self.row}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a saved state."""
-        self.epoch, self.row = state["epoch"], state["row"]
-        self._rows = self._pack()
+        rows = rows[torch.from_numpy(generator.permutation(len(rows)))]
+        return torch.split(rows[: len(rows) // self._batch * self._batch], self._batch)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from data import AGAIN, EOS, StoryStream, encode, join, load, windows
+from data import AGAIN, EOS, StoryStream, Stream, encode, join, load, windows
 from loop import MACHINE, Trainer, arguments_of, export, llama, model_of, plan_of
 from self_text import Labelled, label, own_text, write
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -17,48 +17,30 @@ AGREE = 0.5  # weight of the cross-entropy on the target's own choice
 PROMPT, NEW = 40, 200  # of the acceptance figures
 
 
-class LabelledStream:
-    """Endless shuffled batches over chunks of rows, all of the same number of tokens."""
+class LabelledStream(Stream[Labelled]):
+    """Batches over chunks of rows, all of the same number of tokens."""
 
     def __init__(self, chunks: Sequence[Labelled], tokens: int, seed: int) -> None:
         self._chunks, self._tokens, self._seed = chunks, tokens, seed
-        self.epoch, self.row = 0, 0
-        self._batches = self._shuffle()
+        super().__init__()
 
-    def _shuffle(self) -> list[tuple[int, torch.Tensor]]:
+    def shuffled(self) -> list[Labelled]:
         generator = torch.Generator().manual_seed(self._seed * 100003 + self.epoch)
-        batches: list[tuple[int, torch.Tensor]] = []
-        for number, chunk in enumerate(self._chunks):
+        batches: list[Labelled] = []
+        for chunk in self._chunks:
             rows, length = chunk.tokens.shape
             size = self._tokens // length
             order = torch.randperm(rows, generator=generator)
-            batches += [(number, part) for part in torch.split(order, size) if len(part) == size]
+            parts = torch.split(order, size)
+            batches += [chunk.pick(part) for part in parts if len(part) == size]
         return [batches[int(index)] for index in torch.randperm(len(batches), generator=generator)]
-
-    def next(self) -> Labelled:
-        """The next batch."""
-        if self.row == len(self._batches):
-            self.epoch, self.row = self.epoch + 1, 0
-            self._batches = self._shuffle()
-        number, rows = self._batches[self.row]
-        self.row += 1
-        return self._chunks[number].pick(rows)
-
-    def state(self) -> dict[str, int]:
-        """What ``restore`` needs to go on from here."""
-        return {"epoch": self.epoch, "row": self.row}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a saved state."""
-        self.epoch, self.row = state["epoch"], state["row"]
-        self._batches = self._shuffle()
 
 
 def divergence(
     model: LlamaForCausalLM, tokens: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL(target || draft) with all tokens outside the target's best counted as one, the
-    cross-entropy on the target's choice, and the share of positions where the draft's choice is the same."""
+    cross-entropy on the target's choice, and the share of positions with the same choice."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     logits = logits.float()

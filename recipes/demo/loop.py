@@ -12,28 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from data import Stream
 from tokenizer import save as save_tokenizer
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 MACHINE = "2-core CPU with AMX"
-
-
-class Source(Protocol):
-    """Batches whose position can be saved."""
-
-    def next(self) -> Any:
-        """The next batch."""
-
-    def state(self) -> dict[str, int]:
-        """The position."""
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a position."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +40,25 @@ class Plan:
 
     def rate(self, step: int) -> float:
         """Factor on the learning rates: warm-up, constant, linear to zero over the last part."""
-        return min(
-            1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps)
-        )
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return min(1.0, (step + 1) / self.warmup, left)
 
 
 def arguments_of(parser: argparse.ArgumentParser, *, steps: int, batch: int, length: int) -> None:
     """Add the options both trainers share."""
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for checkpoints and the log"
-    )
-    parser.add_argument("--export", type=Path, required=True, help="folder for the finished model")
-    parser.add_argument(
-        "--export-only", action="store_true", help="export the last checkpoint, train nothing"
-    )
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--batch", type=int, default=batch, help="windows a step")
-    parser.add_argument("--length", type=int, default=length, help="tokens a window")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--muon", type=float, default=5e-3, help="learning rate of block matrices")
-    parser.add_argument(
-        "--adam", type=float, default=4e-3, help="learning rate of embeddings and norms"
-    )
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-compile", action="store_true", help="run eagerly")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for checkpoints and the log")
+    add("--export", type=Path, required=True, help="folder for the finished model")
+    add("--export-only", action="store_true", help="export the last checkpoint, train nothing")
+    add("--steps", type=int, default=steps)
+    add("--batch", type=int, default=batch, help="windows a step")
+    add("--length", type=int, default=length, help="tokens a window")
+    add("--seed", type=int, default=0)
+    add("--muon", type=float, default=5e-3, help="learning rate of block matrices")
+    add("--adam", type=float, default=4e-3, help="learning rate of embeddings and norms")
+    add("--weight-decay", type=float, default=0.1)
+    add("--threads", type=int, default=os.cpu_count() or 1)
+    add("--no-compile", action="store_true", help="run eagerly")
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -84,37 +66,21 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     torch.set_num_threads(arguments.threads)
     random.seed(arguments.seed)
     torch.manual_seed(arguments.seed)
-    return Plan(
-        arguments.steps,
-        arguments.batch,
-        arguments.length,
-        arguments.seed,
-        arguments.muon,
-        arguments.adam,
-        arguments.weight_decay,
-    )
+    names = ("steps", "batch", "length", "seed", "muon", "adam", "weight_decay")
+    return Plan(**{name: getattr(arguments, name) for name in names})
 
 
 def llama(
     *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 ) -> LlamaForCausalLM:
     """A fresh Llama: vocabulary 4,096, context 1,024, tied embeddings, end of text 0."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=1024,
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=hidden // heads, max_position_embeddings=1024, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ))
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -127,25 +93,18 @@ def model_of(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 class Trainer:
     """Runs a plan on a model, resuming from the checkpoint in ``out`` when there is one."""
 
-    def __init__(self, model: LlamaForCausalLM, source: Source, plan: Plan, out: Path) -> None:
+    def __init__(self, model: LlamaForCausalLM, source: Stream[Any], plan: Plan, out: Path) -> None:
         self.model, self.plan, self.step, self.seconds = model, plan, 0, 0.0
         self.plans: list[list[int]] = []
         self._source, self._out = source, out
         blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
         chosen = {id(p) for p in blocks}
         rest = [p for p in model.parameters() if id(p) not in chosen]
+        muon = torch.optim.Muon(blocks, lr=plan.muon, weight_decay=plan.weight_decay,
+                                adjust_lr_fn="match_rms_adamw")
+        adam = torch.optim.AdamW(rest, lr=plan.adam, betas=(0.9, 0.95), weight_decay=0.0)
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-            (
-                torch.optim.Muon(
-                    blocks,
-                    lr=plan.muon,
-                    weight_decay=plan.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                ),
-                plan.muon,
-            ),
-            (torch.optim.AdamW(rest, lr=plan.adam, betas=(0.9, 0.95), weight_decay=0.0), plan.adam),
-        ]
+            (muon, plan.muon), (adam, plan.adam)]
         self._stop = False
         out.mkdir(parents=True, exist_ok=True)
         self._checkpoint = out / "checkpoint.pt"
@@ -172,39 +131,27 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint; a crash while writing leaves the previous one."""
         part = self._checkpoint.with_suffix(".part")
-        torch.save(
-            {
-                "model": self.model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
-                "rng": torch.get_rng_state(),
-                "source": self._source.state(),
-                "step": self.step,
-                "seconds": self.seconds,
-                "plans": self.plans,
-            },
-            part,
-        )
+        torch.save({
+            "model": self.model.state_dict(), "rng": torch.get_rng_state(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
+            "source": self._source.state(), "step": self.step, "seconds": self.seconds,
+            "plans": self.plans,
+        }, part)
         part.replace(self._checkpoint)
 
     def _interrupt(self, _signal: int, _frame: FrameType | None) -> None:
         self._stop = True
 
     def fit(
-        self,
-        loss: Callable[[Any], torch.Tensor],
-        evaluate: Callable[[], dict[str, float]],
-        *,
-        every: int = 250,
-        minutes: float = 3.0,
+        self, loss: Callable[[Any], torch.Tensor], evaluate: Callable[[], dict[str, float]],
+        *, every: int = 250, minutes: float = 3.0,
     ) -> bool:
         """Train to the last step (true) or to Ctrl-C (false); the checkpoint is usable."""
-        handlers = {
-            name: signal.signal(name, self._interrupt) for name in (signal.SIGINT, signal.SIGTERM)
-        }
+        signals = (signal.SIGINT, signal.SIGTERM)
+        handlers = {name: signal.signal(name, self._interrupt) for name in signals}
         per_step = self.plan.batch * self.plan.length
-        bar = tqdm(
-            total=self.plan.steps * per_step, initial=self.tokens, unit="tok", unit_scale=True
-        )
+        whole = self.plan.steps * per_step
+        bar = tqdm(total=whole, initial=self.tokens, unit="tok", unit_scale=True)
         saved = last = time.monotonic()
         with (self._out / "log.jsonl").open("a") as log:
             while self.step < self.plan.steps and not self._stop:
@@ -244,17 +191,14 @@ class Trainer:
 
 
 def export(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path,
     record: dict[str, Any],
 ) -> None:
     """Write the model in bfloat16 with its tokenizer, generation defaults and training record."""
     weights = LlamaForCausalLM(model.config)
     weights.to(dtype=torch.bfloat16)
-    weights.load_state_dict(
-        {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
-    )
+    state = model.state_dict().items()
+    weights.load_state_dict({name: value.to(torch.bfloat16) for name, value in state})
     weights.config.dtype = torch.bfloat16
     defaults = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     weights.generation_config = GenerationConfig.from_dict(defaults)

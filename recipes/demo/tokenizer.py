@@ -76,9 +76,7 @@ def main() -> None:
     check(tokenizer, stories.held_out)
     tokens = sum(len(ids) for ids in tokenizer(stories.train)["input_ids"])
     size = sum(map(len, stories.train))
-    print(
-        f"{len(stories.train)} training stories, {tokens:,} tokens, {size / tokens:.2f} characters each"
-    )
+    print(f"{len(stories.train)} stories, {tokens:,} tokens of {size / tokens:.2f} characters")
 
 
 if __name__ == "__main__":
