@@ -75,13 +75,9 @@ class Audit:
             {**check._asdict(), "passed": check.passed, "test": check.test and check.test._asdict()}
             for check in self.checks
         ]
-        joint = self.joint
-        return {
-            "verdict": "biased" if self.biased else "unbiased", "tv": joint.tv,
-            "tv_interval_99": [joint.low, joint.high], "p_value": joint.p_value, "power": POWER,
-            "detects": joint.detects, "false_alarm": self.false_alarm,
-            **asdict(self), "checks": tests,
-        }
+        verdict = {"verdict": "biased" if self.biased else "unbiased", "power": POWER}
+        joint = {**self.joint._asdict(), "false_alarm": self.false_alarm}
+        return {**verdict, **joint, **asdict(self), "checks": tests}
 
 
 def audit(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -40,6 +37,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded("demo") / name, folder / name)
     return folder
+
+
+Call = Callable[..., Any]
 
 
 class Server(NamedTuple):
@@ -90,42 +90,18 @@ def server(served: Path) -> Iterator[Server]:
     httpd.shutdown()
 
 
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
-    """``draftproof audit ARGS``, in this process."""
-    from draftproof.cli.app import main
-
-    def run(*args: str) -> Said:
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        monkeypatch.setattr(sys, "argv", ["draftproof", "audit", *args])
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main()
-            except SystemExit as leaving:
-                code = int(leaving.code or 0)
-        return Said(code, out.getvalue(), err.getvalue())
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("sin", "code"), [("", 0), ("constant seed", 1), ("temperature ignored", 1)]
 )
 def test_a_server(
-    server: Server, served: Path, call: Callable[..., Said], tmp_path: Path, sin: str, code: int
+    server: Server, served: Path, call: Call, tmp_path: Path, sin: str, code: int
 ) -> None:
     server.sins.clear()
     server.sins.add(sin)
     report = tmp_path / "audit.json"
     said = call(
-        "--endpoint", server.url, "--model", "tiny", "--reference", str(served), "--prompt", "Once",
-        "--temperature", "0.6", "--samples", "2000", "--json", str(report),
+        "audit", "--endpoint", server.url, "--model", "tiny", "--reference", str(served),
+        "--prompt", "Once", "--temperature", "0.6", "--samples", "2000", "--json", str(report),
     )  # fmt: skip
     assert said.code == code and said.out.startswith("BIASED" if code else "UNBIASED"), said
     figures = json.loads(report.read_text())
@@ -134,11 +110,11 @@ def test_a_server(
 
 
 def test_a_server_without_logprobs_is_judged_by_one_token(
-    server: Server, served: Path, call: Callable[..., Said]
+    server: Server, served: Path, call: Call
 ) -> None:
     server.sins.clear()
     server.sins.add("no logprobs")
-    ask = ("--endpoint", server.url, "--model", "tiny", "--reference", str(served))
+    ask = ("audit", "--endpoint", server.url, "--model", "tiny", "--reference", str(served))
     ask += ("--prompt", "Once", "--samples", "1000")
     said = call(*ask)
     assert said.code == 2 and "--length 1" in said.err
@@ -146,12 +122,12 @@ def test_a_server_without_logprobs_is_judged_by_one_token(
 
 
 def test_the_command_line_with_a_function(
-    served: Path, call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    served: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source = "def sample(prompt, n, seed):\n    return [[7, 7]] * n\n"
     (tmp_path / "my_engine.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    said = call("--python", "my_engine:sample", "--model", str(served), "--samples", "1000")
+    said = call("audit", "--python", "my_engine:sample", "--model", str(served), "--samples", "999")
     assert said.code == 1 and said.out.startswith("BIASED")
 
 
@@ -179,11 +155,11 @@ FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
     ],
 )
 def test_usage_is_one_sentence_and_exit_code_2(
-    call: Callable[..., Said], served: Path, server: Server, options: list[str], words: str
+    call: Call, served: Path, server: Server, options: list[str], words: str
 ) -> None:
     server.sins.clear()
     known = {"SERVED": str(served), "SERVER": server.url}
-    said = call(*(known.get(option, option) for option in options))
+    said = call("audit", *(known.get(option, option) for option in options))
     lines = said.err.splitlines()
     assert said.code == 2 and said.out == "" and words in said.err, said
     assert len(lines) == 1 and lines[0].startswith("draftproof: ")
