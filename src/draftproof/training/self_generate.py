@@ -33,14 +33,6 @@ class Progress(NamedTuple):
     speed: float
 
 
-class Job(NamedTuple):
-    """A text to write."""
-
-    number: int
-    prompt: list[int]
-    sampling: Sampling
-
-
 class SelfGeneratedText:
     """The texts of one file, in rows of at most `length` tokens.
 
@@ -77,27 +69,33 @@ class SelfGeneratedText:
         if not documents:
             raise BadInput("no document of the data can be asked for; give others, or plain texts")
         start, before, wanted = time.perf_counter(), self._written[held_out], self._wanted(held_out)
+        codec, context, rows = engine.codec, engine.target.context, self.config.rows_at_a_time
         try:
             with locked(self.file), self.file.open("ab+") as out:
                 _drop_partial_line(out)
                 if self.file.stat().st_size == 0:
                     _append(out, self._header)
                 while not self.is_complete(held_out):
-                    jobs = self._next_jobs(documents, held_out, engine.codec, engine.target.context)
-                    for row in _completed(engine, jobs, self.config.rows_at_a_time):
-                        self._add(row | {"held_out": held_out})
-                        _append(out, row | {"held_out": held_out})
-                        done = self._written[held_out]
-                        speed = (done - before) / (time.perf_counter() - start)
-                        progress(Progress(min(done, wanted), wanted, speed))
+                    numbers = self._next_numbers(held_out)
+                    asked = [self._prompt(n, documents, held_out, codec, context) for n in numbers]
+                    prompts, samplings = [one for one, _ in asked], [want for _, want in asked]
+                    for done in engine.as_completed(prompts, sampling=samplings, batch_size=rows):
+                        prompt, want = asked[done.prompt]
+                        row = {"number": numbers[done.prompt], "prompt": len(prompt),
+                               "finish": done.finish_reason, "temperature": want.temperature,
+                               "tokens": [*prompt, *done.checked().tokens],
+                               "held_out": held_out}  # fmt: skip
+                        self._add(row)
+                        _append(out, row)
+                        new = self._written[held_out]
+                        speed = (new - before) / (time.perf_counter() - start)
+                        progress(Progress(min(new, wanted), wanted, speed))
         except KeyboardInterrupt:
-            done = sum(self._written.values())
-            said = f"interrupted with {done:,} tokens written; the same command goes on from there"
+            new = sum(self._written.values())
+            said = f"interrupted with {new:,} tokens written; the same command goes on from there"
             raise KeyboardInterrupt(said) from None
 
-    def _next_jobs(
-        self, documents: Sequence[Document], held_out: bool, codec: Codec, context: int
-    ) -> list[Job]:
+    def _next_numbers(self, held_out: bool) -> list[int]:
         """Prompts without a text yet: as many as will do, so that few rows run alone at the end.
 
         Each group follows from the texts of whole groups before it: interruptions change nothing.
@@ -108,15 +106,15 @@ class SelfGeneratedText:
             new = sum(sum(texts[number].mask) for number in range(start))
             missing = (self._wanted(held_out) - new) * start / max(1, new)
             size = max(1, min(64 * self.config.rows_at_a_time, round(missing)))
-        numbers = [number for number in range(start, start + size) if number not in texts]
-        half = min(self.length, context) // 2
-        return [self._job(number, documents, held_out, codec, half) for number in numbers]
+        return [number for number in range(start, start + size) if number not in texts]
 
-    def _job(
-        self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, half: int
-    ) -> Job:
-        """A text's opening has at most `half` a row; another prompt leaves a quarter of the row."""
+    def _prompt(
+        self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, context: int
+    ) -> tuple[list[int], Sampling]:
+        """What is gone on with, and how: of a text an opening of at most half a row, of another
+        prompt what leaves a quarter of the row."""
         rng = np.random.default_rng((self.seed, held_out, number))
+        half = min(self.length, context) // 2
         turn, index = divmod(number, len(documents))
         document = documents[shuffled(len(documents), self.seed, turn)[index]]
         prompt = prompt_of(document, codec, turn)
@@ -126,8 +124,7 @@ class SelfGeneratedText:
             prompt = prompt[: int(rng.integers(1, max(2, min(half, len(prompt)) + 1)))]
         temperature = self.config.temperatures[number % len(self.config.temperatures)]
         new, seed = max(1, self.length - len(prompt)), int(rng.integers(1 << 31))
-        sampling = Sampling(temperature=temperature, seed=seed, max_new_tokens=new)
-        return Job(number, prompt, sampling)
+        return prompt, Sampling(temperature=temperature, seed=seed, max_new_tokens=new)
 
     def _wanted(self, held_out: bool) -> int:
         """New tokens to write; for evaluation a fiftieth, within reason."""
@@ -153,16 +150,6 @@ class SelfGeneratedText:
         same_settings(self.file, header, self._header)
         for row in rows:
             self._add(row)
-
-
-def _completed(engine: Engine, jobs: Sequence[Job], size: int) -> Iterator[dict[str, Any]]:
-    """The row of each text, as soon as it is written."""
-    prompts, samplings = [job.prompt for job in jobs], [job.sampling for job in jobs]
-    for done in engine.as_completed(prompts, sampling=samplings, batch_size=size):
-        job = jobs[done.prompt]
-        yield {"number": job.number, "prompt": len(job.prompt), "finish": done.finish_reason,
-               "temperature": job.sampling.temperature,
-               "tokens": [*job.prompt, *done.checked().tokens]}  # fmt: skip
 
 
 def _drop_partial_line(file: IO[bytes]) -> None:
