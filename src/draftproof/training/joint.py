@@ -45,8 +45,7 @@ class HeadsAndBackbone(FrozenTarget):
 
     def param_groups(self) -> list[dict[str, Any]]:
         backbone = list(trained(self.adapted).values())
-        heads = list(trained(self.head).values())
-        return [{"params": heads}, {"params": backbone, "factor": BACKBONE_RATE}]
+        return [*super().param_groups(), {"params": backbone, "factor": BACKBONE_RATE}]
 
     def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
         """The heads' gradient stops at the hidden states, and goes on with the backbone's own."""
