@@ -105,7 +105,7 @@ def test_ray_must_be_installed_and_the_options_make_sense(
     call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
-    assert "at least 1 worker" in call(*args(target, rows, out, "--ray", "0")).err
+    assert "ray was 0" in call(*args(target, rows, out, "--ray", "0")).err
     assert "--prompts FILE.jsonl and --out" in call("run", target, "-p", "x", "--ray", "2").err
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     said = call(*args(target, rows, out, "--ray", "2"))

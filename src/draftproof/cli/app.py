@@ -1,6 +1,6 @@
-"""The ``draftproof`` command: its subcommands, and how any failure becomes one sentence and an exit code.
+"""The ``draftproof`` command: its subcommands; any failure is one sentence and an exit code.
 
-Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. Nothing here imports torch.
+Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. Imports no torch.
 """
 
 from __future__ import annotations
@@ -83,18 +83,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Lossless speculative decoding: a language model writes the text it would write alone, sooner."""
+    """Lossless speculative decoding: a model writes the text it would write alone, sooner."""
 
 
 def main() -> None:
     """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
-    if LAST_WORD.locked():                                         # by a command before, in the same process
+    if LAST_WORD.locked():                              # by a command before, in the same process
         LAST_WORD.release()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")       # errors come as exceptions; its log lines only repeat them
-    while os.open(os.devnull, os.O_RDWR) <= 2:                    # a closed one is not given to a file
+    # its errors come as exceptions; its log lines only repeat them
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    while os.open(os.devnull, os.O_RDWR) <= 2:          # a closed one is not given to a file
         pass
     sys.stdout = sys.stdout or Closed()
     sys.stderr = sys.stderr or io.StringIO()
@@ -112,7 +114,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
-    except (MemoryError, RuntimeError) as error:                        # PyTorch raises a RuntimeError for it
+    except (MemoryError, RuntimeError) as error:        # PyTorch raises a RuntimeError for it
         if not isinstance(error, MemoryError) and "allocate" not in str(error):
             raise
         _leave("out of memory; use a smaller model, dtype, batch or --max-new-tokens", 1)
@@ -124,7 +126,7 @@ def _leave(sentence: str, code: int) -> None:
         sys.stdout.flush()
     if LAST_WORD.acquire(blocking=False):
         with contextlib.suppress(OSError):
-            print(f"draftproof: {show.harmless(' '.join(sentence.split()))}", file=sys.stderr)
+            print(f"draftproof: {show.one_line(sentence)}", file=sys.stderr)
     sys.exit(code)
 
 

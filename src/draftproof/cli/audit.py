@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from draftproof import __version__
 from draftproof.cli import options as opt
@@ -99,7 +96,7 @@ def _no_verdict() -> Iterator[None]:
     try:
         yield
     except (DraftproofError, OSError) as error:
-        print(f"draftproof: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"draftproof: {show.one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
@@ -120,13 +117,13 @@ def _prompt(text: str | None, ids: str | None, tokenizer: Any, vocab: int) -> li
 
 def _print(title: str, found: Any) -> None:
     """The verdict first, then the figures."""
-    console, joint = Console(highlight=False), found.joint
+    console, joint = show.page(), found.joint
     style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
     console.print(f"{word}: {title}", style=style, markup=False)
     interval = f"true one between {joint.low:.3f} and {joint.high:.3f} (99 %)"
     figures = f"total variation {joint.tv:.3f}, {interval}; {found.samples} texts"
     console.print(figures, markup=False)
-    table = Table("test", "p-value", "verdict", "control", "detail", box=SIMPLE_HEAD)
+    table = show.table(None, "test", "p-value", "verdict", "control", "detail")
     for check in found.checks:
         verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
         control = "caught" if check.control else "missed"

@@ -1,7 +1,8 @@
-"""A file of prompts in, a file of completions out: in order, resumable; a bad row never stops the others.
+"""A file of prompts in, a file of completions out: in order, resumable; bad rows stop no others.
 
-One output row per input row. Rows that finish early wait for those before them, so an interrupted file is a
-beginning of the whole one. They wait in a file of their own, ``OUT.waiting``: only rows that were running are lost.
+One output row per input row. Rows that finish early wait for those before them, so an interrupted
+file is a beginning of the whole one. They wait in a file of their own, ``OUT.waiting``: only rows
+that were running are lost.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import show
 from draftproof.cli.rows import Request, identity, understood
-from draftproof.cli.setup import engine_of, group_of, sampling
+from draftproof.cli.setup import engine_of, group_of
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput, first_line
 
@@ -59,9 +59,12 @@ class Tally:
         self.tokens += row.get("tokens", 0)
 
 
+Outcome = tuple[Line, "Completion | str"]
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A run over a file: `prompts` to `out`, with the options `given` for rows that say nothing else."""
+    """A run over a file: `prompts` to `out`; `given` is for rows that say nothing else."""
 
     config: EngineConfig
     given: Mapping[str, Any]
@@ -72,12 +75,12 @@ class Batch:
     ray: int | None = None
 
     def run(self) -> None:
-        """Complete all rows that are not in `out` yet. Raises BadInput at the end if rows were bad."""
+        """Complete all rows that are not in `out` yet. Raises BadInput at the end for bad rows."""
         group = group_of(self.config)
         lines, ready, tally = group.told(self._begun)
         if tally.rows == len(lines):
             show.note(f"{self.out} is complete: {len(lines)} rows")
-        elif not group.leads:                                           # what rank 0 writes, all ranks compute
+        elif not group.leads:                               # what rank 0 writes, all ranks compute
             for _ in self.outcomes(engine_of(self.config), _left(lines, ready, tally)):
                 pass
         else:
@@ -86,31 +89,34 @@ class Batch:
             with self.out.open("ab") as out:
                 self._complete(out, lines, ready, tally)
         if tally.bad:
-            raise BadInput(f"{tally.bad} of {len(lines)} rows could not be completed; see their \"error\" in {self.out}")
+            bad = f"{tally.bad} of {len(lines)} rows could not be completed"
+            raise BadInput(f'{bad}; see their "error" in {self.out}')
 
     def _begun(self) -> tuple[list[Line], dict[int, dict[str, Any]], Tally]:
-        """The rows to answer, those that wait beside `out`, and what it holds; before the model, for much can be wrong."""
-        if self.batch_size is not None and self.batch_size < 1:
-            raise BadInput(f"batch_size was {self.batch_size}; it must be at least 1")
-        if self.ray is not None and self.ray < 1:
-            raise BadInput(f"--ray was {self.ray}; ask for at least 1 worker")
+        """The rows to answer, those that wait beside `out`, and what it holds; before the model is
+        loaded, for much can be wrong."""
+        for name, value in (("batch_size", self.batch_size), ("ray", self.ray)):
+            if value is not None and value < 1:
+                raise BadInput(f"{name} was {value}; it must be at least 1")
         if self.ray is not None and self.config.parallel is not None:
-            raise BadInput("both --ray and --parallel were given; a Ray worker runs a whole model, leave one of them out")
+            raise BadInput("both --ray and --parallel were given; a Ray worker runs a whole model")
         lines, tally = self._lines(), Tally()
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
         if not self.out.exists():
-            self._beside.unlink(missing_ok=True)                    # of results that somebody removed
+            self._beside.unlink(missing_ok=True)            # of results that somebody removed
         with self.out.open("ab+") as out:
             for row in self._written(out, lines):
                 tally.count(row)
-        return lines, {index: row for index, row in self._waiting(lines).items() if index >= tally.rows}, tally
+        waiting = self._waiting(lines).items()
+        return lines, {index: row for index, row in waiting if index >= tally.rows}, tally
 
     def _lines(self) -> list[Line]:
         texts = [text.strip() for text in self.prompts.read_bytes().split(b"\n")]
-        lines = [Line(index, text) for index, text in enumerate(text for text in texts if text)]
+        lines = [Line(index, text) for index, text in enumerate(filter(None, texts))]
         if not lines:
-            raise BadInput(f'{self.prompts} has no rows; give one JSON object per line, such as {{"prompt": "..."}}')
+            wanted = 'one JSON object per line, such as {"prompt": "..."}'
+            raise BadInput(f"{self.prompts} has no rows; give {wanted}")
         return lines
 
     @property
@@ -120,16 +126,16 @@ class Batch:
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, out: BinaryIO, lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
-        """The rows `out` already holds, checked to be ours; a half-written last line is cut off."""
+        """The rows `out` already holds, checked to be ours; half a last line is cut off."""
         out.seek(0)
         *whole, half = out.read().split(b"\n")
         if len(whole) > len(lines):
-            raise BadInput(f"{self.out} has more rows than {self.prompts}; give another --out, or remove it")
+            raise self._foreign(f"{self.out} has more rows than {self.prompts}")
         for line, text in zip(lines, whole, strict=False):
             yield self._ours(line, text)
         begins = f'{{"index": {len(whole)}, '.encode()
         if not (half.startswith(begins) or begins.startswith(half)):
-            raise BadInput(f"{self.out} ends in something else than results; give another --out, or remove it")
+            raise self._foreign(f"{self.out} ends in something else than results")
         out.truncate(out.tell() - len(half))
 
     def _ours(self, line: Line, text: bytes) -> dict[str, Any]:
@@ -138,13 +144,19 @@ class Batch:
             row = json.loads(text)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or row.get("index") != line.index or row.get("input_sha256") != line.digest:
-            raise BadInput(f"line {line.index + 1} of {self.out} answers another input; give another --out, or remove it")
+        known = {"index": line.index, "input_sha256": line.digest}
+        if not isinstance(row, dict) or not known.items() <= row.items():
+            raise self._foreign(f"line {line.index + 1} of {self.out} answers another input")
         if row.get("settings") != self._settings:
-            raise BadInput(f"{self.out} was begun with other options; give another --out, or remove it")
+            raise self._foreign(f"{self.out} was begun with other options")
         return row
 
-    def _complete(self, out: BinaryIO, lines: Sequence[Line], ready: dict[int, dict[str, Any]], tally: Tally) -> None:
+    def _foreign(self, why: str) -> BadInput:
+        return BadInput(f"{why}; give another --out, or remove it")
+
+    def _complete(
+        self, out: BinaryIO, lines: Sequence[Line], ready: dict[int, dict[str, Any]], tally: Tally
+    ) -> None:
         """Complete what `out` lacks. Rows that overtake others wait beside it."""
         found = self._found(_left(lines, ready, tally))
         start = time.perf_counter()
@@ -158,12 +170,14 @@ class Batch:
                     if line.index != tally.rows:
                         _append(beside, ready[line.index])
                     self._drain(out, ready, tally)
-                    speed = sum(len(completion.tokens) for completion in done) / (time.perf_counter() - start)
+                    tokens = sum(len(completion.tokens) for completion in done)
+                    speed = tokens / (time.perf_counter() - start)
                     progress.update(task, completed=tally.rows + len(ready), speed=speed)
                 self._drain(out, ready, tally)
         except KeyboardInterrupt:
+            finished = f"{tally.rows + len(ready)} of {len(lines)} rows done"
             raise KeyboardInterrupt(
-                f"interrupted with {tally.rows + len(ready)} of {len(lines)} rows done; the same command goes on from there"
+                f"interrupted with {finished}; the same command goes on from there"
             ) from None
         self._beside.unlink()
         show.note(_last_line(done, time.perf_counter() - start))
@@ -194,7 +208,7 @@ class Batch:
         """Rows the engine gets at a time."""
         return WINDOW * (self.batch_size or ROWS)
 
-    def _found(self, left: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
+    def _found(self, left: Sequence[Line]) -> Iterator[Outcome]:
         """What this process, or the workers of a cluster, make of the rows that are left."""
         if self.ray is not None:
             from draftproof.cli import over_ray
@@ -202,9 +216,9 @@ class Batch:
             return over_ray.outcomes(self, left, self.ray)
         return self.outcomes(engine_of(self.config), left)
 
-    def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[tuple[Line, Completion | str]]:
+    def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[Outcome]:
         """A completion or an error for each line; within a window of lines, in any order."""
-        base = sampling(engine.sampling, self.given)
+        base, rows = replace(engine.sampling, **self.given), self.batch_size or ROWS
         for start in range(0, len(lines), self.window):
             ready: list[tuple[Line, Request]] = []
             for line in lines[start : start + self.window]:
@@ -216,23 +230,17 @@ class Batch:
                     yield line, str(error)
                 except (TypeError, ValueError, OverflowError, RecursionError) as error:
                     yield line, f"the row cannot be used: {first_line(error)}"
-            prompts, wanted = [request.prompt for _, request in ready], [request.sampling for _, request in ready]
-            for completion in engine.as_completed(prompts, sampling=wanted, batch_size=self.batch_size or ROWS) if ready else ():
+            prompts = [request.prompt for _, request in ready]
+            wanted = [request.sampling for _, request in ready]
+            for completion in engine.as_completed(prompts, sampling=wanted, batch_size=rows):
                 yield ready[completion.prompt][0], completion
 
     def _row(self, line: Line, outcome: Completion | str) -> dict[str, Any]:
-        head = {"index": line.index, **identity(line.text), "input_sha256": line.digest, "settings": self._settings}
+        known = {"input_sha256": line.digest, "settings": self._settings}
+        head = {"index": line.index, **identity(line.text), **known}
         if isinstance(outcome, str):
             return {**head, "error": outcome}
-        return {
-            **head,
-            "text": outcome.text,
-            "tokens": len(outcome.tokens),
-            "finish_reason": outcome.finish_reason,
-            **({"error": str(outcome.error)} if outcome.error is not None else {}),
-            **({"logprobs": outcome.logprobs} if outcome.logprobs is not None else {}),
-            "stats": show.figures(outcome.stats),
-        }
+        return {**head, **show.completion(outcome), "tokens": len(outcome.tokens)}
 
 
 def _left(lines: Sequence[Line], ready: Mapping[int, object], tally: Tally) -> list[Line]:
@@ -241,11 +249,9 @@ def _left(lines: Sequence[Line], ready: Mapping[int, object], tally: Tally) -> l
 
 
 def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(), MofNCompleteColumn(), TextColumn("rows · {task.fields[speed]:.0f} tokens/s ·"), TimeRemainingColumn(),
-        TextColumn("left"), console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
+    speed = TextColumn("rows · {task.fields[speed]:.0f} tokens/s ·")
+    left = TimeRemainingColumn(), TextColumn("left")
+    return show.bars(BarColumn(), MofNCompleteColumn(), speed, *left)
 
 
 def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
@@ -258,5 +264,6 @@ def _last_line(done: Sequence[Completion], seconds: float) -> str:
     stats, tokens = show.added(done), sum(len(completion.tokens) for completion in done)
     figures = [f"{len(done)} rows", f"{tokens} tokens", f"{tokens / seconds:.1f} tokens/s"]
     if stats.drafted:
-        figures += [f"{stats.tokens_per_round:.2f} tokens/round", f"{stats.acceptance:.0%} accepted"]
+        figures += [f"{stats.tokens_per_round:.2f} tokens/round"]
+        figures += [f"{stats.acceptance:.0%} accepted"]
     return " · ".join(figures)

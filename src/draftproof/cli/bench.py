@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
@@ -84,7 +83,7 @@ def bench(
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
     figures = report.compute(run, price_per_hour)
     title = f"{model}, inflated to {inflate}" if inflate else model
-    console = Console(record=True, highlight=False)
+    console = show.page(record=True)
     console.print(report.table(figures, title))
     console.print("\n".join(report.notes(figures, about)), style="dim", markup=False)
     if json_ is not None:

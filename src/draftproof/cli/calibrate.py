@@ -6,11 +6,9 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
@@ -32,10 +30,11 @@ Most = Annotated[int, _option("N", "Of the files, at most so many prompts.", "--
 Out = Annotated[Path | None, _option("DIR", "For the heads and their tree; or in place.", "--out")]
 
 
+@opt.with_options(engine=("dtype", "device"))
 def calibrate(
     model: opt.Model, drafter: Heads, prompts: Files, tokens: Tokens = 128, temperature: Temp = 0.0,
     max_nodes: MaxNodes = 64, max_prompts: Most = 64, out: Out = None, chat: opt.Chat = False,
-    strict: Strict = False, dtype: opt.Dtype = None, device: opt.Device = None,
+    strict: Strict = False, *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Find the draft tree that is fastest for these heads, on your prompts, on this machine."""
     from draftproof.drafters.checkpoints import is_head, read_head, write_head
@@ -56,11 +55,11 @@ def calibrate(
     out = out or folder
     _must_be_ours(out)
     with show.status("loading ..."):
-        plain = load(model, drafter="none", dtype=dtype, device=device)
+        plain = load(model, drafter="none", **engine)
         target, codec = plain.target, plain.codec
         head = read_head(folder, target).to(target.device)
-        engine = Engine(target, head.drafter(target), codec=codec, sampling=plain.sampling,
-                        stop_tokens=plain.stop_tokens)  # fmt: skip
+        drafting = Engine(target, head.drafter(target), codec=codec, sampling=plain.sampling,
+                          stop_tokens=plain.stop_tokens)  # fmt: skip
     if codec is None:
         raise BadInput(f"{target.name} has no tokenizer; it is needed to read the prompts")
     documents = read(prompts, chat, strict=strict, note=show.note)[: 4 * max_prompts]
@@ -70,8 +69,8 @@ def calibrate(
         wanted = f"{tokens} new tokens in {target.context}"
         raise BadInput(f"no prompt leaves room for {wanted}; give shorter ones")
     with Screen() as screen:
-        found = calibration.calibrate(engine, head, fitting, config, screen.show_bar)
-    _show(Console(highlight=False, soft_wrap=True), found)
+        found = calibration.calibrate(drafting, head, fitting, config, screen.show_bar)
+    _show(show.page(), found)
     if isinstance(head, MedusaHead):
         head.config = replace(head.config, tree=found.chosen)
         write_head(head, out)
@@ -97,9 +96,8 @@ def _must_be_ours(folder: Path) -> None:
 def _show(out: Console, found: Calibration) -> None:
     out.print(f"{found.written:,} tokens written by the target")
     sizes = sorted({0, found.nodes, len(found.tree), *(n for n in SIZES if n < len(found.tree))})
-    table = Table(title="by size of the tree", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("draft tokens", "tokens/round", "ms/round", "expected speed-up"):
-        table.add_column(name, justify="right")
+    columns = "draft tokens", "tokens/round", "ms/round", "expected speed-up"
+    table = show.table("by size of the tree", *columns)
     for size in sizes:
         figures = found.tokens[size], 1000 * found.seconds[size], found.speed_up[size]
         table.add_row(f"{'*' * (size == found.nodes)}{size}", *(f"{one:.2f}" for one in figures))

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -28,7 +27,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "Medusa": {"drafter": "medusa"},
     "ReDrafter": {"drafter": "redrafter"},
 }
-"""Who races: a name and what `load` is given for it. Plain decoding comes first, the others are measured against it."""
+"""Who races, and what `load` is given for it. The others are measured against the first."""
 
 TOLD_BY = "draft model"
 """Whose drafts are coloured in the story."""
@@ -43,8 +42,9 @@ OPENINGS = (
 )
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "temperature 0.7": {"temperature": 0.7, "seed": 7}}
 ROUNDING = (
-    "* In half precision a tree is read up to rounding: where two tokens are nearly tied for the model itself, the last bit\n"
-    "  may decide. In float32 the texts are the same; draftproof doctor says what this machine promises."
+    "* In half precision a tree is read up to rounding: where two tokens are nearly tied for\n"
+    "  the model itself, the last bit may decide. In float32 the texts are the same; draftproof\n"
+    "  doctor says what this machine promises."
 )
 """Said where a text differs."""
 STORY, RACE, WARM_UP = 120, 128, 8
@@ -73,7 +73,7 @@ class Runner:
 
 def demo() -> None:
     """Watch it at work on the embedded model, and measure it."""
-    console = Console(highlight=False)
+    console = show.page()
     with show.status("loading ..."):
         runners = _runners(engine_of(EngineConfig("demo")))
         _choose_threads(runners[0].engine)
@@ -84,10 +84,11 @@ def demo() -> None:
         _race(console, runners, title, params)
         console.print()
         console.print(_table(title, runners))
-        if any([mine.tokens for mine in runner.done] != [theirs.tokens for theirs in runners[0].done] for runner in runners):
+        if any(_same(runner, runners[0]) < len(runner.done) for runner in runners):
             console.print(ROUNDING, style="dim")
     console.print()
-    console.print(Text.assemble("Now your own model: ", ("draftproof run MODEL -p 'Your prompt' --compare", "bold")))
+    command = "draftproof run MODEL -p 'Your prompt' --compare"
+    console.print(Text.assemble("Now your own model: ", (command, "bold")))
 
 
 def _runners(engine: Engine) -> list[Runner]:
@@ -100,13 +101,13 @@ def _runners(engine: Engine) -> list[Runner]:
 
 
 def _choose_threads(engine: Engine) -> None:
-    """One thread if that is faster: on busy cores, threads of a small model mostly wait for each other."""
+    """One thread if that is faster: on busy cores, threads of a small model mostly wait."""
     import torch
 
     seconds = {}
     for threads in dict.fromkeys((1, torch.get_num_threads())):
         torch.set_num_threads(threads)
-        for _ in range(2):                                          # the first run pays for the first calls
+        for _ in range(2):                              # the first run pays for the first calls
             seconds[threads] = show.per_token(engine.generate(OPENINGS[0], max_new_tokens=WARM_UP))
     torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
 
@@ -114,7 +115,8 @@ def _choose_threads(engine: Engine) -> None:
 def _stream(console: Console, engine: Engine) -> None:
     """Stream one story, with a legend."""
     prompt = OPENINGS[0]
-    console.print(Text.assemble(("the opening", "bold"), " · ", ("drafted by the small model", show.ACCEPTED), " · the rest"))
+    drafted = "drafted by the small model", show.ACCEPTED
+    console.print(Text.assemble(("the opening", "bold"), " · ", drafted, " · the rest"))
     console.print()
     console.print(prompt, style="bold", end="")
     writer = show.StreamWriter(console.file, started=True)
@@ -128,13 +130,14 @@ def _stream(console: Console, engine: Engine) -> None:
 
 
 def _race(console: Console, runners: list[Runner], title: str, params: dict[str, Any]) -> None:
-    """Every opening with every drafter in turn, so that a change of the machine's speed hits all alike."""
+    """Every opening with every drafter in turn: a change of the machine's speed hits all alike."""
     from draftproof.core.params import Sampling
 
     wanted = Sampling(**params)
     for runner in runners:
         runner.engine.generate(OPENINGS[0], max_new_tokens=WARM_UP, sampling=wanted)
-    columns = TextColumn(f"{title}: {{task.description}}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    what = TextColumn(f"{title}: {{task.description}}")
+    columns = what, BarColumn(), TextColumn("{task.completed}/{task.total}")
     start = time.perf_counter()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(OPENINGS) * len(runners))
@@ -147,17 +150,22 @@ def _race(console: Console, runners: list[Runner], title: str, params: dict[str,
                 progress.advance(task)
 
 
+def _same(runner: Runner, plain: Runner) -> int:
+    """How many texts are the plain ones."""
+    pairs = zip(runner.done, plain.done, strict=True)
+    return sum(mine.tokens == theirs.tokens for mine, theirs in pairs)
+
+
 def _table(title: str, runners: list[Runner]) -> Table:
     """One row per drafter; the speed-up is the median over prompts of the ratio to plain."""
     count = len(runners[0].done)
-    table = Table(title=f"{title}, {count} stories of {RACE} tokens", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in ("drafter", "tokens/s", "speed-up", "tokens/round", "accepted", "same text"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    columns = "tokens/s", "speed-up", "tokens/round", "accepted", "same text"
+    table = show.table(f"{title}, {count} stories of {RACE} tokens", "drafter", *columns)
     plain = runners[0]
     for runner in runners:
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(runner.speeds, plain.speeds, strict=True))
-        same = sum(mine.tokens == theirs.tokens for mine, theirs in zip(runner.done, plain.done, strict=True))
-        stats = runner.stats
+        pairs = zip(runner.speeds, plain.speeds, strict=True)
+        ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+        same, stats = _same(runner, plain), runner.stats
         table.add_row(
             runner.name,
             f"{statistics.median(runner.speeds):.0f}",

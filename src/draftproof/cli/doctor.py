@@ -9,7 +9,6 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from draftproof import __version__
@@ -42,11 +41,13 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
             engine["drafter"] = "none"
         made = engine_of(EngineConfig(model, **engine))
         target = made.target
-        facts, found = {"model": model, **_facts(target), **_drafts(made), **quantised(made)}, probe(target)
+        facts = {"model": model, **_facts(target), **_drafts(made), **quantised(made)}
+        found = probe(target)
     if json_:
-        print(json.dumps({**facts, **found._asdict(), "exact_nodes": found.exact_nodes, "promise": found.promise}))
+        promised = {"exact_nodes": found.exact_nodes, "promise": found.promise}
+        print(json.dumps({**facts, **found._asdict(), **promised}))
         return
-    console = Console(highlight=False)
+    console = show.page()
     console.print(_page(facts, found, lost(made)))
     console.print()
     console.print(_verdict(found), style="bold green" if found.exact_nodes > 1 else "bold yellow")
@@ -66,7 +67,8 @@ def _facts(target: Target) -> dict[str, Any]:
     from draftproof.model.paths import paths
 
     device = Device(target.device)
-    fast, slow = _milliseconds(torch.bfloat16, target.device), _milliseconds(torch.float32, target.device)
+    fast, slow = (_milliseconds(kind, target.device) for kind in (torch.bfloat16, torch.float32))
+    free, total = (size / 2**30 for size in device.memory())
     return {
         "versions": {
             "draftproof": __version__,
@@ -77,7 +79,7 @@ def _facts(target: Target) -> dict[str, Any]:
         "device_name": device.name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": dict(zip(("free", "total"), (size / 2**30 for size in device.memory()), strict=True)),
+        "memory_gib": {"free": free, "total": total},
         "bf16_native": device.bf16_is_native,
         "kernels": _kernels(),
         "paths": paths(target),
@@ -98,18 +100,20 @@ def _kernels() -> str:
         return f"none: torch's operators do everything; {told}"
     here = [name for name, there in (("bfloat16", found.bf16), ("8 bits", found.int8)) if there]
     layers = f"linear layers in {' and '.join(here)}, " if here else ""
-    return f"{library().build}: {layers}attention, norms, gates, noise and lookup" + (f"; {told}" if told else "")
+    others = f"{layers}attention, norms, gates, noise and lookup"
+    return f"{library().build}: {others}" + (f"; {told}" if told else "")
 
 
 def _milliseconds(dtype: torch.dtype, device: torch.device) -> float:
     """Best time of one small product, as decoding does them."""
     import torch
 
-    weight, rows = torch.randn(SIZE, SIZE, device=device).to(dtype), torch.randn(ROWS, SIZE, device=device).to(dtype)
+    weight = torch.randn(SIZE, SIZE, device=device).to(dtype)
+    rows = torch.randn(ROWS, SIZE, device=device).to(dtype)
     times = []
     for _ in range(TIMES):
         start = time.perf_counter()
-        torch.nn.functional.linear(rows, weight).sum().item()           # item() waits for the device
+        torch.nn.functional.linear(rows, weight).sum().item()       # item() waits for the device
         times.append(time.perf_counter() - start)
     return 1000 * min(times)
 
@@ -119,19 +123,24 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     page = Table.grid(padding=(0, 2))
     page.add_column(style="bold")
     page.add_column()
-    page.add_row("versions", " · ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    page.add_row("device", f"{found.device}: {facts['device_name']}, {facts['cores']} cores, {facts['threads']} in use")
-    page.add_row("memory", f"{facts['memory_gib']['free']:.1f} of {facts['memory_gib']['total']:.1f} GiB free")
+    versions = [f"{what} {number}" for what, number in facts["versions"].items()]
+    page.add_row("versions", " · ".join(versions))
+    cores = f"{facts['cores']} cores, {facts['threads']} in use"
+    page.add_row("device", f"{found.device}: {facts['device_name']}, {cores}")
+    memory = facts["memory_gib"]
+    page.add_row("memory", f"{memory['free']:.1f} of {memory['total']:.1f} GiB free")
     page.add_row("bfloat16", _bf16(facts))
     page.add_row("kernels", facts["kernels"])
     for what, told in facts["paths"].items():
         page.add_row(what, told)
     trees = "reads chains and trees" if facts["reads_trees"] else "reads chains only"
-    page.add_row("model", f"{facts['model']}, {found.dtype}, {facts['context']} tokens of context, {trees}")
+    context = f"{facts['context']} tokens of context"
+    page.add_row("model", f"{facts['model']}, {found.dtype}, {context}, {trees}")
     for line in lost:
         page.add_row("quantised", line)
     if "drafter" in facts:
-        page.add_row("drafter", f"{facts['drafter']} fits, and drafts up to {facts['draft_tokens']} tokens per round")
+        most = f"drafts up to {facts['draft_tokens']} tokens per round"
+        page.add_row("drafter", f"{facts['drafter']} fits, and {most}")
     page.add_row("same bits", _grouped(found.same))
     gap = f"; logits differ by up to {max(found.differ.values()):.1g}" if found.differ else ""
     page.add_row("other bits", _grouped(list(found.differ)) + gap)
@@ -140,9 +149,11 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
 
 def _bf16(facts: dict[str, Any]) -> str:
     ratio = facts["fp32_ms"] / facts["bf16_ms"]
-    speed = f"{ratio:.1f}× as fast as" if ratio >= 1.05 else f"{1 / ratio:.1f}× slower than" if ratio < 0.95 else "as fast as"
+    speed = f"{1 / ratio:.1f}× slower than" if ratio < 0.95 else "as fast as"
+    speed = f"{ratio:.1f}× as fast as" if ratio >= 1.05 else speed
     native = "native" if facts["bf16_native"] else "not native, float32 is used unless asked"
-    return f"{native}; {speed} float32 on {ROWS} rows ({facts['bf16_ms']:.3f} and {facts['fp32_ms']:.3f} ms)"
+    times = f"{facts['bf16_ms']:.3f} and {facts['fp32_ms']:.3f} ms"
+    return f"{native}; {speed} float32 on {ROWS} rows ({times})"
 
 
 def _grouped(cases: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import date
 from enum import StrEnum
 from functools import partial
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from draftproof.cli import options as opt
+from draftproof.cli import show
 from draftproof.cli.setup import engine_of, lost
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
@@ -53,35 +53,26 @@ MarkdownFile = Annotated[Path | None, _file("--markdown", "The certificate, in M
 SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the random numbers start.")]
 
 
+NAMES = (
+    "assistant_model", "drafter", "budget", "draft_tree", "dtype", "device", "quantize",
+    "quantize_draft", "kv_cache",
+)  # fmt: skip
+
+
+@opt.with_options(engine=NAMES)
 def prove(
-    model: Model = None,
-    drafter: opt.DrafterName = None,
-    assistant_model: opt.AssistantModel = None,
-    num_assistant_tokens: opt.DraftTokens = None,
-    draft_tree: opt.DraftTree = None,
-    quick: Quick = False,
-    section: Parts = None,
-    seed: SeedOf = 0,
-    json_: JsonFile = None,
-    html: HtmlFile = None,
-    markdown: MarkdownFile = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    quantize: opt.Quantize = None,
-    quantize_draft: opt.QuantizeDraft = None,
-    kv_cache: opt.KvCache = None,
-) -> None:
+    model: Model = None, quick: Quick = False, section: Parts = None, seed: SeedOf = 0,
+    json_: JsonFile = None, html: HtmlFile = None, markdown: MarkdownFile = None,
+    *, engine: dict[str, Any],
+) -> None:  # fmt: skip
     """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
     for file in (json_, html, markdown):
         if file is not None and not file.absolute().parent.is_dir():
             folder = file.absolute().parent
             raise BadInput(f"there is no folder {folder} for {file.name}; make it first")
-    if model is None and drafter is None and assistant_model is None:
-        assistant_model = "demo-draft"
-    setup = EngineConfig(
-        model or "demo", assistant_model, drafter, num_assistant_tokens, draft_tree, dtype=dtype,
-        device=device, quantize=quantize, quantize_draft=quantize_draft, kv_cache=kv_cache,
-    )  # fmt: skip
+    if model is None and not engine.keys() & {"drafter", "assistant_model"}:
+        engine["assistant_model"] = "demo-draft"
+    setup = EngineConfig(model or "demo", **engine)
     found = _run(setup, quick, [part.value for part in section or Part], seed)
     pages = ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown))
     for file, page in pages:
@@ -97,17 +88,15 @@ def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Repor
     from draftproof.verify.report import Report, versions
 
     loaded = list[Any]()
-    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())       # a file keeps its lines
+    out = show.page()
 
     def engine() -> Engine:
         loaded.append(engine_of(setup))
         return loaded[0]                                        # type: ignore[no-any-return]
 
     done: list[Section] = []
-    show = [TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()]
-    show.append(TextColumn("{task.description}"))
-    console = Console(stderr=True, highlight=False)
-    with Progress(*show, console=console, transient=True, disable=not console.is_terminal) as bars:
+    columns = TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()
+    with show.bars(*columns, TextColumn("{task.description}")) as bars:
         tick = partial(_bar, bars)
         for section in prove_sections(engine, names, quick=quick, seed=seed, progress=tick):
             done.append(section)

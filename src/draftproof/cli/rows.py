@@ -1,7 +1,8 @@
-"""A row of a file of prompts: what it asks for, as draftproof, OpenAI batches, vLLM and others write it.
+"""A row of a file of prompts: what it asks for, as draftproof, OpenAI, vLLM and others write it.
 
-A row asks for its prompt and its sampling, at the top level, under "sampling", "sampling_params" or "body". Whatever changes
-the text and is not honoured is refused; a user's own fields (a reference answer, a category) are left alone.
+A row asks for its prompt and its sampling at the top level, or under "sampling", "sampling_params"
+or "body". Whatever changes the text and is not honoured is refused; a user's own fields (a
+reference answer, a category) are left alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def parsed(text: bytes) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise BadInput(f"the row is not JSON: {reason}") from error
     if not isinstance(row, dict):
-        raise BadInput(f"the row is a JSON {type(row).__name__}; it must be an object with one of {', '.join(PROMPTS)}")
+        wanted = f"an object with one of {', '.join(PROMPTS)}"
+        raise BadInput(f"the row is a JSON {type(row).__name__}; it must be {wanted}")
     body = row.get("body")
     return {**row, **body} if isinstance(body, dict) else row
 
@@ -86,7 +88,8 @@ def understood(text: bytes, base: Sampling, chat: bool) -> Request:
             if value not in NEUTRAL and not one:
                 raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
     if row.get("n") not in (None, 1):
-        raise BadInput(f'"n" was {row["n"]!r}; each row is completed once, repeat it with another seed')
+        n = row["n"]
+        raise BadInput(f'"n" was {n!r}; each row is completed once, repeat it with another seed')
     return Request(prompt_of(row, chat), _sampling(base, row))
 
 
@@ -111,8 +114,8 @@ def _messages(given: object) -> list[dict[str, str]]:
     """Messages with their content as text; parts of text are joined, other parts refused."""
     if not isinstance(given, list) or not given:
         raise BadInput('"messages" must be a list of objects with "role" and "content"')
-    contents = [_content(message) for message in given]
-    return [{**message, "content": content} for message, content in zip(given, contents, strict=True)]
+    pairs = [(_content(message), message) for message in given]
+    return [{**message, "content": content} for content, message in pairs]
 
 
 def _content(message: object) -> str:
@@ -121,11 +124,14 @@ def _content(message: object) -> str:
     content = message["content"]
     if isinstance(content, list):
         for part in content:
-            if not (isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+            words = part.get("text") if isinstance(part, dict) else None
+            if not isinstance(words, str) or part.get("type", "text") != "text":
                 raise BadInput("a message has a part that is not text; only text is read here")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or message.get("tool_calls"):
-        raise BadInput("a message has a content that is not text, or tool calls; only text is read here")
+        raise BadInput(
+            "a message has a content that is not text, or tool calls; only text is read here"
+        )
     return content
 
 
@@ -146,24 +152,28 @@ def _sampling(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     asked = {name: value for name, value in row.items() if OTHER_NAMES.get(name, name) in known}
     own = {"n", "do_sample", "ignore_eos", *NOT_HONOURED}
     for inner in _nested(row):
-        strange = [name for name in inner if OTHER_NAMES.get(name, name) not in known and name not in own]
-        if strange:
-            raise BadInput(f"there is no sampling option {strange[0]!r}; there are {', '.join(known)}")
+        for name in inner:
+            if OTHER_NAMES.get(name, name) not in known and name not in own:
+                there = ", ".join(known)
+                raise BadInput(f"there is no sampling option {name!r}; there are {there}")
         asked |= {name: value for name, value in inner.items() if name not in own}
         row = {**row, **{name: inner[name] for name in own if name in inner}}
-    params = {OTHER_NAMES.get(name, name): value for name, value in asked.items() if value is not None}
-    for name, value in params.items():
-        params[name] = _typed(name, known[name], value)
+    params = {}
+    for name, value in asked.items():
+        ours = OTHER_NAMES.get(name, name)
+        if value is not None:
+            params[ours] = _typed(ours, known[ours], value)
     if row.get("ignore_eos"):
         params["stop_tokens"] = ()
     wanted = replace(base, **params)
     if row.get("do_sample") is not None and bool(row["do_sample"]) != (wanted.temperature > 0):
-        raise BadInput(f"do_sample was {row['do_sample']!r}; say it by temperature, where 0 is greedy")
+        said = row["do_sample"]
+        raise BadInput(f"do_sample was {said!r}; say it by temperature, where 0 is greedy")
     return wanted
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:
-    """A value as its option wants it: JSON knows no token ids as keys, and others write 8.0 or 1."""
+    """A value as its option wants it: JSON has no token ids as keys, others write 8.0 or 1."""
     if kind.startswith("int") and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "logprobs" and type(value) is int:

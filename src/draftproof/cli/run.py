@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
-from draftproof.cli.setup import as_chat, described, engine_of, gaudi_words, lost, main_process_only, plain_engine
-from draftproof.cli.setup import sampling as with_sampling
+from draftproof.cli.setup import (
+    as_chat,
+    described,
+    engine_of,
+    gaudi_words,
+    lost,
+    main_process_only,
+    plain_engine,
+)  # fmt: skip
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
@@ -25,51 +33,49 @@ WARM_UP = 8
 
 @opt.with_options(engine=None, sampling=None)
 def run(
-    model: opt.Model,
-    text: opt.Text = None,
-    prompt: opt.PromptText = None,
-    prompt_file: opt.PromptFile = None,
-    chat: opt.Chat = False,
-    n: opt.Samples = 1,
-    prompts: opt.Prompts = None,
-    out: opt.Out = None,
-    batch_size: opt.BatchSize = None,
-    ray: opt.Ray = None,
-    compare: opt.Compare = False,
-    json_: opt.Json = False,
-    color: opt.When = opt.Color.auto,
-    bf16: opt.Bf16 = False,
-    *,
-    engine: dict[str, Any],
-    sampling: dict[str, Any],
-) -> None:
+    model: opt.Model, text: opt.Text = None, prompt: opt.PromptText = None,
+    prompt_file: opt.PromptFile = None, chat: opt.Chat = False, n: opt.Samples = 1,
+    prompts: opt.Prompts = None, out: opt.Out = None, batch_size: opt.BatchSize = None,
+    ray: opt.Ray = None, compare: opt.Compare = False, json_: opt.Json = False,
+    color: opt.When = opt.Color.auto, bf16: opt.Bf16 = False,
+    *, engine: dict[str, Any], sampling: dict[str, Any],
+) -> None:  # fmt: skip
     """Complete a prompt, or a file of prompts."""
     config = EngineConfig(model, **gaudi_words(engine, bf16))
     many = any(option is not None for option in (prompts, out, batch_size, ray))
     with main_process_only(config) as group:
         if many:
             if prompts is None or out is None:
-                raise BadInput("a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl")
-            if compare or n != 1 or any(source is not None for source in (text, prompt, prompt_file)):
-                raise BadInput("--prompts completes each row once; leave out --compare, --n and any other prompt")
+                raise BadInput(
+                    "a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl"
+                )
+            if compare or n != 1 or any(one is not None for one in (text, prompt, prompt_file)):
+                raise BadInput(
+                    "--prompts completes each row once; leave out --compare, --n and other prompts"
+                )
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
             return
-        what = group.told(lambda: _prompt(text, prompt, prompt_file))               # stdin is rank 0's
-        _run(config, sampling, as_chat(what) if chat else what, n, compare, None if json_ else show.StreamWriter(sys.stdout, color))
+        what = group.told(lambda: _prompt(text, prompt, prompt_file))   # stdin is rank 0's
+        writer = None if json_ else show.StreamWriter(sys.stdout, color)
+        _run(config, sampling, as_chat(what) if chat else what, n, compare, writer)
 
 
-def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, writer: show.StreamWriter | None) -> None:
+def _run(
+    config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool,
+    writer: show.StreamWriter | None,
+) -> None:  # fmt: skip
     """Complete one prompt, on `writer` or as JSON."""
     engine = engine_of(config)
-    wanted = with_sampling(engine.sampling, given)
+    wanted = replace(engine.sampling, **given)
     _check_effect(wanted, given)
     plain = _plainly(engine, prompt, wanted, n) if compare else None
     ours = _written(engine, prompt, wanted, n, writer)
     if writer is None:
         print(show.as_json(_as_json(ours, plain, described(config, engine, wanted))))
-        _check(ours)
+    for completion in ours:
+        completion.checked()                            # it was shown as far as it goes
+    if writer is None:
         return
-    _check(ours)
     show.note(show.summary(ours))
     show.lossy_distance(show.added(ours))
     for line in lost(engine):
@@ -82,7 +88,7 @@ def _run(config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, co
 def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
     """The one prompt that was given."""
     if sum(source is not None for source in (text, prompt, file)) != 1:
-        raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - to read it from stdin")
+        raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
     try:
         if file is not None:
             text = file.read_text(encoding="utf-8").removesuffix("\n")
@@ -91,18 +97,21 @@ def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
         elif text == "-":
             text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{file or 'stdin'} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        where = f"{error.reason} at byte {error.start}"
+        raise BadInput(f"{file or 'stdin'} is not UTF-8 text ({where})") from error
     return text if text is not None else prompt or ""
 
 
 def _check_effect(wanted: Sampling, given: dict[str, Any]) -> None:
     """Say so when an option changes nothing."""
-    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    idle = [opt.flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
     if wanted.temperature == 0 and idle:
         show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
 
 
-def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: show.StreamWriter | None) -> list[Completion]:
+def _written(
+    engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: show.StreamWriter | None
+) -> list[Completion]:
     """The completions; shown on `writer` as they come."""
     if n != 1 or writer is None:
         done = engine.generate([prompt], sampling=wanted, n=n)
@@ -120,12 +129,6 @@ def _written(engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: s
     raise AssertionError("a stream ends with its completion")
 
 
-def _check(done: Sequence[Completion]) -> None:
-    """Raise what ended a text before its time; it was shown as far as it goes."""
-    for completion in done:
-        completion.checked()
-
-
 def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:
     """What plain decoding writes, with neither side paying for the first calls."""
     plain = plain_engine(engine)
@@ -135,23 +138,33 @@ def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[C
         return plain.generate([prompt], sampling=wanted, n=n)
 
 
-def _verdict(engine: Engine, wanted: Sampling, ours: Sequence[Completion], plain: Sequence[Completion]) -> str:
+def _differences(ours: Sequence[Completion], plain: Sequence[Completion]) -> list[int | None]:
+    """Where each text parts from the plain one."""
+    pairs = zip(ours, plain, strict=True)
+    return [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in pairs]
+
+
+def _verdict(
+    engine: Engine, wanted: Sampling, ours: Sequence[Completion], plain: Sequence[Completion]
+) -> str:
     """Speed-up and whether the tokens are the same, in one line."""
-    places = [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in zip(ours, plain, strict=True)]
-    place = next((place for place in places if place is not None), None)
+    place = next((place for place in _differences(ours, plain) if place is not None), None)
     same = "the text is identical" if place is None else f"the text differs at token {place}"
     if engine.lossy is not None and wanted.temperature > 0:
-        same += " (typical acceptance is lossy: it has neither the target's text nor its law)"
+        same += " (typical acceptance is lossy: neither the target's text nor its law)"
     elif engine.acceptance != "match" and wanted.temperature > 0:
         same += f" ({engine.acceptance}: texts may differ, the law is the same)"
-    return f"{show.per_token(plain) / show.per_token(ours):.2f}× as fast as plain decoding; {same}"
+    speed_up = show.per_token(plain) / show.per_token(ours)
+    return f"{speed_up:.2f}× as fast as plain decoding; {same}"
 
 
-def _as_json(ours: list[Completion], plain: list[Completion] | None, settings: dict[str, Any]) -> dict[str, Any]:
-    samples = [_completion(completion) for completion in ours]
+def _as_json(
+    ours: list[Completion], plain: list[Completion] | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    samples = [show.completion(completion) for completion in ours]
     found: dict[str, Any] = samples[0] if len(samples) == 1 else {"samples": samples}
     if plain is not None:
-        differs = [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in zip(ours, plain, strict=True)]
+        differs = _differences(ours, plain)
         found["compare"] = {
             "speed_up": show.per_token(plain) / show.per_token(ours),
             "plain_seconds_per_token": show.per_token(plain),
@@ -159,15 +172,3 @@ def _as_json(ours: list[Completion], plain: list[Completion] | None, settings: d
             "differs_at": differs[0] if len(differs) == 1 else differs,
         }
     return {**found, "settings": settings}
-
-
-def _completion(completion: Completion) -> dict[str, Any]:
-    scores = {"logprobs": completion.logprobs} if completion.logprobs is not None else {}
-    return {
-        "text": completion.text,
-        "tokens": completion.tokens,
-        "finish_reason": completion.finish_reason,
-        **({"error": str(completion.error)} if completion.error is not None else {}),
-        **scores,
-        "stats": show.figures(completion.stats),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,11 @@ NOT_DATA = ("processors", "stop_when", "logits_rules")
 
 
 def engine_of(config: EngineConfig) -> Engine:
-    """Load everything and check it against each other. What is there then stays as long as the process does."""
+    """Load everything and check it against each other; it stays as long as the process does."""
     from draftproof.engine.load import build
 
     engine = build(config)
-    gc.freeze()                                     # to look through all of it for garbage takes a quarter of a second
+    gc.freeze()                 # to look through all of it for garbage takes a quarter of a second
     return engine
 
 
@@ -65,7 +65,9 @@ def gaudi_words(given: dict[str, Any], bf16: bool) -> dict[str, Any]:
     if bf16 and dtype not in (None, "bfloat16", "bf16"):
         raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
     said = {"dtype": "bfloat16"} if bf16 else {}
-    return {**given, **said, **({"device": "hpu"} if given.get("graphs") and "device" not in given else {})}
+    if given.get("graphs") and "device" not in given:
+        said["device"] = "hpu"
+    return {**given, **said}
 
 
 def plain_engine(engine: Engine) -> Engine:
@@ -73,18 +75,14 @@ def plain_engine(engine: Engine) -> Engine:
     from draftproof.drafters.plain import Plain
     from draftproof.engine.engine import Engine
 
-    return Engine(engine.target, Plain(), codec=engine.codec, sampling=engine.sampling, stop_tokens=engine.stop_tokens)
-
-
-def sampling(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """`base` with what was asked for."""
-    from dataclasses import replace
-
-    return replace(base, **given)
+    return Engine(
+        engine.target, Plain(), codec=engine.codec, sampling=engine.sampling,
+        stop_tokens=engine.stop_tokens,
+    )  # fmt: skip
 
 
 def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, Any]:
-    """The settings a text came from, for JSON: what was asked, what was chosen, and the sampling in full."""
+    """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
     from dataclasses import asdict
 
     return {
@@ -111,14 +109,17 @@ def quantised(engine: Engine) -> dict[str, Any]:
     target = engine.target
     told = {"quantize": target.quantization._asdict()} if target.quantization is not None else {}
     kept, plain = target.position_bytes
-    return told | ({"kv_cache": {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}} if target.kv_cache else {})
+    cache = {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}
+    return told | ({"kv_cache": cache} if target.kv_cache else {})
 
 
 def lost(engine: Engine) -> list[str]:
     """What quantising cost and saved, in lines; none if nothing was quantised."""
     target, (kept, plain) = engine.target, engine.target.position_bytes
-    cache = [f"{target.kv_cache} KV cache: {kept} bytes per token, in place of {plain}"] if target.kv_cache else []
-    return [*([str(target.quantization)] if target.quantization is not None else []), *cache]
+    lines = [str(target.quantization)] if target.quantization is not None else []
+    if target.kv_cache:
+        lines.append(f"{target.kv_cache} KV cache: {kept} bytes per token, in place of {plain}")
+    return lines
 
 
 def as_chat(text: str) -> list[dict[str, str]]:

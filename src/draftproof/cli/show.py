@@ -1,4 +1,4 @@
-"""What a person sees: coloured text as it comes, and figures in one line. Knows completions and terminals."""
+"""What a person sees: coloured text as it comes, tables, figures in one line, and JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions
+from rich.progress import Progress, ProgressColumn
 from rich.segment import Segment
 from rich.status import Status
 from rich.style import Style
+from rich.table import Table
 
 from draftproof.cli.options import Color
 
@@ -26,8 +29,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """`text` with the replacement character for control characters: nothing may steer a terminal."""
+    """`text` without control characters: nothing may steer a terminal."""
     return _CONTROL.sub("\ufffd", text)
+
+
+def one_line(sentence: str) -> str:
+    """A sentence for stderr: harmless, and on one line."""
+    return harmless(" ".join(sentence.split()))
 
 
 class Page(Console):
@@ -43,6 +51,20 @@ def page(stderr: bool = False, **options: Any) -> Page:
     made = Page(stderr=stderr, highlight=False, **options)
     made.soft_wrap = not made.is_terminal
     return made
+
+
+def table(title: str | None, first: str, *others: str) -> Table:
+    """A table whose first column is of words, the others of numbers."""
+    made = Table(first, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in others:
+        made.add_column(name, justify="right")
+    return made
+
+
+def bars(*columns: ProgressColumn) -> Progress:
+    """Progress on stderr, if that is a terminal."""
+    console = page(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def as_json(found: Any) -> str:
@@ -67,8 +89,8 @@ class StreamWriter:
     def write(self, chunk: Chunk) -> None:
         for piece, drafted in chunk.pieces:
             piece = harmless(piece) if self.terminal else piece
-            coloured = self.coloured and drafted
-            self.out.write(self._style.render(piece, color_system=ColorSystem.STANDARD) if coloured else piece)
+            coloured = self._style.render(piece, color_system=ColorSystem.STANDARD)
+            self.out.write(coloured if self.coloured and drafted else piece)
             self._open = not piece.endswith("\n") if piece else self._open
         self.out.flush()
 
@@ -142,12 +164,22 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)) + 1)
 
 
+def completion(done: Completion) -> dict[str, Any]:
+    """A completion for JSON."""
+    return {
+        "text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason,
+        **({"error": str(done.error)} if done.error is not None else {}),
+        **({"logprobs": done.logprobs} if done.logprobs is not None else {}),
+        "stats": figures(done.stats),
+    }  # fmt: skip
+
+
 def figures(stats: RoundStats) -> dict[str, object]:
     """Statistics for JSON."""
-    names = ("rounds", "emitted", "drafted", "accepted", "tokens_per_round", "acceptance", "acceptance_by_position", "seconds",
-             "plain_share")  # fmt: skip
-    return {
-        **{name: getattr(stats, name) for name in names},
-        **({"distance_per_token": stats.distance_per_token} if stats.distance_per_token is not None else {}),
-        "rounds_by_width": {str(width): count for width, count in sorted(stats.by_width.items())},
-    }
+    names = [
+        "rounds", "emitted", "drafted", "accepted", "tokens_per_round", "acceptance",
+        "acceptance_by_position", "seconds", "plain_share",
+    ]  # fmt: skip
+    names += ["distance_per_token"] if stats.distance_per_token is not None else []
+    widths = {str(width): count for width, count in sorted(stats.by_width.items())}
+    return {**{name: getattr(stats, name) for name in names}, "rounds_by_width": widths}

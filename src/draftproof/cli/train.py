@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import options as opt
@@ -108,7 +107,7 @@ class Screen(Progress):
     def __init__(self) -> None:
         said = TextColumn("{task.percentage:3.0f} % · {task.fields[said]} ·")
         left = TimeRemainingColumn(), TextColumn("left")
-        out = Console(stderr=True, highlight=False)
+        out = show.page(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), said, *left
         super().__init__(*columns, console=out, transient=True, disable=not out.is_terminal)
         self._titled, self._steps = False, 0
