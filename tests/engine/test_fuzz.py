@@ -38,7 +38,7 @@ STOPS = (
     ".", "\n", " the", "and then", "<|endoftext|>", ".<|endoftext|>", "🐈", "e", "zzz", " a big",
 )  # fmt: skip
 WORDS = ("the", " was", "!", [5], [264, 300], "happy", "Once upon")
-KEPT_MIB, GROWTH_MIB = 8, 120
+KEPT_MIB, GROWTH_MIB = 4, 120
 """Of tensors that outlive their run, and of a process that has run for minutes."""
 
 
@@ -200,7 +200,7 @@ def _row(done: dp.Completion) -> Row:
 def tensor_mib() -> float:
     """What all tensors that are alive hold."""
     gc.collect()
-    held = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, Tensor)]
+    held = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor)]
     return sum({one.data_ptr(): one.nbytes() for one in held}.values()) / 2**20
 
 
@@ -210,14 +210,15 @@ def process_mib() -> float:
     return int(statm.read_text().split()[1]) * 4096 / 2**20 if statm.exists() else 0.0
 
 
-@pytest.mark.parametrize(("dtype", "rounds"), [("float64", 5), ("bfloat16", 16)])
+@pytest.mark.parametrize(("dtype", "rounds"), [("float64", 3), ("bfloat16", 16)])
 def test_every_row_has_the_text_it_has_alone(dtype: str, rounds: int) -> None:
     if dtype == "bfloat16" and kernels() is None:
         pytest.skip("without kernels bfloat16 is exact up to rounding only")
     fuzzer = Fuzzer(dtype, ("portfolio", "draft tree", "medusa"))
-    fuzzer.round(0)
+    for engine in fuzzer.engines.values():              # drafters keep what they learn of a model
+        engine.generate("a", n=2, max_new_tokens=3)
     before = tensor_mib()
-    for seed in range(1, rounds):
+    for seed in range(rounds):
         fuzzer.round(seed)
     assert fuzzer.rows > rounds and tensor_mib() < before + KEPT_MIB
 

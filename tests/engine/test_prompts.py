@@ -1,4 +1,4 @@
-"""Prompts in every form that callers have them give the text of the list of token ids, or one sentence."""
+"""Prompts in every form give the text of the list of token ids, or one sentence."""
 
 from __future__ import annotations
 

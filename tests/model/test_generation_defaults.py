@@ -1,4 +1,4 @@
-"""A model's generation_config: its text is that of transformers' generate, or it is refused by name."""
+"""A model's generation_config: the text of transformers' generate, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
     return {
         "suppress": {"suppress_tokens": [first, base[3]]},
         "suppress at the beginning": {"begin_suppress_tokens": [first]},
-        "bias of a sequence": {"sequence_bias": [[[first], -50.0], [base[:2], 3.0]], "repetition_penalty": 1.3},
-        "end tokens are not banned": {"bad_words_ids": [[third], [first, 8]], "eos_token_id": third},
+        "bias of a sequence": {
+            "sequence_bias": [[[first], -50.0], [base[:2], 3.0]], "repetition_penalty": 1.3,
+        },
+        "end tokens are not banned": {
+            "bad_words_ids": [[third], [first, 8]], "eos_token_id": third,
+        },
         "forced first token": {"forced_bos_token_id": 7},
         "forced end": {"forced_eos_token_id": [7, 8]},
         "min_length": {"min_length": 12, "eos_token_id": third},
@@ -51,8 +55,12 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
         "penalty of the prompt": {"encoder_repetition_penalty": 1.6, "repetition_penalty": 1.2},
         "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
         "invalid values": {"remove_invalid_values": True, "suppress_tokens": [first]},
-        "penalties": {"repetition_penalty": 4.0, "no_repeat_ngram_size": 2, "renormalize_logits": True},
-        "of sampling, greedily": {"typical_p": 0.3, "top_h": 0.4, "eta_cutoff": 0.3, "do_sample": False},
+        "penalties": {
+            "repetition_penalty": 4.0, "no_repeat_ngram_size": 2, "renormalize_logits": True,
+        },
+        "of sampling, greedily": {
+            "typical_p": 0.3, "top_h": 0.4, "eta_cutoff": 0.3, "do_sample": False,
+        },
     }  # fmt: skip
 
 
@@ -72,9 +80,13 @@ def test_greedy_text_is_that_of_generate(name: str, model: PreTrainedModel) -> N
 
 WARPED: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "top_h": ({"top_h": 0.5}, [hf.TopHLogitsWarper(0.5), hf.TopKLogitsWarper(50)]),
-    "typical_p": ({"typical_p": 0.6, "top_k": 8}, [hf.TopKLogitsWarper(8), hf.TypicalLogitsWarper(0.6)]),
+    "typical_p": (
+        {"typical_p": 0.6, "top_k": 8}, [hf.TopKLogitsWarper(8), hf.TypicalLogitsWarper(0.6)],
+    ),
     "epsilon": ({"epsilon_cutoff": 0.05}, [hf.TopKLogitsWarper(50), hf.EpsilonLogitsWarper(0.05)]),
-    "eta": ({"eta_cutoff": 0.1, "min_p": 0.02}, [hf.MinPLogitsWarper(0.02), hf.EtaLogitsWarper(0.1)]),
+    "eta": (
+        {"eta_cutoff": 0.1, "min_p": 0.02}, [hf.MinPLogitsWarper(0.02), hf.EtaLogitsWarper(0.1)],
+    ),
 }  # fmt: skip
 
 
@@ -101,14 +113,14 @@ def test_sampling_without_top_k_has_that_of_transformers(model: PreTrainedModel)
 
 
 REFUSED: dict[str, Any] = {
-    "num_beams": 4, "guidance_scale": 1.5, "watermarking_config": {"bias": 8.0}, "penalty_alpha": 0.6,
+    "num_beams": 4, "guidance_scale": 1.5, "watermarking_config": {"bias": 8.0}, "penalty_alpha": 1,
     "token_healing": True, "max_time": 2.0, "num_return_sequences": 2, "dola_layers": "low",
     "diversity_penalty": 0.5, "num_beam_groups": 2, "constraints": [1], "force_words_ids": [[1]],
 }  # fmt: skip
 
 
 def test_every_field_of_transformers_is_understood_or_refused(model: PreTrainedModel) -> None:
-    """A field that a new transformers brings is in no table: it is refused by name as soon as it is set."""
+    """A field that a new transformers brings is in no table: it is refused as soon as it is set."""
     understood = {*defaults.FIELDS, *defaults.WITHOUT_EFFECT, *defaults.RULES}
     assert not understood & set(REFUSED)
     for name in GenerationConfig().to_dict():
@@ -121,7 +133,8 @@ def test_every_field_of_transformers_is_understood_or_refused(model: PreTrainedM
     assert set(defaults.FIELDS.values()) <= ours
 
 
-def test_neutral_values_ask_for_nothing_and_a_sampling_of_ones_own_goes_before(model: PreTrainedModel) -> None:
+def test_neutral_values_ask_for_nothing(model: PreTrainedModel) -> None:
+    """And a sampling of one's own goes before all of them."""
     late = GenerationConfig._get_default_generation_params()
     model.generation_config = GenerationConfig(**{**late, "max_length": None})
     assert default_sampling(model) == Sampling()

@@ -14,11 +14,11 @@ from torch import Tensor
 from draftproof.errors import BadInput
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix and nothing else."""
+"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix alone."""
 
 
 SMALL, LARGEST = 1e-30, 10**9
-"""Smaller numbers are lost in float32, as are those larger than 1 / SMALL; counts larger than LARGEST are a mistake."""
+"""Smaller numbers are lost in float32, as are those above 1 / SMALL; larger counts are mistakes."""
 
 
 class RuleRequest(NamedTuple):
@@ -32,7 +32,7 @@ class RuleRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsRule:
-    """A rule on logits that a model's own generation_config asks for; its processor is made per request.
+    """A rule on logits that a model's own generation_config asks for, made per request.
 
     stage: where among the others: "early", before penalties; "usual", before the user's processors;
     "warm", behind the temperature; "late", behind all filters; these two are for sampled rows only.
@@ -51,18 +51,20 @@ class Sampling:
 
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
     repetition_penalty: over prompt and new tokens (CTRL, arXiv 1909.05858); 1 is off.
-    presence_penalty, frequency_penalty: subtracted, over new tokens only (OpenAI's definition); 0 is off.
+    presence_penalty, frequency_penalty: subtracted, over new tokens only (as OpenAI's); 0 is off.
     no_repeat_ngram: no n-gram of this size occurs twice; 0 is off.
     logit_bias: added to the logits, by token id.
     banned_words: strings or token id sequences that must not appear.
     min_new_tokens: no end token before so many. max_new_tokens: None leaves it to the call.
     max_length: tokens of prompt and text together, where no max_new_tokens is given.
-    stop: strings that end the text; they are not part of it. stop_tokens: end tokens; None takes the model's own.
+    stop: strings that end the text; they are not part of it. stop_tokens: end tokens; None takes
+    the model's own.
     seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
     logprobs: report the log-probability of each new token under the unprocessed model.
     processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
     logits_rules: what the model's own generation_config asks for beside all this.
-    stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token; true ends it there.
+    stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token;
+    true ends it there.
     """
 
     temperature: float = 0.0
@@ -88,7 +90,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("stop", "banned_words"):
-            if isinstance(getattr(self, name), str):                # one string is a list of one, not of letters
+            if isinstance(getattr(self, name), str):        # one string is a list of one
                 object.__setattr__(self, name, (getattr(self, name),))
         for name in ("temperature", "presence_penalty", "frequency_penalty"):
             _within(self, name, 0 if name == "temperature" else None)
@@ -166,7 +168,8 @@ def _within(
     kind = int if whole else (int, float)
     number = isinstance(value, kind) and not isinstance(value, bool) and -inf < value < inf
     if number and not whole and value and not SMALL <= abs(value) <= 1 / SMALL:
-        raise BadInput(f"{name} was {value!r:.40}; it must be 0, or from {SMALL} to {1 / SMALL} in size")
+        sizes = f"0, or from {SMALL} to {1 / SMALL} in size"
+        raise BadInput(f"{name} was {value!r:.40}; it must be {sizes}")
     above = number and (low is None or (value > low if open_low else value >= low))
     if above and (high is None or value <= high):
         return

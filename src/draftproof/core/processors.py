@@ -1,9 +1,9 @@
 """Logits processed as rows wish, at every node of a tree.
 
-The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned words,
-minimum length, the user's processors; then temperature, top-k, top-p, min-p; the rules of a model's own
-generation_config in between, by their stage. Everything that depends on the text so far sees the path of
-its own tree node, so verifying a tree equals decoding each path alone.
+The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned
+words, minimum length, the user's processors; then temperature, top-k, top-p, min-p; the rules of a
+model's own generation_config in between, by their stage. Everything that depends on the text so far
+sees the path of its own tree node, so verifying a tree equals decoding each path alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths
 
 _COLUMNS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram"
-)
-_DEFAULTS = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(Sampling)}
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "no_repeat_ngram",
+)  # fmt: skip
+_DEFAULTS = {one.name: getattr(Sampling(), one.name) for one in fields(Sampling)}
 
 
 class LogitsProcessors:
@@ -33,7 +34,7 @@ class LogitsProcessors:
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
-        """Copy to the device now, not in the round that comes, whatever scores of this dtype and width will need."""
+        """Copy to the device now, not in the round that comes, what such scores will need."""
         for name in _COLUMNS:
             if self._any(name):
                 self._column(name, torch.int64 if name in ("top_k", "no_repeat_ngram") else dtype)
@@ -42,7 +43,7 @@ class LogitsProcessors:
             self._bias(dtype)
         if any(row.banned for row in self.rows):
             _ = self._banned
-        if any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows):
+        if self._holds:
             self._held(vocab)
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
@@ -60,7 +61,8 @@ class LogitsProcessors:
     @cached_property
     def greedy_rows(self) -> Tensor:
         """[B, 1, 1] which take the likeliest token."""
-        return torch.tensor([row.sampling.temperature == 0 for row in self.rows], device=self.device).view(-1, 1, 1)
+        greedy = [row.sampling.temperature == 0 for row in self.rows]
+        return torch.tensor(greedy, device=self.device).view(-1, 1, 1)
 
     @cached_property
     def _processes(self) -> list[Callable[[Tensor, Paths], Tensor]]:
@@ -69,10 +71,10 @@ class LogitsProcessors:
             (self._any("logit_bias"), self._add_bias),
             (self._has_rules("early"), partial(self._ask, "early")),
             (self._any("repetition_penalty"), self._penalise_repetition),
-            (self._any("presence_penalty") or self._any("frequency_penalty"), self._penalise_presence),
+            (self._any("presence_penalty", "frequency_penalty"), self._penalise_presence),
             (self._any("no_repeat_ngram"), self._ban_ngrams),
             (any(row.banned for row in self.rows), self._ban_words),
-            (any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows), self._hold_stop_tokens),
+            (self._holds, self._hold_stop_tokens),
             (self._has_rules("usual") or self._any("processors"), partial(self._ask, "usual")),
             (self._any("temperature"), self._heat),
             (self._has_rules("warm"), partial(self._ask, "warm")),
@@ -86,31 +88,44 @@ class LogitsProcessors:
     @cached_property
     def reads_text(self) -> bool:
         """Whether a choice depends on which tokens stand before it, beside what the logits say."""
-        asked = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "processors")
-        if any(self._any(name) for name in asked):
+        if self._any(
+            "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram",
+            "processors",
+        ):  # fmt: skip
             return True
-        return any(row.banned or any(rule.reads_text for rule, _ in row.logits_rules) for row in self.rows)
+        rules = [rule for row in self.rows for rule, _ in row.logits_rules]
+        return any(row.banned for row in self.rows) or any(rule.reads_text for rule in rules)
+
+    @property
+    def _holds(self) -> bool:
+        return any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows)
 
     def _has_rules(self, stage: str) -> bool:
         return any(rule.stage == stage for row in self.rows for rule, _ in row.logits_rules)
 
-    def _any(self, name: str) -> bool:
-        return any(getattr(row.sampling, name) != _DEFAULTS[name] for row in self.rows)
+    def _any(self, *names: str) -> bool:
+        pairs = [(row.sampling, name) for row in self.rows for name in names]
+        return any(getattr(sampling, name) != _DEFAULTS[name] for sampling, name in pairs)
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[B, 1, 1] one parameter of every row; made once, since a round should copy nothing to the device."""
+        """[B, 1, 1] one parameter of every row; made once: a round copies nothing to the device."""
         if (name, dtype) not in self._columns:
             values = [getattr(row.sampling, name) for row in self.rows]
-            self._columns[name, dtype] = torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
+            column = torch.tensor(values, dtype=dtype, device=self.device)
+            self._columns[name, dtype] = column.view(-1, 1, 1)
         return self._columns[name, dtype]
 
-    # What depends on the text so far ---------------------------------------------------------------------------
+    # What depends on the text so far --------------------------------------------------------------
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
         """[B, 1, highest id + 1]"""
         if ("logit_bias", dtype) in self._columns:
             return self._columns["logit_bias", dtype]
-        ids = [(row, token, bias) for row, w in enumerate(self.rows) for token, bias in w.sampling.logit_bias.items()]
+        ids = [
+            (row, token, bias)
+            for row, params in enumerate(self.rows)
+            for token, bias in params.sampling.logit_bias.items()
+        ]
         rows, tokens, values = zip(*ids, strict=True)
         width = max(tokens) + 1
         bias = torch.zeros(len(self.rows), 1, width, dtype=torch.float64)
@@ -125,7 +140,8 @@ class LogitsProcessors:
     def _penalise_repetition(self, scores: Tensor, paths: Paths) -> Tensor:
         seen = self._counts(paths, scores.shape[-1], prompt=True) > 0
         penalty = self._column("repetition_penalty", scores.dtype)
-        return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+        return torch.where(seen, penalised, scores)
 
     def _penalise_presence(self, scores: Tensor, paths: Paths) -> Tensor:
         counts = self._counts(paths, scores.shape[-1], prompt=False).to(scores.dtype)
@@ -134,7 +150,7 @@ class LogitsProcessors:
         return scores - presence * (counts > 0) - frequency * counts
 
     def _counts(self, paths: Paths, vocab: int, prompt: bool) -> Tensor:
-        """[B, N, V] how often each token occurs in each node's text; without the prompt unless asked."""
+        """[B, N, V] how often each token occurs in each node's text, with or without the prompt."""
         sequences = paths.sequences
         place = torch.arange(sequences.shape[-1], device=self.device)
         counted = place < paths.lengths[..., None]
@@ -145,7 +161,8 @@ class LogitsProcessors:
 
     @cached_property
     def _prompt_lengths(self) -> Tensor:
-        return torch.tensor([row.prompt_length for row in self.rows], device=self.device).view(-1, 1, 1)
+        lengths = [row.prompt_length for row in self.rows]
+        return torch.tensor(lengths, device=self.device).view(-1, 1, 1)
 
     def _ban_ngrams(self, scores: Tensor, paths: Paths) -> Tensor:
         banned = torch.zeros_like(scores, dtype=torch.bool)
@@ -153,26 +170,29 @@ class LogitsProcessors:
         for size in sorted({row.sampling.no_repeat_ngram for row in self.rows} - {0}):
             if paths.sequences.shape[-1] < size:
                 continue
-            windows = paths.sequences.unfold(-1, size, 1)                                                # [B, N, L, n]
+            windows = paths.sequences.unfold(-1, size, 1)                           # [B, N, L, n]
             starts = torch.arange(windows.shape[2], device=self.device)
-            tail = paths.lengths[..., None] - size + 1 + torch.arange(size - 1, device=self.device)      # [B, N, n-1]
-            suffix = paths.sequences.gather(2, tail.clamp(min=0))
-            hit = (windows[..., :-1] == suffix[:, :, None]).all(-1)                                      # [B, N, L]
+            tail = torch.arange(1 - size, 0, device=self.device) + paths.lengths[..., None]
+            suffix = paths.sequences.gather(2, tail.clamp(min=0))                   # [B, N, n-1]
+            hit = (windows[..., :-1] == suffix[:, :, None]).all(-1)                 # [B, N, L]
             hit &= (starts + size <= paths.lengths[..., None]) & (sizes == size)
             hit &= paths.lengths[..., None] >= size
-            banned |= torch.zeros_like(scores).scatter_add_(2, windows[..., -1], hit.to(scores.dtype)) > 0
+            hits = hit.to(scores.dtype)
+            banned |= torch.zeros_like(scores).scatter_add_(2, windows[..., -1], hits) > 0
         return scores.masked_fill(banned, -torch.inf)
 
     def _ban_words(self, scores: Tensor, paths: Paths) -> Tensor:
         words = self._banned
-        ahead = torch.arange(words.heads.shape[1], device=self.device) - words.sizes[:, None]               # [M, L]
-        place = paths.lengths[words.rows][..., None] + ahead[:, None]                                       # [M, N, L]
+        length = words.heads.shape[1]
+        ahead = torch.arange(length, device=self.device) - words.sizes[:, None]     # [M, L]
+        place = paths.lengths[words.rows][..., None] + ahead[:, None]               # [M, N, L]
         text = paths.sequences[words.rows].gather(2, place.clamp(0, paths.sequences.shape[-1] - 1))
         same = ((text == words.heads[:, None]) & (place >= 0)) | (ahead >= 0)[:, None]
-        hit = same.all(-1).to(scores.dtype)                                                                 # [M, N]
+        hit = same.all(-1).to(scores.dtype)                                         # [M, N]
         nodes = torch.arange(scores.shape[1], device=self.device)
         where = (words.rows[:, None], nodes[None], words.ends[:, None])
-        return scores.masked_fill(torch.zeros_like(scores).index_put(where, hit, accumulate=True) > 0, -torch.inf)
+        hits = torch.zeros_like(scores).index_put(where, hit, accumulate=True)
+        return scores.masked_fill(hits > 0, -torch.inf)
 
     @cached_property
     def _banned(self) -> _Banned:
@@ -180,7 +200,8 @@ class LogitsProcessors:
         heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
         for number, (_, word) in enumerate(words):
             heads[number, : len(word) - 1] = torch.tensor(word[:-1])
-        sizes, rows, ends = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words]).unbind(1)
+        columns = [(len(word) - 1, row, word[-1]) for row, word in words]
+        sizes, rows, ends = torch.tensor(columns).unbind(1)
         return _Banned(*(part.to(self.device) for part in (heads, sizes, rows, ends)))
 
     def _hold_stop_tokens(self, scores: Tensor, paths: Paths) -> Tensor:
@@ -195,11 +216,12 @@ class LogitsProcessors:
                 ends[row, 0, list(params.stop_tokens)] = True
             first = [row.prompt_length + row.sampling.min_new_tokens for row in self.rows]
             self._columns["stop_tokens", torch.bool] = ends.to(self.device)
-            self._columns["stop_tokens", torch.int64] = torch.tensor(first, device=self.device).view(-1, 1, 1)
+            place = torch.tensor(first, device=self.device).view(-1, 1, 1)
+            self._columns["stop_tokens", torch.int64] = place
         return self._columns["stop_tokens", torch.bool], self._columns["stop_tokens", torch.int64]
 
     def _ask(self, stage: str, scores: Tensor, paths: Paths) -> Tensor:
-        """The processors of a stage, called as transformers calls them: one unpadded prefix at a time.
+        """The processors of a stage, called as transformers calls them: one unpadded prefix each.
 
         Those that read no text see the scores of all nodes at once.
         """
@@ -207,7 +229,8 @@ class LogitsProcessors:
         for row, params in enumerate(self.rows):
             if stage in ("warm", "late") and params.sampling.temperature == 0:
                 continue
-            asked = [(rule.reads_text, made) for rule, made in params.logits_rules if rule.stage == stage]
+            made = [rule for rule in params.logits_rules if rule[0].stage == stage]
+            asked = [(rule.reads_text, processor) for rule, processor in made]
             if stage == "usual":
                 asked += [(True, processor) for processor in params.sampling.processors]
             for reads_text, processor in asked:
@@ -219,7 +242,7 @@ class LogitsProcessors:
                     scores[row, node] = processor(text, scores[row, node][None].clone())[0]
         return scores
 
-    # What depends on the logits alone ---------------------------------------------------------------------------
+    # What depends on the logits alone -------------------------------------------------------------
 
     def _heat(self, scores: Tensor, paths: Paths) -> Tensor:
         temperature = self._column("temperature", scores.dtype)
@@ -237,7 +260,8 @@ class LogitsProcessors:
         mass = self._column("top_p", scores.dtype)
         ordered, order = scores.sort(-1)
         likeliest = torch.arange(scores.shape[-1], device=self.device) == scores.shape[-1] - 1
-        drop = (ordered.softmax(-1).cumsum(-1) <= 1 - mass) & (mass < 1) & ~self.greedy_rows & ~likeliest
+        beyond = (ordered.softmax(-1).cumsum(-1) <= 1 - mass) & ~likeliest
+        drop = beyond & (mass < 1) & ~self.greedy_rows
         return scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
 
     def _keep_min_p(self, scores: Tensor, paths: Paths) -> Tensor:
@@ -248,7 +272,8 @@ class LogitsProcessors:
 
 
 class _Banned(NamedTuple):
-    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` [M] of them; in which row; the last token."""
+    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` [M] of them; in which
+    row; the last token."""
 
     heads: Tensor
     sizes: Tensor

@@ -1,4 +1,4 @@
-"""Prompts in every form that callers have them: text, token ids, chats, and what tokenizers return."""
+"""Prompts as callers have them: text, token ids, chats, and what tokenizers return."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Messages
 
 Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
-"""Text, token ids (a list, tensor or array, [S] or [1, S]), a chat as ``[{"role": ..., "content": ...},
-...]``, or a tokenizer's BatchEncoding, whose attention mask says what is padding."""
+"""Text, token ids (a list, tensor or array, [S] or [1, S]), a chat as ``[{"role": ..., "content":
+...}, ...]``, or a tokenizer's BatchEncoding, whose attention mask says what is padding."""
 _WANTED = "give text, token ids, a chat, what a tokenizer returns, or a list of these"
 
 
 def several(given: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts, each for `one`. Raises BadInput for anything else."""
+    """One prompt or many, as a list of prompts, each for `one`. Raises BadInput for others."""
     given = _plain(given)
     if isinstance(given, str):
         return [given]
@@ -82,5 +82,5 @@ def _unpadded(ids: list[Any] | str, mask: Sequence[int]) -> list[int]:
         return []
     first, last = places[0], places[-1] + 1
     if len(places) != last - first:
-        raise BadInput("an attention mask hides tokens inside the prompt; only padding can be hidden")
+        raise BadInput("an attention mask hides tokens inside the prompt; it may hide padding only")
     return [int(token) for token in ids[first:last]]

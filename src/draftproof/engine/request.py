@@ -43,8 +43,7 @@ class RequestReader:
             raise BadInput(f"sampling was {sampling!r:.80}; give a Sampling, or one per prompt")
         if len(wanted) != len(asked):
             raise BadInput(
-                f"{len(wanted)} samplings were given for {len(asked)} prompts; give one, or one per "
-                "prompt"
+                f"{len(wanted)} samplings were given for {len(asked)} prompts; give one, or as many"
             )
         requests = list[Request]()
         for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
@@ -53,9 +52,8 @@ class RequestReader:
             params = self.params(want, tokens, limit)
             for sample in range(n):
                 text = self.codec.stream(tokens) if self.codec else None
-                rows.append(
-                    SequenceState(tokens, replace(params, sample=sample), limit, text, request=index)
-                )
+                own = replace(params, sample=sample)
+                rows.append(SequenceState(tokens, own, limit, text, request=index))
             requests.append(rows)
         return requests
 
@@ -68,8 +66,8 @@ class RequestReader:
             tokens = cast(list[int], prompt)
         elif self.codec is None:
             raise BadInput(
-                "a text prompt was given but the model has no tokenizer; pass tokenizer=... to load, "
-                "or token ids"
+                "a text prompt was given but the model has no tokenizer; pass tokenizer=... to "
+                "load, or token ids"
             )
         elif isinstance(prompt, str):
             tokens = self.codec.encode(prompt)
@@ -117,7 +115,8 @@ class RequestReader:
                     "banned words were given as text but the model has no tokenizer; give token ids"
                 )
             else:
-                banned += {tuple(self.codec.encode(part, special=False)) for part in (word, " " + word)}
+                both = word, " " + word
+                banned += {tuple(self.codec.encode(part, special=False)) for part in both}
         for word in banned:
             self._known(word, "banned_words")
         self._known(list(sampling.logit_bias), "logit_bias")
@@ -138,7 +137,7 @@ class RequestReader:
             )
 
     def _must_be_pure(self, processor: LogitsProcessor) -> None:
-        """Ask twice, with another question in between: a function of the prefix answers the same."""
+        """Ask twice, another question in between: a function of the prefix answers the same."""
         name = getattr(processor, "__name__", type(processor).__name__)
         asked = copy.deepcopy(processor)
         device = self.target.device
@@ -148,7 +147,8 @@ class RequestReader:
         try:
             answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
         except Exception as error:
-            raise BadInput(f"the logits processor {name} fails on a short text: {error}") from error
+            why = f"fails on a short text: {error}"
+            raise BadInput(f"the logits processor {name} {why}") from error
         if any(answer.shape != scores.shape for answer in answers):
             shape, wanted = tuple(answers[0].shape), tuple(scores.shape)
             raise BadInput(
@@ -156,7 +156,7 @@ class RequestReader:
             )
         if not all(torch.equal(answer, answers[turn % 2]) for turn, answer in enumerate(answers)):
             raise BadInput(
-                f"the logits processor {name} keeps state: asked twice about the same text it answers "
-                "differently. Speculation needs a function of the text alone; rewrite it as one, or "
-                "leave it out"
+                f"the logits processor {name} keeps state: asked twice about the same text it "
+                "answers differently. Speculation needs a function of the text alone; rewrite it "
+                "as one, or leave it out"
             )

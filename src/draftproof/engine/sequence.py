@@ -23,9 +23,9 @@ class Detokenizer(Protocol):
 
 @dataclass
 class SequenceState:
-    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens; `request` says whose.
+    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens, of a `request`.
 
-    Tokens are taken one at a time, so where the text ends does not depend on how many came in a round.
+    Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
     """
 
     prompt: Sequence[int]
@@ -44,7 +44,7 @@ class SequenceState:
     _held: list[tuple[str, bool, bool]] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int) -> int:
-        """Take new tokens, the first `drafted` from the draft, until the text ends; return how many."""
+        """Take new tokens, the first `drafted` of them drafted, until the text ends; how many."""
         stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
         push = self.detokenizer.push if self.detokenizer is not None else None
         asked = self.params.sampling.stop_when
@@ -76,7 +76,7 @@ class SequenceState:
         self.error = error
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """Text that is certain and was not handed out yet, each piece with whether it was drafted."""
+        """Text that is certain and was not handed out yet, by piece, and whether it was drafted."""
         out, self._pieces = self._pieces, []
         return out
 

@@ -1,7 +1,7 @@
 """What a model's own generation_config asks for. Knows transformers' names and processors.
 
-Every field of transformers' GenerationConfig is one of four things: a field of `Sampling`, a rule on
-logits that transformers' own processor applies, without effect on one sampled text, or refused by name.
+Every field of transformers' GenerationConfig is one of four things: a field of `Sampling`, a rule
+on logits that transformers' own processor applies, without effect on one text, or refused by name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def default_sampling(model: PreTrainedModel) -> Sampling:
     if sampled:
         fields["temperature"] = fields.get("temperature") or 1.0
     ends = [[end] for end in stop_tokens(model)]        # transformers bans no end token
-    fields["banned_words"] = tuple(word for word in fields.get("banned_words", ()) if word not in ends)
+    banned = fields.get("banned_words", ())
+    fields["banned_words"] = tuple(word for word in banned if word not in ends)
     return Sampling(**fields, logits_rules=tuple(_rules(config, sampled)))
 
 
@@ -96,7 +97,7 @@ def _asks(name: str, value: Any) -> bool:
     """Whether a field with this value changes anything."""
     if isinstance(value, int) and not isinstance(value, bool) and name.endswith("token_id"):
         return True
-    empty = value is None or value is False or (not isinstance(value, Tensor) and value in (0, [], {}))
+    empty = value is None or value is False or value in (0, [], {})
     return not empty and value != NEUTRAL.get(name)
 
 
@@ -157,7 +158,8 @@ def _forced_end(value: Any, request: RuleRequest) -> LogitsProcessor:
 RULES: dict[str, Callable[[str, Any], LogitsRule]] = {
     "sequence_bias": _rule("early", lambda value, _: hf.SequenceBiasLogitsProcessor(value)),
     "encoder_repetition_penalty": _rule(
-        "early", lambda value, request: hf.EncoderRepetitionPenaltyLogitsProcessor(value, _ids(request))
+        "early",
+        lambda value, request: hf.EncoderRepetitionPenaltyLogitsProcessor(value, _ids(request)),
     ),
     "encoder_no_repeat_ngram_size": _rule(
         "usual", lambda value, request: hf.EncoderNoRepeatNGramLogitsProcessor(value, _ids(request))
