@@ -210,7 +210,7 @@ def process_mib() -> float:
     return int(statm.read_text().split()[1]) * 4096 / 2**20 if statm.exists() else 0.0
 
 
-@pytest.mark.parametrize(("dtype", "rounds"), [("float64", 3), ("bfloat16", 16)])
+@pytest.mark.parametrize(("dtype", "rounds"), [("float64", 2), ("bfloat16", 10)])
 def test_every_row_has_the_text_it_has_alone(dtype: str, rounds: int) -> None:
     if dtype == "bfloat16" and kernels() is None:
         pytest.skip("without kernels bfloat16 is exact up to rounding only")
