@@ -40,7 +40,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = save_model(tmp_path_factory.mktemp("models") / "stranger", layers=1)
     words = json.loads((folder / "tokenizer.json").read_text())
     vocab, first = words["model"]["vocab"], 300
-    turned = {word: first + (token - first + 1) % (len(vocab) - first) for word, token in vocab.items() if token >= first}
+    size = len(vocab) - first
+    turned = {
+        word: first + (token - first + 1) % size for word, token in vocab.items() if token >= first
+    }
     words["model"]["vocab"] = {**vocab, **turned}
     (folder / "tokenizer.json").write_text(json.dumps(words))
     return str(folder)
@@ -61,7 +64,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
             except SystemExit as leaving:
                 code = int(leaving.code or 0)
             finally:
-                gc.unfreeze()                               # what a command keeps as long as its process, tests do not
+                gc.unfreeze()           # a command keeps it as long as its process, tests do not
         return Said(code, out.getvalue(), err.getvalue())
 
     return run

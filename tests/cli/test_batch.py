@@ -40,7 +40,8 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 
 def texts(out: Path) -> list[Any]:
-    return [(row["index"], row.get("id"), row.get("text"), row.get("tokens"), row.get("finish_reason")) for row in read(out)]
+    names = ("index", "id", "text", "tokens", "finish_reason")
+    return [tuple(row.get(name) for name in names) for row in read(out)]
 
 
 def test_batch_rows_come_in_order_and_resume_after_interruption(
@@ -73,10 +74,10 @@ def test_batch_rows_come_in_order_and_resume_after_interruption(
         return as_completed(self, prompts, **options)
 
     with broken.open("a") as file:
-        file.write(f'{{"index": {len(written)}, "input_sha')           # a line that was being written
+        file.write(f'{{"index": {len(written)}, "input_sha')       # a line that was being written
     monkeypatch.setattr(Engine, "as_completed", counted)
     assert call(*args(target, rows, broken)).code == 0
-    assert sum(asked) == len(ROWS) - 8                                  # what was finished is not done again
+    assert sum(asked) == len(ROWS) - 8                  # what was finished is not done again
     assert list(tmp_path.glob("*.waiting")) == []
     assert texts(broken) == texts(whole)
 
@@ -94,7 +95,7 @@ def test_each_row_is_written_as_soon_as_those_before_it_are(
 
     monkeypatch.setattr(Engine, "as_completed", watched)
     assert call(*args(target, rows, out)).code == 0
-    assert [prompt for prompt, _ in seen] != sorted(prompt for prompt, _ in seen)      # rows do overtake each other
+    assert seen != sorted(seen)                         # rows do overtake each other
     done: set[int] = set()
     for prompt, written in seen:
         done.add(prompt)
@@ -102,14 +103,14 @@ def test_each_row_is_written_as_soon_as_those_before_it_are(
 
 
 def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path: Path) -> None:
-    """OpenAI batches, vLLM's sampling_params, top-level options: each asks for the same, and keeps its ids."""
+    """OpenAI's, vLLM's, TGI's, top-level options: each asks for the same, and keeps its ids."""
     asked = {"temperature": 1.0, "seed": 3, "max_tokens": 6}
     same = [
         {"prompt": "Tom", "sampling": {"temperature": 1.0, "seed": 3}, "max_new_tokens": 6},
         {"prompt": "Tom", **asked, "answer": "a user's own field"},
         {"prompt": "Tom", "sampling_params": {**asked, "n": 1}},
-        {"inputs": "Tom", "parameters": {**asked, "best_of": 1, "do_sample": True}, "options": ["a"]},
-        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "Tom", **asked}},
+        {"inputs": "Tom", "parameters": {**asked, "best_of": 1, "do_sample": True}, "options": []},
+        {"custom_id": "c", "url": "/v1", "body": {"model": "m", "prompt": "Tom", **asked}},
     ]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_text("\n".join(map(json.dumps, same)))
@@ -128,7 +129,9 @@ def test_a_finished_file_is_left_alone(call: Call, target: str, rows: Path, tmp_
     assert out.read_bytes() == before
 
 
-def test_results_of_another_run_are_never_overwritten(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
+def test_results_of_another_run_are_never_overwritten(
+    call: Call, target: str, rows: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     call(*args(target, rows, out))
     before = out.read_bytes()
@@ -145,32 +148,38 @@ def test_results_of_another_run_are_never_overwritten(call: Call, target: str, r
     assert "itself" in call(*args(target, rows, rows)).err
 
 
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("max_new_tokens", {"max_new_tokens": 0}), ("'top'", {"sampling": {"top": 1}}),
+    ("whole", {"sampling": {"top_k": 2.5}}), ("temperature", {"temperature": "hot"}),
+    ("list of strings", {"sampling": {"stop": 5}}), ("token ids", {"stop_tokens": [True]}),
+    ("surrogate", {"banned_words": ["\ud83d"]}), ("object", {"logit_bias": [5]}),
+    ("top_k", {"top_k": 10**30}), ("size", {"temperature": 10**400}), ("seed", {"seed": True}),
+    ("size", {"temperature": 1e-300}), ("max_length", {"max_length": 1}),
+    ("chosen", {"logprobs": 5}),
+    ("tools", {"tools": [1]}), ("another seed", {"n": 2}), ("beam", {"use_beam_search": True}),
+    ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
+    ("object of sampling", {"sampling": [1]}),
+)  # fmt: skip
+"""Why, and what a row asks for."""
+
+
 def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: Path) -> None:
     bad = {
-        "not json": "not JSON", '{"prompt": ""}': "empty", '{"nothing": 1}': "no prompt", "[1]": "object",
-        '{"prompt": 5}': "must be text", '{"messages": [{"role": "user"}]}': "content",
-        '{"messages": [{"role": "user", "content": "a"}]}': "chat template", json.dumps({"prompt": "one two " * 300}): "256",
-        '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens", '{"prompt": "a", "sampling": {"top": 1}}': "'top'",
-        '{"prompt": "a", "sampling": {"top_k": 2.5}}': "whole",
-        '{"prompt": "a", "sampling": {"temperature": "hot"}}': "temperature",
-        '{"prompt": "a", "sampling": {"stop": 5}}': "list of strings", '{"prompt": "\\ud83d"}': "surrogate",
-        '{"prompt": "a", "tools": [1]}': "tools", '{"prompt": "a", "n": 2}': "another seed",
-        '{"prompt": "a", "banned_words": ["\\ud83d"]}': "surrogate", '{"messages": ["a"]}': "objects",
-        '{"prompt": "a", "top_k": %s}' % 10**30: "top_k", '{"prompt": "a", "temperature": %s}' % 10**400: "size",
-        '{"prompt": "a", "temperature": 1e-300}': "size", '{"prompt": [true]}': "must be text",
-        '{"prompt": [-1]}': "-1", '{"prompt": "a", "logit_bias": [5]}': "object",
-        '{"prompt": "a", "stop_tokens": [true]}': "token ids", '{"prompt": "a", "logprobs": 5}': "chosen",
-        '{"prompt": "a", "use_beam_search": true}': "beam", '{"prompt": "a", "do_sample": true}': "greedy",
-        '{"prompt": "a", "sampling_params": {"best_of": 3}}': "best_of", '{"prompt": "a", "seed": true}': "seed",
-        '{"prompt": "a", "sampling": [1]}': "object of sampling", '{"prompt": "a", "max_length": 1}': "max_length",
-        '{"prompt": "a", "meta": ' + "[" * 5000 + "]" * 5000 + "}": "nested", "\udcff": "JSON",
-    }  # fmt: skip
+        "not json": "not JSON", "\udcff": "JSON", "[1]": "object", '{"nothing": 1}': "no prompt",
+        '{"prompt": 5}': "must be text", '{"prompt": [true]}': "must be text",
+        '{"prompt": [-1]}': "-1", '{"prompt": "\\ud83d"}': "surrogate",
+        json.dumps({"prompt": "one two " * 300}): "256", '{"prompt": ""}': "empty",
+        '{"messages": ["a"]}': "objects", '{"messages": [{"role": "user"}]}': "content",
+        '{"messages": [{"role": "user", "content": "a"}]}': "chat template",
+        '{"prompt": "a", "meta": ' + "[" * 5000 + "]" * 5000 + "}": "nested",
+    } | {json.dumps({"prompt": "a", **asked}): why for why, asked in REFUSED}
     lines = [line for text in bad for line in (text, '{"prompt": "fine"}')]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     said = call(*[one for one in args(target, rows, out) if one not in ("--max-new-tokens", "8")])
     assert said.code == 1
-    assert said.err.splitlines()[-1].startswith(f"draftproof: {len(bad)} of {2 * len(bad)} rows could not be completed")
+    last = f"draftproof: {len(bad)} of {2 * len(bad)} rows could not be completed"
+    assert said.err.splitlines()[-1].startswith(last)
     found = read(out)
     assert [row["index"] for row in found] == list(range(2 * len(bad)))
     for row, reason in zip(found[::2], bad.values(), strict=True):

@@ -32,13 +32,13 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "two prompts": (["-p", "a", "b"], ["one prompt"]),
     "prompt longer than context": (["-p", "one two three " * 200], ["256", "shorten"]),
     "K of 0": (["-p", "a", "--num-assistant-tokens", "0"], ["at least 1"]),
-    "K of more than the context": (["-p", "a", "--num-assistant-tokens", "256"], ["context of 256"]),
+    "K beyond the context": (["-p", "a", "--num-assistant-tokens", "256"], ["context of 256"]),
     "no new tokens": (["-p", "a", "--max-new-tokens", "0"], ["max_new_tokens", "at least 1"]),
     "temperature below 0": (["-p", "a", "--temperature", "-1"], ["temperature"]),
     "no samples": (["-p", "a", "--n", "0"], ["at least 1"]),
     "tree that is none": (["-p", "a", "--assistant-model", "x", "--draft-tree", "2,,1"], ["2,,1"]),
     "tree without a model": (["-p", "a", "--draft-tree", "2,1"], ["--assistant-model"]),
-    "tree without heads": (["-p", "a", "--drafter", "suffix+recycling", "--draft-tree", "2,1"], ["Medusa heads"]),
+    "tree without heads": (["-p", "a", "--drafter", "suffix", "--draft-tree", "2,1"], ["heads"]),
     "tree too large": (["-p", "a", "--assistant-model", "x", "--draft-tree", "99,99,99"], ["1024"]),
     "two drafters": (["-p", "a", "--assistant-model", "x", "--drafter", "none"], ["both"]),
     "unknown drafter": (["-p", "a", "--drafter", "oracle"], ["oracle"]),
@@ -46,6 +46,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "device that is not there": (["-p", "a", "--device", "mps:7"], ["mps"]),
     "device that is none": (["-p", "a", "--device", "abacus"], ["abacus"]),
     "chat without a template": (["-p", "a", "--chat"], ["chat template"]),
+    "HPU graphs": (["-p", "a", "--use_hpu_graphs"], ["habana_frameworks"]),
+    "HPU": (["-p", "a", "--device", "hpu"], ["habana_frameworks"]),
+    "graphs of a CPU": (["-p", "a", "--use_hpu_graphs", "--device", "cpu"], ["cpu devices record"]),
+    "two dtypes": (["-p", "a", "--bf16", "--dtype", "float32"], ["--bf16"]),
+    "bucket of 0": (["-p", "a", "--bucket_size", "0"], ["bucket_size"]),
+    "lossy and match": (["-p", "a", "--lossy", "typical", "--acceptance", "match"], ["both lossy"]),
+    "lossy and block": (["-p", "a", "--lossy", "typical", "--acceptance", "block"], ["both lossy"]),
+    "thresholds": (["-p", "a", "--lossy", "typical:2,0.3"], ["epsilon"]),
     "prompts without out": (["--prompts", "rows.jsonl"], ["--out"]),
     "missing prompt file": (["--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
 }
@@ -58,7 +66,9 @@ def test_every_user_mistake_is_one_sentence(call: Call, target: str, mistake: st
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "org/no-such-model", "nowhere"])
-def test_unknown_models_are_one_sentence(call: Call, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unknown_models_are_one_sentence(
+    call: Call, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     sentence(call("run", name, "-p", "a"), name)
@@ -69,7 +79,8 @@ def test_a_foreign_tokenizer_is_one_sentence(call: Call, target: str, stranger: 
 
 
 def test_nan_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
-    sentence(call("run", str(save_model(tmp_path / "broken", broken=True)), "-p", "a"), "weights are broken")
+    broken = save_model(tmp_path / "broken", broken=True)
+    sentence(call("run", str(broken), "-p", "a"), "weights are broken")
 
 
 def test_corrupt_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
@@ -79,20 +90,22 @@ def test_corrupt_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
     sentence(call("run", str(folder), "-p", "a"), str(folder))
 
 
-def test_prompts_that_are_not_text_are_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
+def test_prompts_that_are_not_text_are_one_sentence(call: Call, tmp_path: Path) -> None:
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    sentence(call("run", target, "--prompt-file", str(tmp_path / "prompt.bin")), "UTF-8")
+    sentence(call("run", "/no/model", "--prompt-file", str(tmp_path / "prompt.bin")), "UTF-8")
 
 
 def test_unwritable_output_fails_before_the_model_is_loaded(call: Call, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     rows = ("--prompts", str(tmp_path / "in.jsonl"))
-    sentence(call("run", "/no/model", *rows, "--out", "/no/folder/out.jsonl"), "/no/folder/out.jsonl")
+    out = "/no/folder/out.jsonl"
+    sentence(call("run", "/no/model", *rows, "--out", out), out)
     sentence(call("run", "/no/model", *rows, "--out", str(tmp_path)), "directory")
 
 
 def test_wrong_usage_exits_with_2(call: Call, target: str) -> None:
-    for options in (["run"], ["run", target, "--no-such-option"], ["run", target, "--n", "many"], ["nonsense"]):
+    wrong = ["run"], ["run", target, "--no-such"], ["run", target, "--n", "many"], ["nonsense"]
+    for options in wrong:
         said = call(*options)
         assert said.code == 2 and "Traceback" not in said.err
 

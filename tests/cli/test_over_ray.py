@@ -1,4 +1,4 @@
-"""Rows over the workers of a Ray cluster: each once, in order, whatever dies. With Ray where it is installed."""
+"""Rows over the workers of a Ray cluster: each once, in order, whatever dies."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Promise:
 
 
 class FakeRay:
-    """As much of Ray as is used, in this process: rows that are `deadly` cost every worker that tries them."""
+    """As much of Ray as is used, in this process: `deadly` rows cost every worker that tries."""
 
     def __init__(self, deadly: Sequence[int] = ()) -> None:
         self.deadly = set(deadly)
-        self.exceptions = type("exceptions", (), {"RayActorError": Gone, "ObjectLostError": Gone, "RayTaskError": Told})
+        kinds = {"RayActorError": Gone, "ObjectLostError": Gone, "RayTaskError": Told}
+        self.exceptions = type("exceptions", (), kinds)
 
     def is_initialized(self) -> bool:
         return True
@@ -52,12 +53,17 @@ class FakeRay:
         return self
 
     def options(self, **wants: Any) -> Any:
-        assert wants == {"num_cpus": 1, "num_gpus": 0, "max_restarts": -1, "max_task_retries": over_ray.RETRIES}
-        complete = type("Method", (), {"remote": staticmethod(lambda lines: Promise(len(lines), lines))})
-        return type("Options", (), {"remote": staticmethod(lambda batch: type("Actor", (), {"complete": complete}))})
+        tries = {"max_restarts": -1, "max_task_retries": over_ray.RETRIES}
+        assert wants == {"num_cpus": 1, "num_gpus": 0, **tries}
 
-    def wait(self, promises: list[Promise], num_returns: int) -> tuple[list[Promise], list[Promise]]:
-        return promises[-1:], promises[:-1]                             # who began last is done first
+        def remote(function: Any) -> Any:
+            return type("Remote", (), {"remote": staticmethod(function)})
+
+        actor = type("Actor", (), {"complete": remote(lambda lines: Promise(len(lines), lines))})
+        return remote(lambda batch: actor)
+
+    def wait(self, promises: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        return promises[-1:], promises[:-1]             # who began last is done first
 
     def get(self, promise: Promise) -> list[tuple[Line, str]]:
         if self.deadly & {line.index for line in promise.lines}:
@@ -97,7 +103,8 @@ def texts(out: Path) -> list[tuple[Any, ...]]:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "in.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"Ben had {count} balls"}) for count in range(ROWS)))
+    prompts = [{"prompt": f"Ben had {count} balls"} for count in range(ROWS)]
+    file.write_text("\n".join(map(json.dumps, prompts)))
     return file
 
 
@@ -116,14 +123,16 @@ def test_ray_must_be_installed_and_the_options_make_sense(
 def cluster() -> Iterator[Any]:
     """A Ray of two workers on this machine."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, log_to_driver=False, logging_level="error", include_dashboard=False, object_store_memory=100 << 20)
+    quiet = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    ray.init(num_cpus=2, object_store_memory=100 << 20, **quiet)
     yield ray
     ray.shutdown()
 
 
 @pytest.mark.timeout(500)
 def test_a_killed_worker_loses_no_row_and_writes_none_twice(
-    cluster: Any, call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, call: Call, target: str, rows: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     assert call(*args(target, rows, whole)).code == 0
@@ -131,24 +140,29 @@ def test_a_killed_worker_loses_no_row_and_writes_none_twice(
     complete = over_ray.Writer.complete
 
     def fragile(self: over_ray.Writer, lines: Sequence[Line]) -> Any:
-        if lines[0].index >= 4 and not once.exists():                   # in the middle of the file, the first who comes
+        if lines[0].index >= 4 and not once.exists():   # in the middle, the first who comes
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return complete(self, lines)
 
-    monkeypatch.setattr(over_ray, "Writer", type("Writer", (), {"__init__": over_ray.Writer.__init__, "complete": fragile}))
+    methods = {"__init__": over_ray.Writer.__init__, "complete": fragile}
+    monkeypatch.setattr(over_ray, "Writer", type("Writer", (), methods))
     said = call(*args(target, rows, killed, "--ray", "2"))
     assert said.code == 0, said.err
     assert once.exists() and texts(killed) == texts(whole)
 
 
 @pytest.mark.timeout(500)
-def test_a_mistake_on_a_worker_is_told_as_here(cluster: Any, rows: Path, tmp_path: Path, call: Call) -> None:
+def test_a_mistake_on_a_worker_is_told_as_here(
+    cluster: Any, rows: Path, tmp_path: Path, call: Call
+) -> None:
     said = call(*args("/no/such/folder", rows, tmp_path / "out.jsonl", "--ray", "1"))
-    assert said.code == 1 and "there is no folder /no/such/folder" in said.err and said.err.count("\n") == 1
+    assert said.code == 1 and "there is no folder /no/such/folder" in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_no_ray_with_shards() -> None:
-    batch = Batch(EngineConfig("demo", parallel="tensor"), {}, Path("in"), Path("out"), None, False, 2)
+    config = EngineConfig("demo", parallel="tensor")
+    batch = Batch(config, {}, Path("in"), Path("out"), None, False, 2)
     with pytest.raises(BadInput, match="leave one of them out"):
         batch._begun()

@@ -21,6 +21,7 @@ from random_models import save_model
 import draftproof
 from draftproof.cli import show
 from draftproof.cli.options import Color
+from draftproof.cli.setup import gaudi_words
 from draftproof.cli.show import StreamWriter, first_difference
 from draftproof.engine.config import branching
 from draftproof.engine.engine import Chunk
@@ -29,12 +30,14 @@ Call = Callable[..., Any]
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:
-    script = "import sys, draftproof.cli.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    heavy = "{'torch', 'transformers'}"
+    script = f"import sys, draftproof.cli.app; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_every_public_name_can_be_imported() -> None:
-    assert {name for names in draftproof._HOME.values() for name in names} == set(draftproof.__all__)
+    homes = draftproof._HOME.values()
+    assert {name for names in homes for name in names} == set(draftproof.__all__)
     assert all(getattr(draftproof, name) is not None for name in draftproof.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         draftproof.nonsense  # noqa: B018
@@ -45,10 +48,29 @@ def test_version_is_said(call: Call) -> None:
 
 
 def test_underscored_options_are_accepted(call: Call, target: str, draft: str) -> None:
-    dashes = call("run", target, "-p", "a_b", "--assistant-model", draft, "--max-new-tokens", "8", "--stop", "--a_b")
-    underscores = call("run", target, "-p", "a_b", "--assistant_model", draft, "--max_new_tokens=8", "--stop", "--a_b")
+    run = ("run", target, "-p", "a_b", "--stop", "--a_b")
+    dashes = call(*run, "--assistant-model", draft, "--max-new-tokens", "8")
+    underscores = call(*run, "--assistant_model", draft, "--max_new_tokens=8")
     assert dashes.code == underscores.code == 0
     assert dashes.out == underscores.out != ""
+
+
+def test_the_command_line_of_gaudi_examples_is_understood(
+    call: Call, target: str, draft: str
+) -> None:
+    words = ["run", target, "-p", "the cat", "--max_new_tokens", "5", "--json", "--assistant_model"]
+    told = json.loads(call(*words, draft, "--bf16", "--bucket_size", "128").out)
+    assert told["settings"]["dtype"] == "bfloat16" and len(told["tokens"]) == 5
+    exact = [
+        json.loads(call(*words, draft, "--dtype", "float64", *more).out)["tokens"]
+        for more in (["--bucket_size", "1"], [])
+    ]
+    assert exact[0] == exact[1], "closed shapes change no text"
+    graphs = {"graphs": True, "device": "hpu", "dtype": "bfloat16"}
+    assert gaudi_words({"graphs": True}, bf16=True) == graphs
+    both = {"dtype": "bfloat16", "device": "cuda", "graphs": True}
+    assert gaudi_words(both, bf16=True) == both
+    assert gaudi_words({"dtype": "float32"}, bf16=False) == {"dtype": "float32"}
 
 
 def test_the_prompt_may_come_from_anywhere(call: Call, target: str, tmp_path: Path) -> None:
@@ -67,13 +89,14 @@ def test_the_prompt_may_come_from_anywhere(call: Call, target: str, tmp_path: Pa
 def test_the_summary_is_one_line_on_stderr(call: Call, target: str) -> None:
     said = call("run", target, "-p", "Once", "--max-new-tokens", "12")
     assert said.err.count("\n") == 1
-    assert re.match(r"12 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide", said.err)
+    parts = r"12 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide"
+    assert re.match(parts, said.err)
 
 
 def test_what_was_loaded_is_not_looked_through_for_garbage(
     call: Call, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules and models are hundreds of thousands of objects: it would take a quarter of a second, in the middle of a text."""
+    """Hundreds of thousands of objects: a quarter of a second, in the middle of a text."""
     frozen, unfreeze = list[int](), gc.unfreeze
     monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
     assert call("run", target, "-p", "Once upon", "--max-new-tokens", "2").code == 0
@@ -86,15 +109,18 @@ def test_compare_says_identical_and_how_fast(call: Call, target: str, draft: str
     assert re.search(r"[\d.]+× as fast as plain decoding; the text is identical\n", said.err)
 
 
-def test_compare_does_not_promise_the_same_text_where_only_the_law_is(call: Call, target: str, draft: str) -> None:
-    params = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection", "--compare")
-    assert "the law is the same" in call("run", target, "-p", "Once", "--assistant-model", draft, *params).err
+def test_compare_promises_the_law_where_only_that_is_the_same(
+    call: Call, target: str, draft: str
+) -> None:
+    params = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection")
+    run = ("run", target, "-p", "Once", "--assistant-model", draft, *params, "--compare")
+    assert "the law is the same" in call(*run).err
 
 
 def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:
     said = call(
-        "run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "9", "--top-k", "5", "--temperature", "1",
-        "--seed", "3", "--json", "--logprobs", "--compare",
+        "run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "9",
+        "--top-k", "5", "--temperature", "1", "--seed", "3", "--json", "--logprobs", "--compare",
     )  # fmt: skip
     found = json.loads(said.out)
     assert len(found["tokens"]) == len(found["logprobs"]) == 9
@@ -106,11 +132,11 @@ def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str
 
 
 def test_samples_are_numbered(call: Call, target: str) -> None:
-    said = call("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5", "--json")
+    run = ("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5")
+    said = call(*run, "--json")
     first, second = json.loads(said.out)["samples"]
     assert first["tokens"] != second["tokens"]
-    shown = call("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5")
-    assert shown.out == f"[1/2] {first['text']}\n[2/2] {second['text']}\n"
+    assert call(*run).out == f"[1/2] {first['text']}\n[2/2] {second['text']}\n"
 
 
 def test_colour_only_marks_drafted_text(call: Call, target: str) -> None:
@@ -148,9 +174,11 @@ def test_branching_factors_are_read() -> None:
 
 def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "long", context=30_000)
-    command = [sys.executable, "-m", "draftproof", "run", str(folder), "-p", "Once", "--max-new-tokens", "29000"]
+    command = [sys.executable, "-m", "draftproof", "run", str(folder), "-p", "Once"]
+    command += ["--max-new-tokens", "29000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)            # whoever runs the tests may ignore it
+    # whoever runs the tests may ignore it
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, preexec_fn=heard
     ) as process:
@@ -165,19 +193,24 @@ def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "code", "said"), [(">&-", 1, "output is closed"), ("2>&-", 0, ""), ("<&-", 1, "stdin")]
+    ("closed", "code", "said"),
+    [(">&-", 1, "output is closed"), ("2>&-", 0, ""), ("<&-", 1, "stdin")],
 )
 def test_closed_streams_are_no_traceback(target: str, closed: str, code: int, said: str) -> None:
     source = "-" if closed == "<&-" else "-p Once"
-    script = f"{sys.executable} -m draftproof run {target} {source} --max-new-tokens 4 --json {closed}"
+    command = f"{sys.executable} -m draftproof run {target} {source}"
+    script = f"{command} --max-new-tokens 4 --json {closed}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, shell=True, capture_output=True, env=environment, check=False, text=True)
+    done = subprocess.run(
+        script, shell=True, capture_output=True, env=environment, check=False, text=True
+    )
     assert done.returncode == code and said in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
 
 def test_a_reader_that_leaves_early_is_no_error(target: str) -> None:
-    script = f"{sys.executable} -m draftproof run {target} -p Once --max-new-tokens 60 --n 3 | head -c 3"
+    run = f"{sys.executable} -m draftproof run {target} -p Once --max-new-tokens 60 --n 3"
+    script = f"{run} | head -c 3"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(script, shell=True, capture_output=True, env=environment, check=False)
     assert b"Traceback" not in done.stderr and b"Errno" not in done.stderr

@@ -1,4 +1,4 @@
-"""What one command understands they all do: names of drafters, quantised weights, quantised caches."""
+"""What one command understands they all do: drafters, quantised weights and caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ COMMANDS = ("run", "batch", "bench", "prove", "doctor")
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """No timing, and a proof that only looks at the engine it would examine."""
     def looked(engine: Engine, *_: object, **__: object) -> Section:
-        return Section("bits", f"{engine.drafter.name}, {engine.target.quantization}, {engine.target.kv_cache}")
+        kinds = f"{engine.target.quantization}, {engine.target.kv_cache}"
+        return Section("bits", f"{engine.drafter.name}, {kinds}")
 
     monkeypatch.setattr(proving, "prove_bits", looked)
     monkeypatch.setattr(exactness, "probe", partial(exactness.probe, widths=(2,), forced=8))
@@ -38,7 +39,8 @@ def command(name: str, model: str, folder: Path, options: Sequence[str]) -> list
     given = {
         "run": ["run", model, "-p", "One day", "--max-new-tokens", "4"],
         "batch": ["run", model, "--prompts", str(rows), "--out", str(out), "--max-new-tokens", "4"],
-        "bench": ["bench", model, "--prompts", str(rows), "--limit", "1", "--new-tokens", "4", "--rounds", "1"],
+        "bench": ["bench", model, "--prompts", str(rows), "--limit", "1", "--new-tokens", "4",
+                  "--rounds", "1"],
         "prove": ["prove", model, "--section", "bits", "--quick"],
         "doctor": ["doctor", model],
     }
@@ -47,13 +49,15 @@ def command(name: str, model: str, folder: Path, options: Sequence[str]) -> list
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("drafter", NAMES)
-def test_every_command_knows_every_drafter(call: Call, target: str, tmp_path: Path, name: str, drafter: str) -> None:
+def test_every_command_knows_every_drafter(
+    call: Call, target: str, tmp_path: Path, name: str, drafter: str
+) -> None:
     said = call(*command(name, target, tmp_path, ["--drafter", drafter]))
     assert said.code == 0, said.err
 
 
 @pytest.mark.parametrize("drafter", OF_THE_DEMO)
-def test_every_command_knows_the_drafters_of_the_demo(call: Call, tmp_path: Path, drafter: str) -> None:
+def test_commands_know_the_drafters_of_the_demo(call: Call, tmp_path: Path, drafter: str) -> None:
     for name in ("run", "prove"):
         said = call(*command(name, "demo", tmp_path, ["--drafter", drafter]))
         assert said.code == 0, said.err
@@ -82,8 +86,11 @@ def test_every_command_refuses_in_one_sentence(
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "self-int8"])
-def test_every_command_quantises(call: Call, target: str, tmp_path: Path, name: str, drafter: str) -> None:
-    said = call(*command(name, target, tmp_path, ["--drafter", drafter, "--quantize", "int8", "--kv-cache", "int8"]))
+def test_every_command_quantises(
+    call: Call, target: str, tmp_path: Path, name: str, drafter: str
+) -> None:
+    kinds = ["--quantize", "int8", "--kv-cache", "int8"]
+    said = call(*command(name, target, tmp_path, ["--drafter", drafter, *kinds]))
     assert said.code == 0, said.err
     if name == "prove":
         assert "int8: " in said.out
@@ -96,7 +103,8 @@ def test_what_quantising_cost_is_in_every_json(call: Call, target: str, tmp_path
     doctor = json.loads(call("doctor", target, "--json", *how).out)
     assert doctor["quantize"]["kind"] == "int8" and doctor["kv_cache"]["kind"] == "int8"
     bench, prove = tmp_path / "b.json", tmp_path / "p.json"
-    call(*command("bench", target, tmp_path, ["--drafter", "prompt-lookup", *how, "--json", str(bench)]))
+    lookup = ["--drafter", "prompt-lookup", *how, "--json", str(bench)]
+    call(*command("bench", target, tmp_path, lookup))
     found = json.loads(bench.read_text())
     assert len(found["about"]["quantised"]) == 2
     assert all(one["same"] == one["texts"] for one in found["figures"])

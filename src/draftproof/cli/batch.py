@@ -99,7 +99,10 @@ class Batch:
             if value is not None and value < 1:
                 raise BadInput(f"{name} was {value}; it must be at least 1")
         if self.ray is not None and self.config.parallel is not None:
-            raise BadInput("both --ray and --parallel were given; a Ray worker runs a whole model")
+            raise BadInput(
+                "both --ray and --parallel were given; a Ray worker runs a whole model, leave one "
+                "of them out"
+            )
         lines, tally = self._lines(), Tally()
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
