@@ -121,18 +121,19 @@ static void softened(const Heard *of, Query *query, float *scores) {
     default: CALL(8);                                                                                                  \
     }
 
-/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size / 2][BLOCK] pairs. Each a sum along size. */
-static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first, const int some, int64_t slot, const bits *keys,
-                                                         float scale) {
-    int64_t count = of->size / 2;
-    const bf16 *heads = of->heads + first * of->size;
+/* Queries as numbers, where vectors read them: [padded][size], behind the heads. */
+static inline float *widened_heads(const Heard *of) {
+    return (float *)(of->heads + of->padded * of->size);
+}
+
+/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK]. Each a
+ * sum along size. */
+static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first, const int some,
+                                                         int64_t slot, const lanes *keys, float scale) {
+    const float *heads = widened_heads(of) + first * of->size;
     lanes sum[TOGETHER] = {};
-    for (int64_t i = 0; i < count; i++)
-        for (int q = 0; q < some; q++) {
-            int32_t pair;
-            memcpy(&pair, heads + q * of->size + 2 * i, sizeof pair);
-            sum[q] = paired(sum[q], keys[i], pair);
-        }
+    for (int64_t i = 0; i < of->size; i++)
+        for (int q = 0; q < some; q++) sum[q] += keys[i] * heads[q * of->size + i];
     for (int q = 0; q < some; q++) {
         sum[q] *= scale;
         memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
@@ -145,22 +146,30 @@ static inline void ahead(const Heard *of, int64_t slot) {
     for (int64_t i = 0; i < BLOCK * of->size; i += 2 * LANES) __builtin_prefetch(values + i), __builtin_prefetch(next + i);
 }
 
-/* Pairs of numbers of BLOCK keys [.][size] beside those of the others: [size / 2][BLOCK]. */
+/* Numbers of BLOCK keys [.][size] beside those of the others: [size][BLOCK]. */
 static inline void beside(const bf16 *keys, int64_t size, lanes *tile) {
-    for (int64_t i = 0; i < size; i += 2 * LANES, tile += BLOCK) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
         lanes square[BLOCK];
-        if (i + 2 * LANES <= size)
-            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, keys + j * size + i, sizeof *square);
-        else
-            for (int64_t j = 0; j < BLOCK; j++) square[j] = half_loaded(keys + j * size + i);
+        int whole = i + 2 * LANES <= size;
+        for (int64_t j = 0; j < BLOCK; j++)
+            if (whole) memcpy(square + j, keys + j * size + i, sizeof *square);
+            else square[j] = half_loaded(keys + j * size + i);
         transposed(square);
-        memcpy(tile, square, sizeof square);
+        for (int64_t j = 0; j < (whole ? LANES : LANES / 2); j++) {
+            *tile++ = (lanes)((bits)square[j] << 16);
+            *tile++ = (lanes)((bits)square[j] & ~0xffff);
+        }
     }
 }
 
 static void all_scored(const Heard *of, float scale) {
     lanes *tile = of->room;
+    float *heads = widened_heads(of);
     int64_t end = of->length + of->nodes;
+    for (int64_t i = 0; i < of->count * of->size; i += LANES) {
+        lanes number = wide(of->heads + i);
+        memcpy(heads + i, &number, sizeof number);
+    }
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
         const bf16 *keys = of->keys + s * of->size;
         ahead(of, s);
@@ -169,7 +178,7 @@ static void all_scored(const Heard *of, float scale) {
             keys = memcpy(last, keys, (size_t)((end - s) * of->size) * sizeof *last);
         }
         beside(keys, of->size, tile);
-#define SCORED(n) scored(of, q, n, s, (const bits *)tile, scale)
+#define SCORED(n) scored(of, q, n, s, tile, scale)
         for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
     }
 }
@@ -366,8 +375,8 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
     int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
-    float *sums = scratch(padded * (stride + 2 * size) + STRETCH / 2 * size), *scores = sums + padded * size;
-    bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 2 * padded * size;
+    float *sums = scratch(padded * (stride + 3 * size) + STRETCH / 2 * size), *scores = sums + padded * size;
+    bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 4 * padded * size;
     Heard heard = {
         .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count, .padded = padded,
         .stride = stride, .earliest = length, .length = length, .nodes = nodes, .capacity = read->capacity,

@@ -133,17 +133,6 @@ static inline lanes half_loaded(const void *from) {
 #endif
 }
 
-/* sum[l] += the product of numbers 2 l and 2 l + 1 with the same two others, as bfloat16. */
-static inline lanes paired(lanes sum, bits pairs, int32_t same) {
-#ifdef __AVX512BF16__
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(same));
-#else
-    bits all = (bits){} + same;
-    sum += (lanes)(pairs << 16) * (lanes)(all << 16);
-    return sum + (lanes)(pairs & ~0xffff) * (lanes)(all & ~0xffff);
-#endif
-}
-
 static inline float total(lanes x) {            /* halves to halves */
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
