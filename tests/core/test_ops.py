@@ -32,7 +32,7 @@ from draftproof.drafters.redrafter import beam_search, prepare_recurrence
 from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, continue_text, learn_text, slot_of
 from draftproof.drafters.token_recycling import TokenRecycling, learn_pairs, likely_successors, recycle
 from draftproof.native.build import SOURCES
-from draftproof.native.cpu_ops import Same
+from draftproof.native.cpu_lookup import Same
 from draftproof.native.kernels import SIGNATURES, kernels
 from draftproof.native.structures import LANES
 

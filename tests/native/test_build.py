@@ -137,11 +137,11 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
 
 DRIVER = """
 #include <stdio.h>
-#include "lanes.h"
+#include "model.h"
 int draftproof_tiles;
 void draftproof_gumbel(const int32_t *, float *, int64_t, int64_t, int64_t);
-void draftproof_norm(bf16 *, const bf16 *, const float *, const float *, const Norm *, bf16 *, int64_t, int64_t, int64_t);
-void draftproof_gate(const bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t);
+void draftproof_norm(bf16 *, const bf16 *, const float *, const float *, const Norm *, bf16 *, int64_t, int64_t);
+void draftproof_gate(const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 void draftproof_attention(const Read *r, const bf16 *i, const float *q, const float *k, const Norm *n, bf16 *a, bf16 *b, bf16 *o) {}
 void draftproof_multiply(const Linear *l, const bf16 *i, bf16 *o, int64_t r, int64_t t) {}
 int main(void) {
@@ -154,10 +154,10 @@ int main(void) {
     for (int i = 0; i < 4 * 1920; i++) hidden[i] = narrow(noise[i]);
     for (int i = 0; i < 1920; i++) weight[i] = noise[i + 9000];
     Norm norm = {1e-5f, 1};
-    draftproof_norm(hidden, NULL, NULL, weight, &norm, out, 4, 1920, 1);
+    draftproof_norm(hidden, NULL, NULL, weight, &norm, out, 4, 1920);
     fwrite(out, sizeof out, 1, stdout);
     for (int gelu = 0; gelu < 2; gelu++) {
-        draftproof_gate(hidden, gates, gelu, 2, 960, 1);
+        draftproof_gate(hidden, gates, gelu, 2, 960);
         fwrite(gates, sizeof gates, 1, stdout);
     }
     return 0;

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftproof.errors import BadInput
 from draftproof.native.build import BUILDS, LEVELS, able, opened
 from draftproof.native.kernels import Kernels
 from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
@@ -52,6 +53,13 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(found: Kernels, outpu
     torch.testing.assert_close(whole.float(), inputs.float() @ weight.bfloat16().float().t(), rtol=0.01, atol=0.05)
     for start, many in ((0, 1), (5, 2), (3, 9), (17, 12), (40, 13), (1, 64), (20, 110)):
         assert torch.equal(multiplied(found, weight, None, inputs[start : start + many]), whole[start : start + many]), many
+
+
+def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
+    weight = torch.zeros(32, 64)
+    for inputs in (torch.zeros(2, 64), torch.zeros(2, 32, dtype=torch.bfloat16)):
+        with pytest.raises(BadInput, match="64 inputs in bfloat16"):
+            multiplied(found, weight, None, inputs)
 
 
 def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

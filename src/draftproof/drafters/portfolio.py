@@ -141,7 +141,7 @@ class Counts(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Sizes and constants, in the order of lookup.c."""
+        """Sizes and constants, in the order of ensemble.c."""
         return len(self.all), CLASSES, LEVELS, FADE, FADE_ALL, TRUST, TRUST_ALL, UNKNOWN
 
     def joined(self) -> Counts:

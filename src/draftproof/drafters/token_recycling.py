@@ -153,12 +153,12 @@ class SuccessorTable:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Its tensors, in the order of lookup.c."""
+        """Its tensors, in the order of ensemble.c."""
         return self.tags, self.tokens, self.confidence
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its sizes and constants, in the order of lookup.c."""
+        """Its sizes and constants, in the order of ensemble.c."""
         return BEST, self.slots, self.shift, _TOKEN, _BEFORE, ABSENT
 
     def learn(self, before: Tensor, token: Tensor, best: Tensor, confidence: Tensor) -> None:

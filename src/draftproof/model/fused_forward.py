@@ -213,7 +213,7 @@ class _Present(NamedTuple):
         tokens = torch.zeros(1, count, dtype=torch.int64)
         nodes, starts, back = torch.empty(3, (rows + 1) * width, dtype=torch.int64)
         given = tree.tokens.contiguous()
-        found.some(
+        found.present_nodes(
             rows, width, ABSENT, *(one.data_ptr() for one in (given, starts, nodes, tokens, back))
         )
         return cls(tokens, nodes, starts[: rows + 1], back[: rows * width].view(rows, width))

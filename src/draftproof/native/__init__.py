@@ -1,1 +1,2 @@
-"""Kernels of our own for CPUs: the C, and what compiles and calls it. Knows compilers and tensors, nothing of models."""
+"""Kernels of our own for CPUs: the C, and what compiles and calls it. Knows compilers and tensors,
+nothing of models."""

@@ -1,17 +1,7 @@
 /* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums of values. */
 #include <omp.h>
 
-#include "tiles.h"
-
-enum { BLOCK = LANES, TOGETHER = 8, WHOLE = 2 * BLOCK, STRETCH = 8 * WHOLE, WIDEST = 256 };
-
-#if LANES == 16
-static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#elif LANES == 8
-static const bits places = {0, 1, 2, 3, 4, 5, 6, 7};
-#else
-static const bits places = {0, 1, 2, 3};
-#endif
+#include "attention.h"
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     float factor = factor_of(x, norm->epsilon, size);
@@ -43,33 +33,6 @@ static int64_t depth_of(const int64_t *parents, int64_t node) {
     for (; (node = parents[node]) >= 0;) depth++;
     return depth;
 }
-
-/* A query: a node, as the `place`-th of its row that is read, and a head. Its path from the root on, and where its window begins. */
-typedef struct {
-    int64_t place, head, start, deep;
-    const int64_t *path;
-    float share;                                /* one divided by the sum of its chances */
-} Query;
-
-/* Queries of one head of keys, in one row, and what they are reckoned with. */
-typedef struct Heard Heard;
-
-/* How that is done: so many queries at a time; of chances in bfloat16, sums of values by so many places of the text, or 1. */
-typedef struct {
-    int64_t together, whole;
-    void (*scored)(const Heard *of, float scale);
-    void (*summed)(const Heard *of);
-} Way;
-
-struct Heard {
-    const Way *way;
-    Query *queries;
-    const bf16 *keys, *values, *next;           /* [slots][size]; the keys this thread needs after these */
-    int64_t size, count, padded, stride, earliest, length, nodes, capacity;
-    bf16 *heads;                                /* [padded][size] */
-    float *scores, *sums;                       /* [padded][stride], later chances; [padded][size] */
-    void *room;                                 /* for STRETCH / 2 times size numbers */
-};
 
 /* Of the scores of LANES slots from `slot` on, those that are not in [start, end) become those of nothing. */
 static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t end) {
@@ -138,12 +101,6 @@ static inline __attribute__((always_inline)) void scored(const Heard *of, int64_
         sum[q] *= scale;
         memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
     }
-}
-
-/* Ask memory for what is wanted next of the BLOCK slots from `slot` on: their values, and what this thread scores thereafter. */
-static inline void ahead(const Heard *of, int64_t slot) {
-    const bf16 *values = of->values + slot * of->size, *next = of->next + slot * of->size;
-    for (int64_t i = 0; i < BLOCK * of->size; i += 2 * LANES) __builtin_prefetch(values + i), __builtin_prefetch(next + i);
 }
 
 /* Numbers of BLOCK keys [.][size] beside those of the others: [size][BLOCK]. */
@@ -216,157 +173,7 @@ static void all_summed(const Heard *of) {
 static const Way by_vectors = {TOGETHER, 1, all_scored, all_summed};
 
 #if TILES
-/* By tiles: a sum of values is, of WHOLE places of the text after another, the sum of those at even places and of those at odd
- * ones, of chances in bfloat16. Where the last places have other slots in a tree, vectors sum up in the same way. Denormal numbers
- * count 0 in both. */
-
-/* Sums in 0; chances or keys in 1, times pairs of values, or of numbers of queries, in 2; in 3 and 4 half of both. Returns what
- * `released` is to be told. */
-static unsigned tiled(void) {
-    static const Tiles tiles = {.palette = 1, .bytes = {64, 64, 64, 32, 64}, .rows = {16, 16, 16, 16, 8}};
-    unsigned mode = _mm_getcsr();
-    _tile_loadconfig(&tiles);
-    _mm_setcsr(mode | 0x8040);
-    return mode;
-}
-
-static void released(unsigned mode) {
-    _tile_release();
-    _mm_setcsr(mode);
-}
-
-/* Where queries lie as tiles want them, from the `first` of BLOCK of them on: pairs of numbers, beside those of the others. */
-static inline uint32_t *woven(const Heard *of, int64_t first) {
-    return (uint32_t *)(of->heads + (of->padded + first) * of->size);                      /* behind the heads */
-}
-
-static void all_woven(const Heard *of) {
-    int64_t words = of->size / 2;
-    for (int64_t q = 0; q < of->padded; q += BLOCK)
-        for (int64_t i = 0; i < words; i += LANES) {
-            lanes square[BLOCK];
-            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, of->heads + (q + j) * of->size + 2 * i, sizeof *square);
-            transposed(square);
-            memcpy(woven(of, q) + i * BLOCK, square, (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
-        }
-}
-
-/* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys [BLOCK][size] these are. */
-static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys, float scale) {
-    const uint32_t *pairs = woven(of, first);
-    int64_t size = of->size, whole = size / WHOLE * WHOLE;
-    lanes square[BLOCK];
-    _tile_zero(0);
-    for (int64_t i = 0; i < whole; i += WHOLE) {
-        _tile_loadd(1, keys + i, size * 2);
-        _tile_loadd(2, pairs + i / 2 * BLOCK, 64);
-        _tile_dpbf16ps(0, 1, 2);
-    }
-    if (whole < size) {
-        _tile_loadd(3, keys + whole, size * 2);
-        _tile_loadd(4, pairs + whole / 2 * BLOCK, 64);
-        _tile_dpbf16ps(0, 3, 4);
-    }
-    _tile_stored(0, square, 64);
-    WRITTEN;
-    transposed(square);
-    for (int q = 0; q < BLOCK; q++) {
-        lanes score = square[q] * scale;
-        memcpy(of->scores + (first + q) * of->stride + slot, &score, sizeof score);
-    }
-}
-
-static void all_squared(const Heard *of, float scale) {
-    int64_t end = of->length + of->nodes;
-    all_woven(of);
-    for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        const bf16 *keys = of->keys + s * of->size;
-        ahead(of, s);
-        if (end - s < BLOCK) {
-            memset(of->room, 0, (size_t)(BLOCK * of->size) * sizeof(bf16));
-            keys = memcpy(of->room, keys, (size_t)((end - s) * of->size) * sizeof(bf16));
-        }
-        WRITTEN;
-        for (int64_t q = 0; q < of->padded; q += BLOCK) squared(of, q, s, keys, scale);
-    }
-}
-
-/* Sums of the values of the slots `from` to `to`, a multiple of WHOLE of them, by chances in bfloat16. */
-static void multiplied(const Heard *of, int64_t from, int64_t to) {
-    int64_t size = of->size;
-    uint32_t *pairs = of->room;                                                             /* [STRETCH / 2][size] */
-    if (from == to) memset(of->sums, 0, (size_t)(of->padded * size) * sizeof(float));
-    for (int64_t begin = from; begin < to; begin += STRETCH) {
-        int64_t end = begin + STRETCH < to ? begin + STRETCH : to;
-        for (int64_t s = begin; s < end; s += 2)
-            for (int64_t i = 0; i < size; i += LANES) {
-                words even = (words)wide(of->values + s * size + i), odd = (words)wide(of->values + (s + 1) * size + i);
-                odd |= even >> 16;
-                memcpy(pairs + (s - begin) / 2 * size + i, &odd, sizeof odd);
-            }
-        WRITTEN;
-        for (int64_t q = 0; q < of->padded; q += BLOCK)
-            for (int64_t i = 0; i < size; i += LANES) {
-                float *sums = of->sums + q * size + i;
-                if (begin == from) _tile_zero(0);
-                else _tile_loadd(0, sums, size * 4);
-                for (int64_t s = begin; s < end; s += WHOLE) {
-                    _tile_loadd(1, (const bf16 *)(of->scores + q * of->stride) + s, of->stride * 4);
-                    _tile_loadd(2, pairs + (s - begin) / 2 * size + i, size * 4);
-                    _tile_dpbf16ps(0, 1, 2);
-                }
-                _tile_stored(0, sums, size * 4);
-            }
-        WRITTEN;
-    }
-}
-
-/* The sums of `some` queries from `first` on go on over `count` places of the text: slots of their values, and of their chances. */
-static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first, const int some, const int64_t *slots,
-                                                        const int64_t *chances, int64_t count) {
-    int64_t size = of->size;
-    for (int64_t i = 0; i < size; i += LANES)
-        for (int64_t p = 0; p < count; p += WHOLE) {
-            __m512 half[2][4];
-            for (int k = 0; k < some; k++) half[0][k] = half[1][k] = _mm512_setzero_ps();
-            for (int64_t s = p; s < p + WHOLE && s < count; s += 2)
-                for (int odd = 0; odd < 2; odd++) {
-                    const float *chance = of->scores + first * of->stride + chances[s + odd];
-                    __m512 value = (__m512)wide(of->values + slots[s + odd] * size + i);
-                    for (int k = 0; k < some; k++)
-                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chance[k * of->stride]), value, half[odd][k]);
-                }
-            for (int k = 0; k < some; k++) {
-                float *sums = of->sums + (first + k) * size + i;
-                lanes sum = loaded(sums) + (lanes)_mm512_add_ps(half[0][k], half[1][k]);
-                memcpy(sums, &sum, sizeof sum);
-            }
-        }
-}
-
-static void all_multiplied(const Heard *of) {
-    int64_t from = of->earliest / WHOLE * WHOLE, to = of->length / WHOLE * WHOLE, behind = of->length - to;
-    for (int64_t q = 0; q < of->count; q++) {
-        float *chances = of->scores + q * of->stride;
-        for (int64_t s = from; s < to; s += LANES) narrowed((bf16 *)chances + s, loaded(chances + s));  /* never overtakes */
-        chances[of->stride - 1] = 0;
-    }
-    multiplied(of, from, to);
-    for (int64_t q = 0, some; q < of->count; q += some) {
-        const Query *first = of->queries + q;
-        int64_t count = behind + first->deep, slots[count + 1], chances[count + 1];
-        for (some = 1; some < 4 && q + some < of->count && first[some].place == first->place;) some++;
-        for (int64_t p = 0; p < count; p++)
-            slots[p] = chances[p] = p < behind ? to + p : of->length + first->path[p - behind];
-        slots[count] = of->length, chances[count] = of->stride - 1;                         /* one more counts 0 */
-        if (some == 1) added(of, q, 1, slots, chances, count);
-        else if (some == 2) added(of, q, 2, slots, chances, count);
-        else if (some == 3) added(of, q, 3, slots, chances, count);
-        else added(of, q, 4, slots, chances, count);
-    }
-}
-
-static const Way by_tiles = {BLOCK, WHOLE, all_squared, all_multiplied};
+#include "attention_tiles.h"
 #endif
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
@@ -457,13 +264,4 @@ void draftproof_attention(const Read *read, const bf16 *inner, const float *quer
 #if TILES
     if (draftproof_tiles) released(mode);
 #endif
-}
-
-/* The same, by threads of its own. */
-void draftproof_attend(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
-                       bf16 *keys, bf16 *values, bf16 *out) {
-    int64_t each = (read->nodes - read->first) * read->heads * read->head_dim, slots = 0;
-    for (int64_t row = 0; row < read->rows; row++) slots += read->lengths[row] + read->nodes;
-#pragma omp parallel num_threads(read->threads) if (slots * each > PRODUCTS)
-    draftproof_attention(read, inner, query_weight, key_weight, norm, keys, values, out);
 }

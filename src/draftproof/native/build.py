@@ -1,6 +1,8 @@
-"""The C library: compiled from the sources beside this file for a level of the processor, kept, and loaded.
+"""The C library: compiled from the sources beside this file for a level of the processor, kept, and
+loaded.
 
-A wheel brings it for every level (setup.py). From a source tree it is compiled at first use, into the user's cache folder.
+A wheel brings it for every level (setup.py). From a source tree it is compiled at first use, into
+the user's cache folder.
 """
 
 from __future__ import annotations
@@ -20,14 +22,24 @@ from typing import NamedTuple
 from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.c" for name in ("noise", "layers", "attention", "linear", "drafting", "lookup")]
+SOURCES = [
+    HERE / f"{name}.c"
+    for name in (
+        "noise", "layers", "attention", "linear", "drafting", "heads", "lookup", "ensemble"
+    )
+]
 LEVELS = ("portable", "avx2", "avx512", "amx")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 UNFUSED = {"noise": LEVELS, "layers": LEVELS[:1]}
-"""Levels at which every operation of a source is rounded by itself, so that all machines compute the same bits."""
+"""Levels at which every operation of a source is rounded by itself, so that all machines compute
+the same bits."""
 SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
-"""Environment: 0 to do without the library; and the highest level to use of those that the processor has."""
-_AVX2 = {"avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi1": "bmi", "bmi2": "bmi2", "abm": "lzcnt", "popcnt": "popcnt"}
+"""Environment: 0 to do without the library; and the highest level to use of those that the
+processor has."""
+_AVX2 = {
+    "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi1": "bmi", "bmi2": "bmi2", "abm": "lzcnt",
+    "popcnt": "popcnt"
+}
 _AVX512 = {f"avx512{one}": f"avx512{one}" for one in ("f", "bw", "vl", "dq")} | {
     f"avx512_{one}": f"avx512{one}" for one in ("vnni", "bf16")
 }
@@ -39,11 +51,13 @@ BUILDS = {
     "avx2": _AVX2,
     "portable": {},
 }
-"""What each build needs of the processor, as Linux names it, and as compilers do; the quickest first."""
+"""What each build needs of the processor, as Linux names it, and as compilers do; the quickest
+first."""
 
 
 class Library(NamedTuple):
-    """The loaded library, or None; which of `BUILDS` it is; and why it is not a quicker one, in words."""
+    """The loaded library, or None; which of `BUILDS` it is; and why it is not a quicker one, in
+    words."""
 
     loaded: ctypes.CDLL | None
     build: str
@@ -55,7 +69,9 @@ def features() -> frozenset[str]:
     """What this processor has, as Linux names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return frozenset(next(one for one in lines if one.startswith(("flags", "Features"))).split())
+        return frozenset(
+            next(one for one in lines if one.startswith(("flags", "Features"))).split()
+        )
     except (OSError, StopIteration):
         return frozenset()
 
@@ -84,12 +100,18 @@ def load() -> Library:
 
 
 def opened(build: str) -> ctypes.CDLL:
-    """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had."""
-    paths = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    openmp = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had.
+    """
+    paths = [
+        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+    ]
+    openmp = [
+        path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))
+    ]
     if not openmp:
         raise OSError("this torch has no OpenMP; install one that has")
-    ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)         # torch's own threads: a second pool would compete with them
+    # torch's own threads: a second pool would compete with them
+    ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(_found(build)))
     if not library.draftproof_usable():
         raise OSError("the kernel of the system does not let programs use it")
@@ -99,16 +121,25 @@ def opened(build: str) -> ctypes.CDLL:
 def options(build: str, source: Path) -> list[str]:
     """What a compiler is told of one source of a build."""
     alone = build.partition("-")[0] in UNFUSED.get(source.stem, ())
-    return [*FLAGS, *(f"-m{name}" for name in BUILDS[build].values()), *["-ffp-contract=off"] * alone]
+    return [
+        *FLAGS, *(f"-m{name}" for name in BUILDS[build].values()), *["-ffp-contract=off"] * alone
+    ]
 
 
 def compile_to(target: Path, build: str, compiler: str) -> None:
-    """Compile one build; the library, and its size and hash beside it, appear complete or not at all."""
+    """Compile one build; the library, and its size and hash beside it, appear complete or not at
+    all."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         done, digest = Path(folder) / "library", Path(folder) / "digest"
         objects = {source: str(Path(folder) / f"{source.stem}.o") for source in SOURCES}
-        _run(*([compiler, *options(build, source), "-c", str(source), "-o", made] for source, made in objects.items()))
-        _run([compiler, "-shared", *objects.values(), "-o", str(done), "-lm"])                  # OpenMP is torch's
+        _run(
+            *(
+                [compiler, *options(build, source), "-c", str(source), "-o", made]
+                for source, made in objects.items()
+            )
+        )
+        # OpenMP is torch's
+        _run([compiler, "-shared", *objects.values(), "-o", str(done), "-lm"])
         digest.write_text(_digest(done))
         done.replace(target)
         digest.replace(target.with_suffix(".digest"))
@@ -116,7 +147,10 @@ def compile_to(target: Path, build: str, compiler: str) -> None:
 
 def _run(*commands: list[str]) -> None:
     """All at once; raises CalledProcessError with what the first that failed said."""
-    running = [subprocess.Popen(one, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for one in commands]
+    running = [
+        subprocess.Popen(one, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for one in commands
+    ]
     for one, said in [(one, one.communicate()[1]) for one in running]:
         if one.returncode:
             raise subprocess.CalledProcessError(one.returncode, one.args, stderr=said)
@@ -139,9 +173,13 @@ def _found(build: str) -> Path:
     found = compiler()
     if found is None:
         raise FileNotFoundError("there is no C compiler; install gcc")
-    version = subprocess.run([found, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+    version = subprocess.run(
+        [found, "--version"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~").expanduser() / ".cache")
-    for folder in (Path(base) / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"):
+    for folder in (
+        Path(base) / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
+    ):
         target = folder / f"{build}-{_key(build, found, version, platform.machine())}.so"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -157,7 +195,9 @@ def _found(build: str) -> Path:
 
 def _key(build: str, *more: str) -> str:
     texts = [path.read_text() for path in (*sorted(HERE.glob("*.h")), *SOURCES)]
-    return hashlib.sha256(repr([texts, *(options(build, one) for one in SOURCES), more]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr([texts, *(options(build, one) for one in SOURCES), more]).encode()
+    ).hexdigest()[:16]
 
 
 def _digest(library: Path) -> str:
@@ -166,7 +206,8 @@ def _digest(library: Path) -> str:
 
 
 def _intact(library: Path) -> bool:
-    """Whether a library is what was compiled, byte for byte: a truncated one would end the process."""
+    """Whether a library is what was compiled, byte for byte: a truncated one would end the process.
+    """
     try:
         return library.with_suffix(".digest").read_text() == _digest(library)
     except OSError:

@@ -11,19 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftproof.errors import BadInput
 from draftproof.native.build import Library, load
 from draftproof.native.structures import Linear
 
 WIDEST = 256
 """Largest head of attention that the kernels read."""
 SIGNATURES = {
-    "gate": "2p4n", "linear": "3p2n", "heads": "4p4n", "forward": "8p", "some": "3n5p", "keep": "3p3n2pn", "copy": "3p3n3p",
-    "chain": "4pn2p3n4pfn4p:n", "streams": "pn3p2n", "gumbel": "2p3n", "pick": "4p4npn", "best": "5p3n2pn", "top": "p5n2pn",
-    "settle": "3p4n2p", "well_formed": "2p5n:n", "search": "3p3n4pf3pnpn:n", "paired": "pf3p5n4pn4pn", "medusa": "4p4n4pn5pn", "grow": "3p3np",
-    "match": "p5np", "index": "5p2n", "continue": "5pf2np", "recycle": "6p3n", "told": "4pnf", "remember": "3p3np",
-    "judge": "5pnpn", "merge": "3p2n4p",
+    "gate": "2p3n", "linear": "3p2n", "heads": "4p4n", "forward": "8p", "present_nodes": "3n5p",
+    "keep": "3p3n2pn", "copy": "3p3n3p", "chain": "4pn2p3n4pfn4p:n", "streams": "pn3p2n",
+    "gumbel": "2p3n", "sample": "4p4npn", "best_tokens": "5p3n2pn", "top_tokens": "p5n2pn",
+    "accept": "3p4n2p", "well_formed": "2p5n:n", "beam_search": "3p3n4pf3pnpn:n",
+    "bigram_tree": "pf3p5n4pn4pn", "medusa_tree": "4p4n4pn5pn", "likeliest": "3p3np",
+    "match_prompt": "p5np", "learn_text": "5p2n", "continue_text": "5pf2np", "recycle": "6p3n",
+    "learn_pairs": "4pnf", "likely_successors": "3p3np", "judge": "5pnpn", "merge_trees": "3p2n4p",
 }  # fmt: skip
-"""Arguments of each function: pointers, 64-bit numbers and floats; behind a colon what it returns, if it does."""
+"""Arguments of each function: pointers, 64-bit numbers and floats; behind a colon what it returns,
+if it does."""
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -48,7 +52,9 @@ class Kernels:
         function = getattr(self._library, f"draftproof_{name}")
         takes, _, returns = SIGNATURES[name].partition(":")
         counted = re.findall(r"(\d*)([pnf])", takes)
-        function.argtypes = [_TYPES[kind] for count, kind in counted for _ in range(int(count or 1))]
+        function.argtypes = [
+            _TYPES[kind] for count, kind in counted for _ in range(int(count or 1))
+        ]
         function.restype = _TYPES[returns] if returns else None
         setattr(self, name, function)
         found: Callable[..., Any] = function
@@ -56,16 +62,28 @@ class Kernels:
 
     def multiply(self, layer: Linear, inputs: Tensor) -> Tensor:
         """[..., outputs] of inputs [..., size], in bfloat16."""
+        if inputs.dtype != torch.bfloat16 or inputs.shape[-1] != layer.size:
+            raise BadInput(
+                f"a layer of {layer.size} inputs in bfloat16 was given {list(inputs.shape)} in "
+                f"{inputs.dtype}; convert them"
+            )
         inputs = inputs.contiguous()
         outputs: Tensor = inputs.new_empty(*inputs.shape[:-1], layer.outputs)
         rows = inputs.numel() // layer.size
-        self.linear(ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows, torch.get_num_threads())
+        self.linear(
+            ctypes.addressof(layer), inputs.data_ptr(), outputs.data_ptr(), rows,
+            torch.get_num_threads()
+        )
         return outputs
 
-    def residual_blocks(self, blocks: ctypes.Array[Linear], heads: int, layers: int, hidden: Tensor) -> Tensor:
-        """[heads, rows, size] what the first `heads` make of hidden states [rows, size], each by `layers` blocks.
+    def residual_blocks(
+        self, blocks: ctypes.Array[Linear], heads: int, layers: int, hidden: Tensor
+    ) -> Tensor:
+        """[heads, rows, size] what the first `heads` make of hidden states [rows, size], each by
+        `layers` blocks.
 
-        A block is x + silu(layer(x)). blocks: those of the first head, then those of the second. size: a multiple of 16.
+        A block is x + silu(layer(x)). blocks: those of the first head, then those of the second.
+        size: a multiple of 16.
         """
         hidden = hidden.contiguous()
         states: Tensor
@@ -78,7 +96,8 @@ class Kernels:
 class Chains(NamedTuple):
     """A chain per row, the root first.
 
-    tokens: [rows, 1 + d]. turns: likewise, with how many nodes per row each would be kept. read: [rows] nodes in the scratch.
+    tokens: [rows, 1 + d]. turns: likewise, with how many nodes per row each would be kept. read:
+    [rows] nodes in the scratch.
     """
 
     tokens: Tensor
@@ -87,29 +106,38 @@ class Chains(NamedTuple):
 
 
 class Stores:
-    """Where tensors [rows, heads, capacity, ...] of one cache lie, to move slots or rows in all of them at once."""
+    """Where tensors [rows, heads, capacity, ...] of one cache lie, to move slots or rows in all of
+    them at once."""
 
     def __init__(self, stores: Sequence[Tensor], kernels: Kernels) -> None:
         self.rows, _, self.capacity = stores[0].shape[:3]
         self.count, self.kernels = len(stores), kernels
         self.places = (ctypes.c_void_p * self.count)(*(store.data_ptr() for store in stores))
         self.heads = (ctypes.c_int64 * self.count)(*(store.shape[1] for store in stores))
-        self.bytes = (ctypes.c_int64 * self.count)(*(store.stride(2) * store.element_size() for store in stores))
+        self.bytes = (ctypes.c_int64 * self.count)(
+            *(store.stride(2) * store.element_size() for store in stores)
+        )
         self._all = (self.places, self.heads, self.bytes, self.count, self.capacity)
 
     @classmethod
     def of(cls, stores: Sequence[Tensor]) -> Stores | None:
         """If they lie in the memory of a CPU that has kernels."""
-        found, there = kernels(), all(store.device.type == "cpu" and store.is_contiguous() for store in stores)
+        found, there = kernels(), all(
+            store.device.type == "cpu" and store.is_contiguous() for store in stores
+        )
         return cls(stores, found) if there and found is not None else None
 
     def keep(self, nodes: Tensor, lengths: Tensor) -> None:
-        """Move nodes [rows, D], ascending in each row, to the front of the scratch behind `lengths` [rows]."""
+        """Move nodes [rows, D], ascending in each row, to the front of the scratch behind `lengths`
+        [rows]."""
         nodes = nodes.contiguous()
-        self.kernels.keep(*self._all, self.rows, lengths.data_ptr(), nodes.data_ptr(), nodes.shape[1])
+        self.kernels.keep(
+            *self._all, self.rows, lengths.data_ptr(), nodes.data_ptr(), nodes.shape[1]
+        )
 
     def copy(self, copies: Sequence[tuple[int, int]], lengths: Tensor) -> None:
-        """Copy rows, one after another, each (new, old); of an old one its first `lengths` [rows]."""
+        """Copy rows, one after another, each (new, old); of an old one its first `lengths` [rows].
+        """
         new, old = ((ctypes.c_int64 * len(copies))(*side) for side in zip(*copies, strict=True))
         self.kernels.copy(*self._all, len(copies), new, old, lengths.data_ptr())
 

@@ -1,14 +1,13 @@
 /* What stands between the linear layers of a Llama-like model, but for attention: norms, gates; and all of its layers. */
-#include "lanes.h"
+#include "model.h"
 
 enum { PART = 1024 };
 
-/* What is done `by_all` is done by all threads of a team together, which do not wait for each other in the end; else by threads of
- * its own. */
+/* Norms and gates are made by all threads of a team together, which do not wait for each other in the end. */
 
 /* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it; out = hidden / rms(hidden) *
  * weight. [rows, size] each, size a multiple of 16. */
-static void normed_by_all(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
                           int64_t rows, int64_t size) {
 #pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
@@ -30,14 +29,8 @@ static void normed_by_all(bf16 *hidden, const bf16 *delta, const float *added, c
     }
 }
 
-void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
-                     int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel num_threads(threads) if (rows * size > SMALL / 2)
-    normed_by_all(hidden, delta, added, weight, norm, out, rows, size);
-}
-
 /* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
-static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
+void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
         for (int64_t part = 0; part < size; part += PART) {
@@ -48,11 +41,6 @@ static void gated_by_all(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t r
                 narrowed(y + i, rounded(gelu ? tanh_gelu(x) : silu(x)) * wide(up + i));
             }
         }
-}
-
-void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel num_threads(threads) if (rows * size > SMALL / 4)
-    gated_by_all(gate_up, out, gelu, rows, size);
 }
 
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many
@@ -106,7 +94,7 @@ void draftproof_forward(const Read *ways, const Model *model, bf16 *const *store
             int64_t gates = layer->down.size;
             bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
             bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-            normed_by_all(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed, width, size);
+            draftproof_norm(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed, width, size);
 #pragma omp barrier
 #pragma omp master
             if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
@@ -117,16 +105,16 @@ void draftproof_forward(const Read *ways, const Model *model, bf16 *const *store
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);
 #pragma omp barrier
-            normed_by_all(hidden, delta, layer->mixed, layer->after, norm, normed, width, size);
+            draftproof_norm(hidden, delta, layer->mixed, layer->after, norm, normed, width, size);
 #pragma omp barrier
             draftproof_multiply(&layer->gate_up, normed, both, width, threads);
 #pragma omp barrier
-            gated_by_all(both, gate, model->gelu, width, gates);
+            draftproof_gate(both, gate, model->gelu, width, gates);
 #pragma omp barrier
             draftproof_multiply(&layer->down, gate, delta, width, threads);
 #pragma omp barrier
         }
-        normed_by_all(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width, size);
+        draftproof_norm(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width, size);
         if (logits) {
 #pragma omp barrier
             draftproof_multiply(model->head, last, logits, width, threads);

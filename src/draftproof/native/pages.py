@@ -1,4 +1,5 @@
-"""The pages that tensors lie in: large ones for what is read often, none for what nobody reads again. Linux only."""
+"""The pages that tensors lie in: large ones for what is read often, none for what nobody reads
+again. Linux only."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from torch import Tensor
 def enlarge(tensor: Tensor) -> Tensor:
     """Ask for large pages behind a tensor that nothing was written to yet; returns it.
 
-    Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a quarter of a million of
-    them per GB, and in a virtual machine each lookup is long.
+    Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a
+    quarter of a million of them per GB, and in a virtual machine each lookup is long.
     """
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)
@@ -21,7 +22,8 @@ def enlarge(tensor: Tensor) -> Tensor:
 
 
 def release(tensor: Tensor) -> None:
-    """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint would keep them resident."""
+    """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint
+    would keep them resident."""
     if sys.platform == "linux":
         _advise(tensor, mmap.MADV_DONTNEED)
 

@@ -1,4 +1,5 @@
-"""What the kernels are told of a model, as C knows it, and how numbers lie for them. Knows layouts, no functions."""
+"""Structures that describe a model to the kernels, and the layouts of its weights. Knows no
+functions."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ from torch import Tensor
 from draftproof.native.pages import enlarge
 
 STRIP, WORDS = 32, 16
-"""Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded up to."""
+"""Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded
+up to."""
 LANES = 16
-"""Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there is a multiple of it."""
+"""Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
+is a multiple of it."""
 GROUP, SUPER = 32, 8
-"""Inputs of a layer of 4 bits that share a scale and a minimum; groups that may share what these are multiples of."""
+"""Inputs of a layer of 4 bits that share a scale and a minimum; groups that may share what these
+are multiples of."""
 
 
 def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
@@ -25,33 +29,40 @@ def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[s
 
 
 class Read(ctypes.Structure):
-    """What all layers of one read share; as in lanes.h."""
+    """What all layers of one read share; as in model.h."""
 
     _fields_ = (
-        *_fields("", "rows nodes first heads key_heads head_dim capacity window context threads turned"),
+        *_fields(
+            "", "rows nodes first heads key_heads head_dim capacity window context threads turned"
+        ),
         *_fields("lengths parents cosines sines starts which", "", "scale"),
     )
 
 
 class Linear(ctypes.Structure):
-    """A linear layer; as in lanes.h."""
+    """A linear layer; as in model.h."""
 
     _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("groups supers"))
 
     @classmethod
-    def of(cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int) -> Linear:
-        """weights as `interleaved` made them; scale and bias of as many outputs. The caller keeps them alive."""
+    def of(
+        cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int
+    ) -> Linear:
+        """weights as `interleaved` made them; scale and bias of as many outputs. The caller keeps
+        them alive."""
         places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
         return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
 
     @classmethod
     def of_4_bits(
-        cls, weights: Tensor, groups: Tensor, supers: Tensor | None, bias: Tensor | None, size: int, outputs: int
+        cls, weights: Tensor, groups: Tensor, supers: Tensor | None, bias: Tensor | None,
+        size: int, outputs: int
     ) -> Linear:
-        """weights as `nibbles` made them; groups, and supers, as `grouped` did. The caller keeps them alive.
+        """weights as `nibbles` made them; groups, and supers, as `grouped` did. The caller keeps
+        them alive.
 
-        A weight is scale * code + minimum. Groups are float16 scales and minima of `GROUP` inputs, or, with supers, uint8
-        multiples of those of `SUPER` groups, which are float16.
+        A weight is scale * code + minimum. Groups are float16 scales and minima of `GROUP` inputs,
+        or, with supers, uint8 multiples of those of `SUPER` groups, which are float16.
         """
         bias_at = None if bias is None else bias.data_ptr()
         supers_at = None if supers is None else supers.data_ptr()
@@ -60,13 +71,13 @@ class Linear(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """How norms are made, and sums; as in lanes.h."""
+    """How norms are made, and sums; as in model.h."""
 
     _fields_ = _fields("", "", "epsilon share")
 
 
 class Layer(ctypes.Structure):
-    """One layer of a model; as in lanes.h."""
+    """One layer of a model; as in model.h."""
 
     _fields_ = (
         *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
@@ -75,19 +86,22 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """A model: its layers, and what lies between these and tokens; as in lanes.h."""
+    """A model: its layers, and what lies between these and tokens; as in model.h."""
 
     _fields_ = (
-        ("layers", ctypes.POINTER(Layer)), *_fields("", "count vocab ways gelu"), *_fields("last embeddings"),
+        (
+            "layers", ctypes.POINTER(Layer)
+        ), *_fields("", "count vocab ways gelu"), *_fields("last embeddings"),
         ("head", ctypes.POINTER(Linear)), ("norm", Norm), ("loud", ctypes.c_float),
     )  # fmt: skip
 
     @classmethod
     def of(
-        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor, head: Linear | None,
-        norm: Norm, loud: float,
-    ) -> Model:  # fmt: skip
-        """last: [H] float32, the weight of the final norm. embeddings: [V, H], and what they are multiplied by.
+        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor,
+        head: Linear | None, norm: Norm, loud: float
+    ) -> Model:
+        """last: [H] float32, the weight of the final norm. embeddings: [V, H], and what they are
+        multiplied by.
 
         The caller keeps alive what is named by its place.
         """
@@ -97,7 +111,7 @@ class Model(ctypes.Structure):
 
 
 class Recurrence(ctypes.Structure):
-    """A recurrent draft head; as in drafting.c."""
+    """A recurrent draft head; as in heads.c."""
 
     _fields_ = (
         *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
@@ -106,25 +120,28 @@ class Recurrence(ctypes.Structure):
 
 
 class Pairs(ctypes.Structure):
-    """Pairs of tokens; as in drafting.c."""
+    """Pairs of tokens; as in heads.c."""
 
     _fields_ = _fields("starts tokens gains rest")
 
 
 class Heads(ctypes.Structure):
-    """Medusa heads that share the target's projection, with pairs; as in drafting.c."""
+    """Medusa heads that share the target's projection, with pairs; as in heads.c."""
 
-    _fields_ = (("blocks", ctypes.c_void_p), ("projection", Linear), ("pairs", Pairs), *_fields("", "layers", "weight"))
+    _fields_ = (
+        ("blocks", ctypes.c_void_p), ("projection", Linear), ("pairs", Pairs),
+        *_fields("", "layers", "weight")
+    )
 
 
-class Grown(ctypes.Structure):
-    """Where trees are written; as in lookup.c."""
+class TreeOutput(ctypes.Structure):
+    """Where trees are written; as in pools.h."""
 
     _fields_ = _fields("tokens parents confidence", "nodes absent widest")
 
 
 class Texts(ctypes.Structure):
-    """Where texts lie; as in lookup.c."""
+    """Where texts lie; as in pools.h."""
 
     _fields_ = _fields("tokens positions", "rows room")
 
@@ -132,35 +149,39 @@ class Texts(ctypes.Structure):
 class Index(ctypes.Structure):
     """Where a suffix index lies; as in lookup.c."""
 
-    _fields_ = _fields("text places tags counts weights sizes", "room count ways slots shift follow scatter absent")
+    _fields_ = _fields(
+        "text places tags counts weights sizes", "room count ways slots shift follow scatter absent"
+    )
 
 
 class Table(ctypes.Structure):
-    """Where known successors lie; as in lookup.c."""
+    """Where known successors lie; as in ensemble.c."""
 
     _fields_ = _fields("tags tokens odds", "best slots shift token before absent")
 
 
 class Counts(ctypes.Structure):
-    """How often members of an ensemble were right; as in lookup.c."""
+    """How often members of an ensemble were right; as in ensemble.c."""
 
-    _fields_ = _fields("own all", "kinds classes levels", "fade fade_all trust trust_all untold")
+    _fields_ = _fields("own all", "kinds classes levels", "fade fade_all trust trust_all unknown")
 
 
 class Member(ctypes.Structure):
-    """A member's trees; as in lookup.c."""
+    """A member's trees; as in ensemble.c."""
 
     _fields_ = _fields("tokens parents confidence", "nodes")
 
 
 def interleaved(weight: Tensor, fold: int) -> Tensor:
-    """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as the kernels read it."""
+    """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as
+    the kernels read it."""
     outputs, inputs = weight.shape
     beyond = (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)
     padded = F.pad(weight, beyond) if any(beyond) else weight.contiguous()
-    words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)    # `fold` numbers are one word
-    lying = enlarge(torch.empty(words.shape, dtype=torch.int32)).copy_(words)
-    return lying.view(weight.dtype).view(len(lying), -1, STRIP, fold)
+    # `fold` numbers are one word
+    words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)
+    packed = enlarge(torch.empty(words.shape, dtype=torch.int32)).copy_(words)
+    return packed.view(weight.dtype).view(len(packed), -1, STRIP, fold)
 
 
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -169,12 +190,13 @@ def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """uint8 weights of 4 bits as the kernels read them, of codes [outputs, inputs] of 0 to 15, rounded up with zeros."""
+    """uint8 weights of 4 bits as the kernels read them, of codes [outputs, inputs] of 0 to 15,
+    rounded up with zeros."""
     outputs, inputs = codes.shape
     padded = F.pad(codes.to(torch.uint8), (0, -inputs % GROUP, 0, -outputs % STRIP))
     halves = padded.view(len(padded) // STRIP, STRIP, -1, GROUP // 8, 2, 4)
-    lying = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-    return enlarge(torch.empty(lying.shape, dtype=torch.uint8)).copy_(lying)
+    packed = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
+    return enlarge(torch.empty(packed.shape, dtype=torch.uint8)).copy_(packed)
 
 
 def grouped(scales: Tensor, minima: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 /* Tiles of numbers that some processors multiply at once (AMX). */
 #pragma once
-#include "lanes.h"
+#include "model.h"
 
 extern int draftproof_tiles;                    /* whether there are any, and the kernel of the system lets us have them */
 

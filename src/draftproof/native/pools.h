@@ -1,0 +1,63 @@
+/* Pools of nodes, the trees of the likeliest of them, and the texts they continue. */
+#pragma once
+#include "lanes.h"
+
+enum { APART, LIKELIEST, SUMMED };              /* nodes of a pool with the same text: there are none; the best counts; they add up */
+
+/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no more. widest:
+ * nodes of the largest so far. */
+typedef struct {
+    int64_t *tokens, *parents;
+    float *odds;
+    int64_t nodes, absent, widest;
+} TreeOutput;
+
+/* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier. Parents come before their children;
+ * what has none is the root once more. Nobody is likelier than its parent; what has odds of 0 is not there. */
+static void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size, int same, TreeOutput *out, int64_t r) {
+    int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
+    float best[size];
+    Scored likely[most + 1];
+    for (int64_t n = 0; n < most; n++) likely[n] = (Scored){0, -1};
+    for (int64_t i = 0; i < size; i++) {
+        int root = i == 0 || above[i] < 0 || above[i] >= i;
+        first[i] = root ? 0 : -1, best[i] = root;
+        if (root || !(odds[i] > 0) || first[above[i]] < 0) continue;
+        first[i] = i, up[i] = first[above[i]];
+        for (int64_t k = 0; same != APART && k < count; k++)
+            if (up[known[k]] == up[i] && pool[known[k]] == pool[i]) {
+                first[i] = known[k];
+                break;
+            }
+        if (first[i] == i) known[count++] = i;
+        float *held = best + first[i];
+        *held = same == SUMMED ? *held + odds[i] : odds[i] > *held ? odds[i] : *held;
+    }
+    for (int64_t k = 0; k < count && most; k++) {
+        int64_t i = known[k];
+        if (best[i] > best[up[i]]) best[i] = best[up[i]];
+        if (best[i] > likely[most - 1].score) ranked(likely, most, best[i], i);
+    }
+    int64_t *tokens = out->tokens + r * out->nodes, *parents = out->parents + r * out->nodes;
+    float *chances = out->odds + r * out->nodes;
+    tokens[0] = pool[0], parents[0] = -1, chances[0] = 1, place[0] = 0;
+    for (int64_t n = 0; n < most; n++) {
+        int64_t i = likely[n].token;
+        tokens[n + 1] = i < 0 ? out->absent : pool[i], parents[n + 1] = i < 0 ? 0 : place[up[i]], chances[n + 1] = likely[n].score;
+        if (i < 0) continue;
+        place[i] = n + 1;
+        if (out->widest < n + 2) out->widest = n + 2;
+    }
+}
+
+/* Texts [rows, room], and where the root of each stands. */
+typedef struct {
+    const int64_t *tokens, *positions;
+    int64_t rows, room;
+} Texts;
+
+/* Where the root of row r stands: never beyond its text. */
+static inline int64_t root_at(const Texts *texts, int64_t r) {
+    int64_t at = texts->positions[r];
+    return at < 0 ? 0 : at < texts->room ? at : texts->room - 1;
+}

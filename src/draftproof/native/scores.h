@@ -1,0 +1,60 @@
+/* Scores of logits: divided by a temperature, with noise, and the best of them. */
+#pragma once
+#include "model.h"
+
+/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */
+static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i, int64_t vocab) {
+    int64_t some = vocab - i < LANES ? vocab - i : LANES;
+    lanes score = some < LANES ? partly(logits + i, some) : wide(logits + i);
+    if (heat != 1) score /= heat;
+    if (noise && some == LANES) score += loaded(noise + i);
+    else for (int64_t l = 0; noise && l < some; l++) score[l] += noise[i + l];
+    for (int64_t l = some; l < LANES; l++) score[l] = -INFINITY;
+    return score;
+}
+
+/* A number that the `count` best scores are not below: the best of each lane are all different ones. */
+static inline float bar(lanes most, int64_t count) {
+    float sorted[LANES];
+    for (int l = 0; l < LANES; l++) {
+        int at = l;
+        for (; at > 0 && sorted[at - 1] < most[l]; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = most[l];
+    }
+    return count <= LANES ? sorted[count - 1] : -INFINITY;
+}
+
+/* Put those of the scores of tokens from i on that are not below the bar into the `count` best; of equals the earlier. */
+static inline void chosen(lanes score, float bar, int64_t i, Scored *best, int64_t count) {
+    if (!some_of(score >= bar)) return;
+    float each[LANES];
+    memcpy(each, &score, sizeof each);
+    for (int l = 0; l < LANES; l++)
+        if (each[l] >= bar && each[l] > best[count - 1].score) ranked(best, count, each[l], i + l);
+}
+
+/* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the earlier, and the logarithm of
+ * the sum of all, each by trust times its score less the best. INFINITY where there is nothing to choose, or a logit is NaN. */
+static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab, float *scores, Scored *best,
+                     int64_t count) {
+    for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
+    bits broken = {};
+    lanes most = (lanes){} - INFINITY, sum = {};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        lanes score = heated(logits, noise, heat, i, vocab);
+        memcpy(scores + i, &score, sizeof score);
+        broken |= score != score;
+        most = larger(score, most);
+    }
+    float least = bar(most, count), top = bar(most, 1);
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        lanes score = loaded(scores + i);
+        chosen(score, least, i, best, count);
+        sum += expo((score - top) * trust);
+    }
+    return some_of(broken) || top == -INFINITY ? INFINITY : logf(total(sum));
+}
+
+void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places,
+                            const float *heats, const float *trusts, int64_t rows, int64_t vocab,
+                            int64_t count, float *odds, int64_t *tokens, int64_t threads);
