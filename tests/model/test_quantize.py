@@ -19,14 +19,13 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model import quantize
+from draftproof.model.copies import first_layers, shallow_copy
 from draftproof.model.loading import load_model
 from draftproof.model.packed_linear import PackedSlice, pack_linears
 from draftproof.model.quantize import (
-    first_layers,
     is_quantized,
     quantized,
     quantized_and_compared,
-    shallow_copy,
     weight_bytes,
 )
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear

@@ -4,7 +4,7 @@ refused."""
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel, first_line
 from draftproof.model.kv_layer import LayerShape
+
+if TYPE_CHECKING:
+    from draftproof.model.fast_forward import FastForward
+    from draftproof.model.target import Target
 
 log = logging.getLogger("draftproof")
 
@@ -172,9 +176,52 @@ class CheckedRead(NamedTuple):
         last = [row[len(path) - 1] for row, path in zip(read, paths, strict=True)]
         return cls(lead[None], tree, torch.stack(last).double())
 
+    def error(self, target: Target) -> float:
+        """How far the target's read is from the model's own forward, relative to its logits."""
+        cache = target.plain_cache(1, 32)
+        try:
+            target.read(TokenTree.chain(self.lead), cache)
+            cache.keep(None, torch.full_like(cache.lengths, self.lead.shape[1]))
+            with target.group.intact():
+                logits = target.read(self.tree, cache).logits[0].double()
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
+            return float("inf")
+        return float(((logits - self.logits).abs().max() / self.logits.abs().max()).detach())
+
 
 CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 """The tree read at load."""
 
 # float64 has float32 inside
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForward | None]:
+    """Whether a target, which has no fast forward yet, reads trees exactly, and `fast` if it agrees
+    as closely as the stock forward does; raise if not even chains are read exactly.
+
+    A chain and a tree behind three committed tokens are compared with the model's own forward on
+    every path.
+    """
+    model, tolerance = target.model, target.tolerance
+    text = torch.randint(target.vocab_size, (10,), generator=torch.Generator().manual_seed(0))
+    text = text.to(target.device)
+    chain = CheckedRead.of(model, text, TreeShape.chain(4), together=False)
+    tree = CheckedRead.of(model, text, CHECK_TREE, together=True)
+    on_chain, on_tree = chain.error(target), tree.error(target)
+    if not on_chain <= 6 * tolerance:
+        raise UnsupportedModel(
+            f"{type(model).__name__} gives other logits when read through a cache with explicit "
+            "positions and a four-dimensional mask than on its own (ALiBi models do, for one); it "
+            "cannot be run exactly, choose another"
+        )
+    # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
+    # precision blurs
+    reads_trees = bool(target.group.number(on_tree <= max(tolerance, 3 * on_chain)))
+    enough = max(tolerance, 3 * on_tree)
+    target._fast = fast
+    if fast is not None and fast.fused is not None and not tree.error(target) <= enough:
+        fast.fused = None
+    if fast is not None and fast.fused is None and not tree.error(target) <= enough:
+        fast = None
+    return reads_trees, fast

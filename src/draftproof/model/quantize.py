@@ -1,5 +1,4 @@
-"""Copies of a model around the same weights: in 8 or 4 bits, and what it costs; or its first layers
-alone.
+"""Copies of a model in 8 or 4 bits, and what that costs.
 
 On a CPU quantised layers are ours; elsewhere torchao's.
 
@@ -8,18 +7,18 @@ A quantised model writes the text of its own weights: it changes with them, neve
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftproof.errors import BadInput, UnsupportedModel, first_line
+from draftproof.errors import BadInput, first_line
+from draftproof.model.copies import shallow_copy
 from draftproof.model.kept import kept
 from draftproof.model.packed_linear import PackedLinear, PackedSlice, put, together
 from draftproof.model.quantized_linear import (
@@ -31,8 +30,6 @@ from draftproof.model.quantized_linear import (
     slow_because,
 )
 from draftproof.native.pages import release
-
-M = TypeVar("M", bound=nn.Module)
 
 KINDS = ("int8", "int4", "fp8")
 """8-bit weights and activations; 4-bit weights; 8-bit floats, on accelerators alone."""
@@ -307,74 +304,3 @@ def _torchao(kind: str) -> Any:
 
 def _name(model: PreTrainedModel) -> str:
     return model.config.name_or_path or type(model).__name__
-
-
-def shallow_copy(model: M) -> M:
-    """The model once more, sharing every parameter and buffer with it; a module put into one is not
-    in the other."""
-    wrapped = next(
-        (name for name, module in model.named_modules() if "forward" in module.__dict__), None
-    )
-    # a forward bound to the original would run the original
-    if wrapped is not None:
-        raise UnsupportedModel(
-            f"the forward of {wrapped or 'the model'} is wrapped, by offloading for one; load it "
-            "unwrapped"
-        )
-    return _shell(model, {})
-
-
-def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A shallow copy that reads with the first `count` layers alone, then with the model's own
-    final norm and head."""
-    whole = int(model.config.get_text_config().num_hidden_layers)
-    if not 1 <= count < whole:
-        raise BadInput(
-            f"{count} layers were asked for, to draft with; the model has {whole}: take fewer, at "
-            "least 1"
-        )
-    short = shallow_copy(model)
-    stacks = [
-        one for one in short.modules() if isinstance(one, nn.ModuleList) and len(one) == whole
-    ]
-    if len(stacks) != 1:
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not keep its layers in one list; draft with another model"
-        )
-    stacks[0]._modules = {
-        str(index): layer for index, layer in enumerate(stacks[0]) if index < count
-    }
-    config = _shortened(model.config, count)
-    for module in short.modules():
-        if getattr(module, "config", None) is model.config:
-            module.config = config
-    return short
-
-
-def _shortened(config: Any, count: int) -> Any:
-    """The configuration of a model with its first `count` layers only."""
-    short = copy.deepcopy(config)
-    text = short.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    text.num_hidden_layers = count
-    if kinds is not None:
-        text.layer_types = kinds[:count]
-    return short
-
-
-def _shell(module: M, made: dict[int, nn.Module]) -> M:
-    """A copy of a module's own state, with shells in the place of its children; shared modules stay
-    shared."""
-    if id(module) not in made:
-        made[id(module)] = shell = copy.copy(module)
-        own = {
-            name: copy.copy(value) for name, value in module.__dict__.items()
-            if isinstance(value, dict)
-        }
-        shell.__dict__.update(own)
-        shell._modules = {
-            name: None if child is None else _shell(child, made)
-            for name, child in module._modules.items()
-        }
-    found: Any = made[id(module)]
-    return found

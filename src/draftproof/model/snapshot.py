@@ -1,4 +1,4 @@
-"""Whether a model's weights changed since something was made of them."""
+"""Whether a model changed since something was made of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftproof.errors import BadInput
 
 SAMPLE = 4096
 """Numbers of a matrix that are compared: changes made through ``.data`` leave no other trace."""
@@ -50,3 +53,17 @@ def _place(weight: Tensor) -> tuple[int, int, int]:
 def _adapters(module: Any) -> str:
     states = (module.active_adapters, module.merged_adapters, module.disable_adapters)
     return repr((*states, getattr(module, "scaling", None)))
+
+
+def check_state(model: PreTrainedModel, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a model that was cast, moved, or put in training mode after it was loaded."""
+    if model.training:
+        raise BadInput(
+            f"{name} was put in training mode, in which dropout changes what it writes; call its "
+            "eval() first"
+        )
+    if (model.dtype, model.device) != (dtype, device):
+        raise BadInput(
+            f"{name} was {dtype} on {device} when it was loaded here and is {model.dtype} on "
+            f"{model.device} now; load it here again"
+        )

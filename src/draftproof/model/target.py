@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from draftproof.core.messages import Features, Reading
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
-from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
+from draftproof.model.copies import first_layers
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
 from draftproof.model.inspection import (
@@ -32,6 +33,7 @@ from draftproof.model.inspection import (
     Layout,
     LogitScaling,
     context_of,
+    examined,
     layout_of,
 )
 from draftproof.model.kept import kept
@@ -40,12 +42,11 @@ from draftproof.model.kv_layer import LAYERS, KVLayer
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.quantize import (
     Quantization,
-    first_layers,
     is_quantized,
     quantized,
     quantized_and_compared,
 )
-from draftproof.model.snapshot import Snapshot
+from draftproof.model.snapshot import Snapshot, check_state
 from draftproof.native.kernels import Chains, kernels
 
 DRAFT_KL_LIMIT = 0.02
@@ -83,7 +84,7 @@ class Target:
         self._scaling = LogitScaling.of(config)         # a config is slow to ask
         self.kv_cache = kv_cache
         self.quantization: Quantization | None = None    # what it cost, and saved
-        self._tolerance = TOLERANCES[
+        self.tolerance = TOLERANCES[
             torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype
         ]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -98,10 +99,8 @@ class Target:
                     self._layout = layout_of(model)
                     self.vocab_size = self._layout.vocab
                     self._examine(self._fast_forward() if fits else None)
-                    facts |= {
-                        "layout": self._layout.told(), "reads_trees": self.reads_trees,
-                        "fast": self.is_fast, "fused": self.skips_absent
-                    }
+                    facts |= {"layout": self._layout.told(), "reads_trees": self.reads_trees,
+                              "fast": self.is_fast, "fused": self.skips_absent}
         self._seen = Snapshot.of(model)
 
     def _fast_forward(self) -> FastForward:
@@ -124,7 +123,7 @@ class Target:
         """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
         changed are taken up."""
         self.refresh()
-        return self._new_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
+        return self.plain_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 
     def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
         """This target with quantised layers, compared with the original on `text`, token ids [S];
@@ -152,16 +151,7 @@ class Target:
         model = self.model if self._original is None else self._original()
         if model is None or not self.group.alone:
             return
-        if model.training:
-            raise BadInput(
-                f"{self.name} was put in training mode, in which dropout changes what it writes; "
-                "call its eval() first"
-            )
-        if (model.dtype, model.device) != (self.dtype, self.device):
-            raise BadInput(
-                f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
-                f"{model.dtype} on {model.device} now; load it here again"
-            )
+        check_state(model, self.name, self.dtype, self.device)
         if self._fast is None and self._original is None:
             return
         now = Snapshot.of(model, matrices=self._original is not None)
@@ -175,18 +165,14 @@ class Target:
                 self._fast = self._fast.of(self.model)
             elif self._fast is not None:
                 fits = FastForward.fits(self.model)
-                fast, self._fast = self._fast, None
-                self._examine(fast.of(self.model) if fits else None)
+                self._examine(self._fast.of(self.model) if fits else None)
         self._seen = now
 
     def lighter(self, text: Sequence[int]) -> Target | None:
         """This target with 8-bit weights, for drafting: where our kernels read those and what it
         says of a text stays near."""
-        plain = (
-            self.dtype == torch.bfloat16 and self.device.type == "cpu"
-            and not is_quantized(self.model)
-        )
-        found = kernels() if plain else None
+        plain = self.dtype == torch.bfloat16 and self.device.type == "cpu"
+        found = kernels() if plain and not is_quantized(self.model) else None
         known = [token for token in text[: self.context] if token < self.vocab_size]
         if found is None or not found.int8 or not known:
             return None
@@ -216,12 +202,10 @@ class Target:
         other._fast.compile(backend)
         with torch.inference_mode():
             text = torch.arange(10, device=self.device) % self.vocab_size
-            error = other._error(CheckedRead.of(self.model, text, CHECK_TREE, together=True))
-        if not error <= 6 * self._tolerance:
-            how = (
-                f"gives other logits when compiled ({error:.1g} off)" if isfinite(error)
-                else "cannot be compiled"
-            )
+            error = CheckedRead.of(self.model, text, CHECK_TREE, together=True).error(other)
+        if not error <= 6 * self.tolerance:
+            off = f"gives other logits when compiled ({error:.1g} off)"
+            how = off if isfinite(error) else "cannot be compiled"
             raise UnsupportedModel(f"{self.name} {how}; leave --compile out")
         return other
 
@@ -250,7 +234,7 @@ class Target:
     def position_bytes(self) -> tuple[int, int]:
         """Bytes the cache holds per position, and those it would hold as the model computes them.
         """
-        return self.new_cache(1, 1).nbytes, self._new_cache(1, 1, KVLayer).nbytes
+        return self.new_cache(1, 1).nbytes, self.plain_cache(1, 1).nbytes
 
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
@@ -277,11 +261,8 @@ class Target:
             **({"logits_to_keep": 1} if last_only and self._trims else {})
         )
         logits = out.logits[:, -1:] if last_only else out.logits
-        hidden = (
-            torch.stack([out.hidden_states[layer] for layer in hidden_layers], 2) if hidden_layers
-            else None
-        )
-        return Reading(logits, hidden)
+        states = [out.hidden_states[layer] for layer in hidden_layers]
+        return Reading(logits, torch.stack(states, 2) if states else None)
 
     def chain(
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
@@ -329,11 +310,8 @@ class Target:
         """[..., V] logits of hidden states behind the final norm, scaled or capped where the
         model's own are."""
         # packed weights know no gradients
-        packed = self._fast is not None and torch.is_inference_mode_enabled()
-        head = (
-            self._fast.head if packed and self._fast is not None
-            else self.model.get_output_embeddings()
-        )
+        packed = self._fast if torch.is_inference_mode_enabled() else None
+        head = packed.head if packed is not None else self.model.get_output_embeddings()
         # DeepSpeed's want three dimensions
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])
         logits = self._scaling.apply(head(wide))
@@ -343,10 +321,7 @@ class Target:
     def native(self) -> Tables | None:
         """The tables between tokens and hidden states as our kernels read them, for draft heads;
         what is small is copied."""
-        plain = (
-            self._scaling == LogitScaling(None, None, None) and self.group.alone
-            and self._fast is not None
-        )
+        plain = self._scaling == LogitScaling(None, None, None) and self.group.alone
         return Tables.of(self._fast) if plain and self._fast is not None else None
 
     def _masks(
@@ -358,48 +333,12 @@ class Target:
         kinds = {kind: mask(window) for kind, window in self._layout.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(kinds.values()))
 
-    def _new_cache(self, rows: int, capacity: int, layer: type[KVLayer]) -> KVCache:
-        return KVCache.empty(
-            self._layout.shapes, rows, capacity, self._layout.dtype, self.device, layer
-        )
+    def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
+        """One that holds keys and values as the model computes them."""
+        shapes, dtype = self._layout.shapes, self._layout.dtype
+        return KVCache.empty(shapes, rows, size, dtype, self.device, layer)
 
     def _examine(self, fast: FastForward | None) -> None:
-        """Find out whether trees are read exactly, and by which forward; raise if not even chains
-        are.
-
-        A chain and a tree behind three committed tokens are compared with the model's own forward
-        on every path. `fast` is used if it agrees as closely as the stock forward does.
-        """
-        text = torch.randint(
-            self.vocab_size, (10,), generator=torch.Generator().manual_seed(0)
-        ).to(self.device)
-        chain = CheckedRead.of(self.model, text, TreeShape.chain(4), together=False)
-        tree = CheckedRead.of(self.model, text, CHECK_TREE, together=True)
-        on_chain, on_tree = self._error(chain), self._error(tree)
-        if not on_chain <= 6 * self._tolerance:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} gives other logits when read through a cache with "
-                "explicit positions and a four-dimensional mask than on its own (ALiBi models do, "
-                "for one); it cannot be run exactly, choose another"
-            )
-        # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than
-        # half precision blurs
-        self.reads_trees = bool(self.group.number(on_tree <= max(self._tolerance, 3 * on_chain)))
-        enough = max(self._tolerance, 3 * on_tree)
-        self._fast = fast
-        if fast is not None and fast.fused is not None and not self._error(tree) <= enough:
-            fast.fused = None
-        if fast is not None and fast.fused is None and not self._error(tree) <= enough:
-            self._fast = None
-
-    def _error(self, case: CheckedRead) -> float:
-        """How far a read of the case is from the model's own forward, relative to its logits."""
-        cache, lead = self._new_cache(1, 32, KVLayer), case.lead
-        try:
-            self.read(TokenTree.chain(lead), cache)
-            cache.keep(None, torch.full_like(cache.lengths, lead.shape[1]))
-            with self.group.intact():
-                logits = self.read(case.tree, cache).logits[0].double()
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
-            return float("inf")
-        return float(((logits - case.logits).abs().max() / case.logits.abs().max()).detach())
+        """Find out whether trees are read exactly, and by which forward."""
+        self._fast = None
+        self.reads_trees, self._fast = examined(self, fast)
