@@ -9,7 +9,8 @@
     │   └── BrokenModel         the model produced NaN, or nothing that may be chosen
     ├── DrafterMismatch         the drafter does not fit the target
     │   └── TokenizerMismatch   draft and target do not share a tokenizer
-    └── RankLost                another process of a parallel run is gone
+    ├── RankLost                another process of a parallel run is gone
+    └── Unavailable             a server cannot take or finish a request now
 """
 
 import threading
@@ -56,6 +57,14 @@ class TokenizerMismatch(DrafterMismatch):
 
 class RankLost(DraftproofError):
     """Another process of a parallel run is gone."""
+
+
+class Unavailable(DraftproofError):
+    """A server cannot take or finish a request now. status: of HTTP."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def first_line(error: BaseException) -> str:

@@ -57,3 +57,10 @@ def test_a_wish_that_cannot_be_honoured_is_one_sentence(wrong: dict[str, object]
 def test_unknown_wishes_are_refused() -> None:
     with pytest.raises(TypeError):
         Sampling(temprature=1.0)
+
+
+def test_whole_numbers_are_taken_as_the_floats_they_are() -> None:
+    """A kernel that reads floats was handed the integer 1 as a temperature once."""
+    names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = Sampling(**dict.fromkeys(names, 1))
+    assert all(type(getattr(given, name)) is float for name in names)

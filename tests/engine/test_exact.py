@@ -171,3 +171,10 @@ def test_a_target_of_chains_only_gets_chains_only() -> None:
         assert [one.tokens for one in done] == [reference(own.model, text) for text in asked]
     with pytest.raises(DrafterMismatch, match="trees"):
         Engine(own, DRAFTERS["draft tree"](own)).generate(asked)
+
+
+def test_a_temperature_of_one_may_be_an_integer() -> None:
+    engine = load("demo", drafter="none")
+    texts = [engine.generate("Lily", max_new_tokens=8, sampling=Sampling(temperature=one, seed=5))[0].tokens
+             for one in (1, 1.0)]
+    assert texts[0] == texts[1]

@@ -19,10 +19,12 @@ from draftproof.cli import show
 from draftproof.cli.audit import audit
 from draftproof.cli.bench import bench
 from draftproof.cli.calibrate import calibrate
+from draftproof.cli.chat import chat
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
 from draftproof.cli.prove import prove
 from draftproof.cli.run import run
+from draftproof.cli.serve import serve
 from draftproof.cli.train import train
 from draftproof.errors import LAST_WORD, DraftproofError
 
@@ -65,6 +67,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(run)
+app.command()(chat)
+app.command()(serve)
 app.command()(train)
 app.command()(calibrate)
 app.command()(demo)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import show
-from draftproof.cli.rows import Request, identity, understood
 from draftproof.cli.setup import engine_of, group_of
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.rows import Request, identity, understood
 from draftproof.errors import BadInput, first_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.rows import prompt_of
 from draftproof.cli.setup import lost
+from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 
 N = TypeVar("N", int, float)

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.rows import NOT_DATA
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Engine
     from draftproof.model.parallel import ProcessGroup
-
-
-NOT_DATA = ("processors", "stop_when", "logits_rules")
-"""Fields of a sampling that no file can hold."""
 
 
 def engine_of(config: EngineConfig) -> Engine:

@@ -172,6 +172,8 @@ def _within(
         raise BadInput(f"{name} was {value!r:.40}; it must be {sizes}")
     above = number and (low is None or (value > low if open_low else value >= low))
     if above and (high is None or value <= high):
+        if not whole:
+            object.__setattr__(owner, name, float(value))       # kernels read them as floats
         return
     bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
     bounds += [] if high is None else [f"at most {high}"]

@@ -115,7 +115,7 @@ class Engine:
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.clock = Clock()                            # where the seconds of the call went that began last
-        self._lock = RLock()                            # held while a prompt is checked, and in each round
+        self.lock = RLock()                            # held while a prompt is checked, and in each round
         if self.budget.most >= target.context:
             raise BadInput(f"{self.budget.most} draft tokens per round do not fit a context of {target.context}; draft fewer")
 
@@ -153,7 +153,7 @@ class Engine:
     ) -> Iterator[Completion]:
         """As `generate`, but each completion comes as soon as it is finished."""
         rounds = self.rounds(prompts, max_new_tokens=max_new_tokens, sampling=sampling, n=n, batch_size=batch_size)
-        return (self._completion(row) for rows in rounds for row in rows if row.finish_reason is not None)
+        return (self.completion(row) for rows in rounds for row in rows if row.finish_reason is not None)
 
     def rounds(
         self,
@@ -172,7 +172,7 @@ class Engine:
             raise BadInput(f"n was {n}; ask for at least 1 sample")
         if batch_size is not None and batch_size < 1:
             raise BadInput(f"batch_size was {batch_size}; it must be at least 1")
-        with self._lock:
+        with self.lock:
             requests = self.requests.read(prompts, max_new_tokens, self.sampling if sampling is None else sampling, n)
         rows = max(n, min(batch_size or ROWS, n * len(requests)))
         if self.shapes.closed and batch_size is not None:               # as many as were declared, needed or not
@@ -181,30 +181,27 @@ class Engine:
 
     def check(self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None) -> None:
         """Raise BadInput if `generate` could not honour this request."""
-        with self._lock:
+        with self.lock:
             self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop string may take back."""
-        with self._lock:
+        with self.lock:
             requests = self.requests.read([prompt], max_new_tokens, sampling or self.sampling, 1)
         return self._chunks(requests)
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
         for (row,) in self._run(requests, 1):
-            yield Chunk(row.pieces(), self._completion(row) if row.finish_reason is not None else None)
+            yield Chunk(row.pieces(), self.completion(row) if row.finish_reason is not None else None)
 
     def _run(self, requests: list[Request], rows: int) -> Iterator[list[SequenceState]]:
         """Run all of them, at most `rows` rows at a time; see `rounds`."""
         waiting, left = deque(requests), [row for request in requests for row in request]
         if not waiting:
             return
-        longest = max(len(row.prompt) + row.limit for row in left)
-        capacity = self.shapes.capacity(longest + self.budget.most + 2)
-        with self._lock:
-            decoder = self._decoder(self.budget, self.shapes.rows(rows), capacity)
+        decoder = self.decoder(rows, max(len(row.prompt) + row.limit for row in left))
         batch, clock = decoder.batch, decoder.clock
         self.clock = clock
         begun: list[tuple[SequenceState, dict[str, float]]] = []
@@ -214,7 +211,7 @@ class Engine:
                     joining = [waiting.popleft() for _ in range(decoder.admissible(waiting))] if waiting else []
                     if joining:
                         begun += [(row, clock.seconds) for request in joining for row in request]
-                    with self._lock:
+                    with self.lock:
                         if joining and not decoder.takes(joining):
                             decoder.admit(*joining)
                         else:
@@ -246,6 +243,12 @@ class Engine:
             for _ in script:
                 decoder.step()
 
+    def decoder(self, rows: int, tokens: int) -> Decoder:
+        """A decoder of so many rows, of texts of up to so many tokens; `lock` is to be held in its rounds."""
+        capacity = self.shapes.capacity(tokens + self.budget.most + 2)
+        with self.lock:
+            return self._decoder(self.budget, self.shapes.rows(rows), capacity)
+
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
         drafter, group = self.drafter, self.target.group
@@ -254,7 +257,8 @@ class Engine:
             budget = LedBudget(budget, group) if isinstance(budget, Adaptive) else budget
         return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes)
 
-    def _completion(self, row: SequenceState) -> Completion:
+    def completion(self, row: SequenceState) -> Completion:
+        """What came of a row that has ended."""
         logprobs = row.logprobs if row.params.sampling.logprobs else None
         reason = row.finish_reason or "length"
         return Completion(row.text, row.tokens, reason, logprobs, row.stats, row.request, row.params.sample, row.error)

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftproof.cli.setup import NOT_DATA, as_chat
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Prompt
 
+NOT_DATA = ("processors", "stop_when", "logits_rules")
+"""Fields of a sampling that no file or request can hold."""
 PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
 """Fields a prompt is looked for in; of turns, the first is taken."""
 OTHER_NAMES = {
@@ -81,16 +82,21 @@ def identity(text: bytes) -> dict[str, Any]:
 def understood(text: bytes, base: Sampling, chat: bool) -> Request:
     """What a row asks for, beside what `base` says. Raises BadInput, in one sentence."""
     row = parsed(text)
+    refuse_unhonoured(row)
+    if row.get("n") not in (None, 1):
+        n = row["n"]
+        raise BadInput(f'"n" was {n!r}; each row is completed once, repeat it with another seed')
+    return Request(prompt_of(row, chat), sampling_of(base, row))
+
+
+def refuse_unhonoured(row: Mapping[str, Any]) -> None:
+    """Raise BadInput for a field that would change the text and is not honoured."""
     for options in (row, *_nested(row)):
         for name in NOT_HONOURED:
             value = options.get(name)
             one = name in ONE_IS_NEUTRAL and value == 1 and value is not True
             if value not in NEUTRAL and not one:
                 raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
-    if row.get("n") not in (None, 1):
-        n = row["n"]
-        raise BadInput(f'"n" was {n!r}; each row is completed once, repeat it with another seed')
-    return Request(prompt_of(row, chat), _sampling(base, row))
 
 
 def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
@@ -107,7 +113,9 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
         return [int(token) for token in given]
     if not isinstance(given, str):
         raise BadInput(f'"{name}" must be text')
-    return as_chat(given) if chat else given
+    if chat and not given:
+        raise BadInput("the prompt is empty; give at least one word")
+    return [{"role": "user", "content": given}] if chat else given
 
 
 def _messages(given: object) -> list[dict[str, str]]:
@@ -145,7 +153,7 @@ def _nested(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _sampling(base: Sampling, row: Mapping[str, Any]) -> Sampling:
+def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     """`base` with what the row asks for."""
     kinds = {field.name: str(field.type) for field in fields(base)}
     known = {name: kind for name, kind in kinds.items() if name not in NOT_DATA}
