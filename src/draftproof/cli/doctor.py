@@ -28,7 +28,10 @@ SIZE, ROWS, TIMES = 1024, 8, 30
 """The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
 
 
-NAMES = ("assistant_model", "drafter", "dtype", "device", "quantize", "quantize_draft", "kv_cache")
+NAMES = (
+    "assistant_model", "drafter", "dtype", "device", "quantize", "quantize_draft", "kv_cache",
+    "trust_remote_code",
+)  # fmt: skip
 
 
 @opt.with_options(engine=NAMES)

@@ -55,7 +55,7 @@ SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the rand
 
 NAMES = (
     "assistant_model", "drafter", "budget", "draft_tree", "dtype", "device", "quantize",
-    "quantize_draft", "kv_cache",
+    "quantize_draft", "kv_cache", "trust_remote_code",
 )  # fmt: skip
 
 
