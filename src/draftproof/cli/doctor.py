@@ -20,7 +20,6 @@ from draftproof.engine.config import EngineConfig
 if TYPE_CHECKING:
     import torch
 
-    from draftproof.engine.engine import Engine
     from draftproof.model.exactness import Exactness
     from draftproof.model.target import Target
 
@@ -44,8 +43,9 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
             engine["drafter"] = "none"
         made = engine_of(EngineConfig(model, **engine))
         target = made.target
-        facts = {"model": model, **_facts(target), **_drafts(made), **quantised(made)}
-        found = probe(target)
+        facts, found = {"model": model, **_facts(target), **quantised(made)}, probe(target)
+        if drafts := made.budget.most:                  # a drafter was named, loads and fits
+            facts |= {"drafter": made.drafter.name, "draft_tokens": drafts}
     if json_:
         promised = {"exact_nodes": found.exact_nodes, "promise": found.promise}
         print(json.dumps({**facts, **found._asdict(), **promised}))
@@ -53,13 +53,8 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     console = show.page()
     console.print(_page(facts, found, lost(made)))
     console.print()
-    console.print(_verdict(found), style="bold green" if found.exact_nodes > 1 else "bold yellow")
-
-
-def _drafts(engine: Engine) -> dict[str, Any]:
-    """The drafter, if one was named: that it loads and fits is what there is to say."""
-    drafts = engine.budget.most
-    return {"drafter": engine.drafter.name, "draft_tokens": drafts} if drafts else {}
+    style = "bold green" if found.exact_nodes > 1 else "bold yellow"
+    console.print(f"Promise for this model on this machine: {found.promise}.", style=style)
 
 
 def _facts(target: Target) -> dict[str, Any]:
@@ -72,26 +67,15 @@ def _facts(target: Target) -> dict[str, Any]:
     device = Device(target.device)
     fast, slow = (_milliseconds(kind, target.device) for kind in (torch.bfloat16, torch.float32))
     free, total = (size / 2**30 for size in device.memory())
+    versions = {name: version(name) for name in ("torch", "transformers")}
     return {
-        "versions": {
-            "draftproof": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-        },
-        "device_name": device.name,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": {"free": free, "total": total},
-        "bf16_native": device.bf16_is_native,
-        "kernels": _kernels(),
-        "paths": paths(target),
-        "bf16_ms": fast,
-        "fp32_ms": slow,
-        "context": target.context,
-        "vocab_size": target.vocab_size,
+        "versions": {"draftproof": __version__, "python": platform.python_version(), **versions},
+        "device_name": device.name, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "memory_gib": {"free": free, "total": total}, "bf16_native": device.bf16_is_native,
+        "kernels": _kernels(), "paths": paths(target), "bf16_ms": fast, "fp32_ms": slow,
+        "context": target.context, "vocab_size": target.vocab_size,
         "reads_trees": target.reads_trees,
-    }
+    }  # fmt: skip
 
 
 def _kernels() -> str:
@@ -166,8 +150,3 @@ def _grouped(cases: list[str]) -> str:
         kind, _, size = case.rpartition(" ")
         kinds.setdefault(kind, []).append(size)
     return " · ".join(f"{kind} {', '.join(sizes)}" for kind, sizes in kinds.items()) or "none"
-
-
-def _verdict(found: Exactness) -> str:
-    """What is promised, in plain words."""
-    return f"Promise for this model on this machine: {found.promise}."
