@@ -1,1 +1,1 @@
-"""Pure functions on frozen dataclasses: trees, noise, sampling, acceptance. Torch only; no models, no caches."""
+"""Pure functions on frozen dataclasses: trees, noise, sampling, acceptance. Torch only."""

@@ -1,12 +1,13 @@
-"""Acceptance: which drafted tokens stand. Knows trees, laws and picks; knows nothing of models or caches.
+"""Acceptance: which drafted tokens are kept. Knows trees and probabilities; no models, no caches.
 
-Three exact rules. `accept_by_matching` lets the target choose at every node and keeps what it would have chosen
-(drafter-invariant, arXiv 2408.07978; optimal for deterministic drafts). `accept_by_rejection` is the token rule of
-Leviathan et al. (2211.17192) and Chen et al. (2302.01318) on chains, and recursive rejection without replacement
-(2402.14160) on trees of drawn tokens. `accept_by_block` is block verification of chains (Sun et al., 2403.10444).
+Three exact rules. `accept_by_matching` lets the target choose at every node and keeps what it would
+have chosen (drafter-invariant, arXiv 2408.07978; optimal for deterministic drafts).
+`accept_by_rejection` is the token rule of Leviathan et al. (2211.17192) and Chen et al.
+(2302.01318) on chains, and recursive rejection without replacement (2402.14160) on trees of drawn
+tokens. `accept_by_block` is block verification of chains (Sun et al., 2403.10444).
 
-The random outcomes of the last two come from a `Chance`: keyed noise when decoding, every outcome in turn when the
-law is enumerated.
+The random outcomes of the last two come from a `Chance`: keyed noise when decoding, every outcome
+in turn where the distribution is enumerated.
 """
 
 from __future__ import annotations
@@ -33,64 +34,66 @@ class Chance(Protocol):
         ...
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        """[B] a token drawn in proportion to `weights` [B, V], to stand behind a node of `depth` [B]."""
+        """[B] a token drawn in proportion to `weights` [B, V], behind a node of `depth` [B]."""
         ...
 
 
 def accept_by_matching(tree: TokenTree, target_tokens: Tensor) -> Accepted:
-    """A node stands if it is what the target picked at its parent and all its ancestors stand.
+    """A node is accepted if it is what the target chose at its parent, and so are its ancestors.
 
-    picks: [B, N] the target's choice at every node. Specification B.4 of sample-and-match; no synchronisation.
+    target_tokens: [B, N] the target's choice at every node. No synchronisation.
     """
-    if tree.is_chain:                                                    # the same in fewer steps
-        stands = (tree.tokens[:, 1:] == target_tokens[:, :-1]).cumprod(-1).sum(-1)
-        nodes = torch.arange(target_tokens.shape[1], device=target_tokens.device).expand_as(target_tokens)
-        return Accepted(nodes, stands + 1, target_tokens.gather(1, stands[:, None])[:, 0])
-    hit = tree.tokens == target_tokens.gather(1, tree.parents.clamp(min=0))      # [B, N]
-    hit |= tree.parents < 0                                              # the root was picked last round
-    alive = (hit[:, None] | ~tree.ancestors).all(-1)                     # [B, N]
-    last = (alive * (tree.depths + 1)).argmax(-1)                        # [B] the deepest standing node
+    if tree.is_chain:                                           # the same in fewer steps
+        count = (tree.tokens[:, 1:] == target_tokens[:, :-1]).cumprod(-1).sum(-1)
+        nodes = torch.arange(target_tokens.shape[1], device=count.device).expand_as(target_tokens)
+        return Accepted(nodes, count + 1, target_tokens.gather(1, count[:, None])[:, 0])
+    hit = tree.tokens == target_tokens.gather(1, tree.parents.clamp(min=0))         # [B, N]
+    hit |= tree.parents < 0                                     # the root was chosen last round
+    alive = (hit[:, None] | ~tree.ancestors).all(-1)                                # [B, N]
+    last = (alive * (tree.depths + 1)).argmax(-1)               # [B] the deepest accepted node
     return _accepted(tree, last, target_tokens.gather(1, last[:, None])[:, 0])
 
 
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Try each drawn child against its parent's residual law, in the order drawn; on rejection draw the residual.
+    """Try each drawn child against its parent's residual, in the order drawn; then draw from it.
 
-    probs: [B, N, V] the target's law at every node; `tree.draft_probs` [B, N, V] the law each node was drawn from.
+    probs: [B, N, V] the target's probabilities at every node; `tree.draft_probs` those each node
+    was drawn from.
     """
     drafts = _laws(tree)
     rows = torch.arange(tree.tokens.shape[0], device=probs.device)
-    here = torch.zeros_like(rows)                                        # [B] the deepest accepted node
-    target, draft = probs[:, 0], torch.zeros_like(probs[:, 0])           # residuals at `here`
-    untried = torch.ones_like(rows, dtype=torch.bool)                    # no child of `here` was tried yet
+    here = torch.zeros_like(rows)                               # [B] the deepest accepted node
+    target, draft = probs[:, 0], torch.zeros_like(probs[:, 0])  # residuals at `here`
+    untried = torch.ones_like(rows, dtype=torch.bool)           # no child of `here` was tried yet
     for node in range(1, tree.tokens.shape[1]):
         token = tree.tokens[:, node].clamp(min=0)
         tried = (tree.parents[:, node] == here) & tree.present[:, node]
         draft = torch.where((tried & untried)[:, None], drafts[:, node], draft)
-        tried = tried & (draft[rows, token] > 0)                         # the law is used up: nothing left to try
+        tried = tried & (draft[rows, token] > 0)                # used up: nothing left to try
         ratio = target[rows, token] / draft[rows, token].clamp(min=_TINY)
-        stands = tried & chance.flip(torch.where(tried, ratio.clamp(max=1), 0), node)
+        accepted = tried & chance.flip(torch.where(tried, ratio.clamp(max=1), 0), node)
         left = _normalised((target - draft).clamp(min=0), target)
         without = _normalised(draft.scatter(1, token[:, None], 0.0), draft)
-        fails = (tried & ~stands)[:, None]
-        target = torch.where(stands[:, None], probs[:, node], torch.where(fails, left, target))
+        fails = (tried & ~accepted)[:, None]
+        target = torch.where(accepted[:, None], probs[:, node], torch.where(fails, left, target))
         draft = torch.where(fails, without, draft)
-        here = torch.where(stands, node, here)
-        untried = stands | (untried & ~tried)
+        here = torch.where(accepted, node, here)
+        untried = accepted | (untried & ~tried)
     root = chance.draw(target, tree.depths.gather(1, here[:, None])[:, 0])
     return _accepted(tree, here, root)
 
 
 def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Weigh the whole drawn chain at once; every coin is looked at, the last success wins. Chains only.
+    """Weigh the whole drawn chain at once; every coin counts, the last success wins. Chains only.
 
-    Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first i tokens stand
-    with probability at least P_i; the token behind them is drawn from max(P_i p_{i+1} - q_{i+1}, 0).
+    Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first
+    i tokens are accepted with probability at least P_i; the token behind them is drawn from
+    max(P_i p_{i+1} - q_{i+1}, 0).
     """
     drafts = _laws(tree)
     rows, nodes = tree.tokens.shape
     row = torch.arange(rows, device=probs.device)
-    weight = torch.ones(rows, dtype=probs.dtype, device=probs.device)    # P_i
+    weight = torch.ones(rows, dtype=probs.dtype, device=probs.device)               # P_i
     here = torch.zeros_like(row)
     residual = _residual(weight, probs[:, 0], drafts, 0)
     for node in range(1, nodes):
@@ -101,17 +104,18 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
         mass = rest.sum(-1)
         last = ~tree.present[:, node + 1] if node + 1 < nodes else torch.ones_like(there)
         whole = mass + 1 - weight
-        confidence = torch.where(last, weight, torch.where(whole > 0, mass / whole.clamp(min=_TINY), 1))     # 0/0 is 1
-        stands = there & chance.flip(torch.where(there, confidence, 0), node)
-        here = torch.where(stands, node, here)
-        residual = torch.where(stands[:, None], rest, residual)
+        ratio = torch.where(whole > 0, mass / whole.clamp(min=_TINY), 1)            # 0/0 is 1
+        ratio = torch.where(last, weight, ratio)
+        accepted = there & chance.flip(torch.where(there, ratio, 0), node)
+        here = torch.where(accepted, node, here)
+        residual = torch.where(accepted[:, None], rest, residual)
     depth = tree.depths.gather(1, here[:, None])[:, 0]
     backup = probs.gather(1, here[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
     return _accepted(tree, here, chance.draw(_normalised(residual, backup), depth))
 
 
 class Rule(NamedTuple):
-    """An acceptance rule as the decoder uses it, and whether it weighs the law the drafts were drawn from."""
+    """An acceptance rule, and whether it weighs the probabilities the drafts were drawn from."""
 
     accept: Callable[[TokenTree, Tensor, Frontier], Accepted]
     drawn: bool
@@ -125,7 +129,7 @@ def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
 
 
 def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-    """Rejection sampling where the draft's law is known; matching where tokens were chosen (a point mass)."""
+    """Rejection sampling of drawn tokens; matching where tokens were chosen (a point mass)."""
     if tree.draft_probs is None:
         return match(tree, logits, frontier)
     probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
@@ -140,7 +144,11 @@ def block(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     return accept_by_block(tree, probs, KeyedChance(frontier))
 
 
-RULES = {"match": Rule(match, drawn=False), "rejection": Rule(reject, drawn=True), "block": Rule(block, drawn=True)}
+RULES = {
+    "match": Rule(match, drawn=False),
+    "rejection": Rule(reject, drawn=True),
+    "block": Rule(block, drawn=True),
+}
 
 
 class KeyedChance:
@@ -153,11 +161,13 @@ class KeyedChance:
     def flip(self, probability: Tensor, node: int) -> Tensor:
         where = torch.full_like(self.position, node)
         coin = self.ops.run(noise.stream, self.keys, Role.ACCEPT, where, self.position)
-        return noise.uniform(coin)[:, 0] < probability                   # strict: probability 0 never happens
+        return noise.uniform(coin)[:, 0] < probability          # strict: 0 never happens
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        place = self.ops.run(noise.stream, self.keys, Role.RECOVER, self.position + depth[:, None] + 1, self.position)
-        return argmax_token(weights.log() + self.ops.run(noise.gumbel, place, weights.shape[-1])[:, 0])
+        where = self.position + depth[:, None] + 1
+        place = self.ops.run(noise.stream, self.keys, Role.RECOVER, where, self.position)
+        gumbel = self.ops.run(noise.gumbel, place, weights.shape[-1])[:, 0]
+        return argmax_token(weights.log() + gumbel)
 
 
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used
@@ -165,19 +175,19 @@ _TINY = 1e-30       # a divisor where the true one is zero and the quotient is n
 
 def _laws(tree: TokenTree) -> Tensor:
     if tree.draft_probs is None:
-        raise ValueError("this rule needs the law the drafts were drawn from; use accept_by_matching for chosen tokens")
+        raise ValueError("this rule needs the law the drafts were drawn from; match chosen tokens")
     return tree.draft_probs * tree.present[..., None]
 
 
 def _residual(weight: Tensor, target: Tensor, drafts: Tensor, node: int) -> Tensor:
-    """[B, V] max(P p - q, 0) behind `node`; q is zero where nothing was drafted, and P p then has the law p."""
+    """[B, V] max(P p - q, 0) behind `node`; q is zero where nothing was drafted: P p remains."""
     if node + 1 == drafts.shape[1]:
         return target
     return (weight[:, None] * target - drafts[:, node + 1]).clamp(min=0)
 
 
 def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
-    """`weights` [B, V] as a law; `fallback` where nothing is left (rounding alone can bring a row there)."""
+    """`weights` [B, V] with sum 1; `fallback` where rounding left nothing."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=_TINY), fallback)
 

@@ -16,22 +16,24 @@ from draftproof.core.tree import TokenTree
 
 
 class Reading(NamedTuple):
-    """What the target says at each node: logits [B, N, V] and, per tap, hidden states [B, N, T, H] or None."""
+    """What the target says at each node: logits [B, N, V]; per layer asked, hidden [B, N, T, H]."""
 
     logits: Tensor
     hidden: Tensor | None = None
 
     def part(self, rows: slice, width: int) -> Reading:
         """Of these rows, and of their first nodes."""
-        return Reading(self.logits[rows, :width], self.hidden[rows, :width] if self.hidden is not None else None)
+        hidden = self.hidden[rows, :width] if self.hidden is not None else None
+        return Reading(self.logits[rows, :width], hidden)
 
 
 @dataclass(frozen=True)
 class Features:
     """What the target computed over whole texts, for a draft head to learn from.
 
-    tokens: [B, S] the texts. hidden: [B, S, T, H] at the layers asked for. weights: [B, S] how much each token counts
-    as something to foretell; 0 for prompts and padding. logits: [B, S, V] of the target behind each token, or None.
+    tokens: [B, S] the texts. hidden: [B, S, T, H] at the layers asked for. weights: [B, S] how much
+    each token counts as something to foretell; 0 for prompts and padding. logits: [B, S, V] of the
+    target behind each token, or None.
     """
 
     tokens: Tensor
@@ -42,11 +44,11 @@ class Features:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Which nodes stand: their indices [B, D] root first, how many [B], and the next root [B].
+    """Which nodes are kept: their indices [B, D] root first, how many [B], and the next root [B].
 
     Places of `nodes` beyond `count` hold their own index, so moving them moves nothing.
-    distance: [B, D] total variation between the target's law and the one each new token came from: the accepted nodes
-    behind the root, then the next root; None under an exact rule, where there is none.
+    distance: [B, D] total variation between the target's distribution and the one each new token
+        came from, the next root the last; None under an exact rule.
     drafted: [B, 2] as `TokenTree.drafted`, if it was found on the way.
     """
 
@@ -58,22 +60,24 @@ class Accepted:
 
     def select(self, rows: Tensor) -> Accepted:
         """What these rows [B] accepted, in this order."""
-        nodes, count, root = (part.index_select(0, rows) for part in (self.nodes, self.count, self.root))
-        return Accepted(nodes, count, root, self.distance.index_select(0, rows) if self.distance is not None else None)
+        own = (self.nodes, self.count, self.root)
+        nodes, count, root = (part.index_select(0, rows) for part in own)
+        distance = self.distance.index_select(0, rows) if self.distance is not None else None
+        return Accepted(nodes, count, root, distance)
 
 
 @dataclass(frozen=True)
 class Frontier:
     """Where each row stands, and how much may be drafted.
 
-    prefix: the true text of each row with its root. sampler: the rows' wishes, to draft what the target will want.
+    prefix: the true text of each row with its root. sampler: draws as the target will.
     budget: how many tokens each row may draft this round, zero included.
-    drawn: draw draft tokens from a law and attach it, for rules that weigh it; otherwise choose them.
+    drawn: draw draft tokens and attach their probabilities, for rules that weigh these; otherwise
+        choose them.
     trees: the target reads trees; otherwise only a chain will do.
-    floor: a path may end early where it has less than this chance to stand; 0: it may not, since to ask a device costs more
-    than it saves, or since the rule must not know.
-    most: how many tokens one row may draft if others draft fewer, 0 if rows share nothing. Of a tree that tells its odds the
-    likeliest nodes of all rows are read, together as many as `budget` for each.
+    floor: a path may end early where it is less likely than this to be accepted; 0: it may not.
+    most: how many tokens one row may draft if others draft fewer; 0 if rows share nothing. Of trees
+        with `confidence` the likeliest nodes of all rows are read, `budget` for each on average.
     """
 
     prefix: Prefix
@@ -86,12 +90,12 @@ class Frontier:
 
     @property
     def max_nodes(self) -> int:
-        """The most tokens that any row may draft, by a drafter that tells their odds."""
+        """The most tokens that any row may draft, by a drafter that gives confidence."""
         return max(self.budget, self.most)
 
 
 class Successors(NamedTuple):
-    """What the target found likeliest behind each node of the tree it read: the best tokens [b, N, k], and their logits."""
+    """What the target found likeliest behind each node: tokens [b, N, k], and their logits."""
 
     tree: TokenTree
     tokens: Tensor
@@ -99,22 +103,22 @@ class Successors(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree, logits: Sequence[Tensor], top: int, ops: Ops) -> Successors:
-        """The `top` tokens of the highest logits, of which one or several [b, n, V] lie side by side."""
+        """The `top` tokens of the highest logits, of several [b, n, V] that are concatenated."""
         return cls(tree, *ops.run(top_tokens, logits, min(top, logits[0].shape[-1])))
 
 
 def top_tokens(logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """The `count` tokens of the highest logits, and these logits, [b, P * n, count] both, of P logits [b, n, V] side by side."""
+    """[b, P * n, count] the tokens of the highest of P logits [b, n, V], and these logits."""
     best = torch.cat(list(logits), 1).topk(count, -1)
     return best.indices, best.values
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What became true of `rows`: of each the tokens [b, D] at `nodes` [b, D] of the tree read, `count` [b] of them.
+    """What became true of `rows`: tokens [b, D] at `nodes` [b, D] of the tree, `count` [b] of them.
 
-    hidden: [b, D, T, H] the target's hidden states at these tokens, at the layers the drafter taps; or None.
-    successors: what came out behind every node read, rejected ones too, if the drafter asks; never of a prompt, or None.
+    hidden: [b, D, T, H] the target's states at these tokens, at the drafter's layers; or None.
+    successors: what came out behind every node read, if the drafter asks, but for prompts; or None.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 
@@ -127,13 +131,14 @@ class Commit:
 
     @classmethod
     def of(
-        cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted, top: int = 0, ops: Ops = TORCH
-    ) -> Commit:
-        """The commit of the accepted nodes of a tree that was read for `rows`, with the `top` successors of each node."""
+        cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted,
+        top: int = 0, ops: Ops = TORCH,
+    ) -> Commit:  # fmt: skip
+        """The accepted nodes of a tree read for `rows`, with the `top` successors of each node."""
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
         if hidden is not None and not tree.is_chain and len(hidden) == 1:
-            hidden = hidden.index_select(1, accepted.nodes[0])                          # far sooner done
+            hidden = hidden.index_select(1, accepted.nodes[0])          # far sooner done
         elif hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
@@ -142,8 +147,8 @@ class Commit:
 
 
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
-    """Write the accepted `tokens` [B, D], root first, and the next root into text [B, capacity] behind the old root at
-    `position` [B]; return what was written, [B, D], the next root at count - 1. Beyond it lies scratch."""
+    """Write accepted `tokens` [B, D], root first, and the next root into text [B, capacity] behind
+    the old root at `position` [B]; return what was written, [B, D], the next root at count - 1."""
     new = torch.cat([tokens[:, 1:], accepted.root[:, None]], 1)
     new = new.scatter(1, accepted.count[:, None] - 1, accepted.root[:, None])
     places = position[:, None] + 1 + torch.arange(new.shape[1], device=new.device)

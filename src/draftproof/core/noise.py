@@ -1,9 +1,10 @@
-"""The one random source: a counter-based generator. Knows seeds, positions, roles and tokens; keeps no state.
+"""The one random source: a counter-based generator, a function of seed, position, role and token.
 
-Every value is a hash of its key, so it does not depend on the order of calls, the batch, the tree or the drafter.
-Hashes are of int32 with wrap-around, which CPU, CUDA and HPU share. The mixing function is the "lowbias32" finaliser of
-C. Wellons (hash prospector), applied between 64 bits of key. Logarithms are a polynomial of single IEEE operations in a
-fixed order, so noise has the same bits by torch's operators and by native/noise.c, whatever the processor.
+Every value is a hash of its key, so it does not depend on the order of calls, the batch, the tree
+or the drafter. Hashes are of int32 with wrap-around, which CPU, CUDA and HPU share. The mixing
+function is the "lowbias32" finaliser of C. Wellons (hash prospector), applied between 64 bits of
+key. Logarithms are a polynomial of single IEEE operations in a fixed order, so noise has the same
+bits by torch's operators and by native/noise.c, whatever the processor.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 _GOLDEN = -1640531527            # 0x9E3779B9, as a signed 32-bit number
 _SECOND = -2048144789            # 0x85EBCA6B
 _LOG = tuple(map(float.fromhex, (
-    "0x1.204376p-4", "-0x1.d7a37p-4", "0x1.de4a34p-4", "-0x1.fcba9ep-4", "0x1.23d37ep-3", "-0x1.555ca0p-3", "0x1.999d58p-3",
-    "-0x1.fffff8p-3", "0x1.555554p-2",
+    "0x1.204376p-4", "-0x1.d7a37p-4", "0x1.de4a34p-4", "-0x1.fcba9ep-4", "0x1.23d37ep-3",
+    "-0x1.555ca0p-3", "0x1.999d58p-3", "-0x1.fffff8p-3", "0x1.555554p-2",
 )))  # fmt: skip
 """Cephes' logf: (log(1 + m) - m + m^2 / 2) / m^3, from the highest power on."""
 _LN2_HIGH, _LN2_LOW = float.fromhex("0x1.63p-1"), float.fromhex("-0x1.bd0106p-13")
@@ -35,7 +36,7 @@ class Role(IntEnum):
 
 
 def row_keys(seeds: list[int], samples: list[int], device: torch.device | str = "cpu") -> Tensor:
-    """[B, 2] int32: one key per row, from its seed (any integer; 64 bits count) and which sample of it this is."""
+    """[B, 2] int32: a key per row, of its seed (any integer; 64 bits count) and sample number."""
     words = []
     for seed, sample in zip(seeds, samples, strict=True):
         low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -44,9 +45,9 @@ def row_keys(seeds: list[int], samples: list[int], device: torch.device | str = 
 
 
 def stream(keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
-    """[B, N, 2] int32: a key per draw. `keys` [B, 2] int32, `position` [B, N], `origin` [B, N] (default 0), both int64.
+    """[B, N, 2] int32: a key per draw, of `keys` [B, 2] int32 and `position` [B, N] int64.
 
-    `origin` tells rounds apart for draws that must be fresh when a position is drafted again.
+    `origin` [B, N] tells rounds apart for draws that must be fresh if a position is drafted again.
     """
     place = position.to(torch.int32)
     start = torch.zeros_like(place) if origin is None else origin.to(torch.int32)
@@ -65,8 +66,8 @@ def uniform(streams: Tensor) -> Tensor:
 def gumbel(streams: Tensor, vocab: int) -> Tensor:
     """[..., V] float32 standard Gumbel noise, one per token, for streams `[..., 2]`.
 
-    ``argmax(logits + gumbel)`` is a draw from softmax(logits): the exponential race of Daliri, Musco and Suresh
-    (arXiv 2408.07978). The uniform is finest near 0, where the winners of the race live: 31 bits.
+    ``argmax(logits + gumbel)`` is a draw from softmax(logits): the exponential race of Daliri,
+    Musco and Suresh (arXiv 2408.07978). The uniform is finest near 0, where winners are: 31 bits.
     """
     tokens = torch.arange(vocab, dtype=torch.int32, device=streams.device).mul_(_GOLDEN)
     bits = streams[..., :1] ^ tokens
@@ -79,7 +80,8 @@ def gumbel(streams: Tensor, vocab: int) -> Tensor:
 
 
 def _log_(x: Tensor) -> Tensor:
-    """In place, the natural logarithm of normal positive float32 numbers; each step is rounded by itself, as in noise.c."""
+    """In place, the natural logarithm of normal positive float32 numbers; each step is rounded by
+    itself, as in noise.c."""
     bits = x.view(torch.int32)
     power = (bits - _SQRT_HALF) >> 23
     bits -= power << 23
@@ -92,7 +94,8 @@ def _log_(x: Tensor) -> Tensor:
 
 
 def _unit(bits: Tensor) -> Tensor:
-    """int32 → float32 in (0, 1), 31 bits near zero; never 1, where a token could not win even alone."""
+    """int32 → float32 in (0, 1), 31 bits near zero; never 1, where a token could not win even
+    alone."""
     return bits.bitwise_and(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
 
 

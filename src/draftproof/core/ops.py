@@ -1,4 +1,4 @@
-"""The one seam between functions written in torch and what computes the same sooner on some device."""
+"""The one seam between functions written in torch and what computes the same sooner somewhere."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ R = TypeVar("R")
 
 
 class Ops:
-    """Runs functions of tensors as they are written: in torch, with static shapes, never waiting for the device.
+    """Runs functions of tensors as written: in torch, with static shapes, without host reads.
 
-    A subclass runs implementations of its own in the place of those it knows by name, where it has one for the dtypes and
-    shapes given; the function says what is to be computed. exact: the widest floating-point numbers of the device. flush:
-    called before a copy to the host.
+    A subclass runs implementations of its own in the place of those it knows by name, where it has
+    one for the dtypes and shapes given; the function says what is to be computed. exact: the widest
+    floating-point numbers of the device. flush: called before a copy to the host.
     """
 
     on_host = False
     """Numbers can be looked at without waiting for a device, and shapes may depend on them."""
 
-    def __init__(self, exact: torch.dtype = torch.float64, flush: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, exact: torch.dtype = torch.float64, flush: Callable[[], None] | None = None
+    ) -> None:
         self.exact, self._flush = exact, flush
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What `function` returns for these arguments; tensors that it changes in place are changed."""
+        """What `function` returns; tensors that it changes in place are changed."""
         return function(*args, **kwargs)
 
     def to_host(self, *columns: Tensor) -> list[list[list[Any]]]:
         """Each of some tensors [B, n] as lists of numbers, all in one copy from the device."""
         kinds = [column.is_floating_point() for column in columns]
-        dtype = self.exact if any(kinds) else torch.int64                   # token ids are far below 2**24
+        dtype = self.exact if any(kinds) else torch.int64       # token ids are far below 2**24
         if self._flush is not None:
             self._flush()
         rows: list[list[Any]] = torch.cat([column.to(dtype) for column in columns], 1).tolist()
         lists, start = [], 0
         for column, floating in zip(columns, kinds, strict=True):
             end = start + column.shape[1]
-            lists.append([row[start:end] if floating else [int(number) for number in row[start:end]] for row in rows])
+            part = [row[start:end] for row in rows]
+            lists.append(part if floating else [list(map(int, row)) for row in part])
             start = end
         return lists
 

@@ -1,4 +1,4 @@
-"""The text that rows have, and the text that each node of a tree stands at the end of."""
+"""The text that rows have, and the text that ends at each node of a tree."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from draftproof.core.tree import TokenTree
 class Prefix:
     """What is true of each row: the committed tokens and, behind them, the root.
 
-    tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, what lies beyond is scratch.
+    tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, beyond it lies scratch.
     position: [B] int64, the root's place: the number of committed tokens.
-    ahead: how far a draft may reach beyond the root; the round's noise is made for all of it at once.
+    ahead: how far a draft may reach beyond the root; the round's noise is made for all of it.
     longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
     roots: [B] the roots, where they are known beside the text.
     """
@@ -31,12 +31,14 @@ class Prefix:
     @cached_property
     def root(self) -> Tensor:
         """[B] the token the target has chosen but not yet read."""
-        return self.roots if self.roots is not None else self.tokens.gather(1, self.position[:, None])[:, 0]
+        if self.roots is not None:
+            return self.roots
+        return self.tokens.gather(1, self.position[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The text each of the nodes `first:` of a tree stands at the end of."""
+    """The text that ends at each of the nodes `first:` of a tree."""
 
     prefix: Prefix
     tree: TokenTree
@@ -44,18 +46,19 @@ class Paths:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B, N] tokens up to and including the node; also the position of the token chosen there."""
+        """[B, N] tokens up to and including the node: the position of the token chosen there."""
         return self.prefix.position[:, None] + self.tree.depths[:, self.first :] + 1
 
     @cached_property
     def sequences(self) -> Tensor:
-        """[B, N, S] int64: the whole text of each node; what lies beyond its length is meaningless."""
+        """[B, N, S] int64: the whole text of each node; beyond its length anything may lie."""
         position, tokens = self.prefix.position, self.prefix.tokens
         length = tokens.shape[1] + self.tree.depth_limit + 1
         rows, nodes = self.tree.tokens.shape
-        sees = self.tree.ancestors[:, self.first :]                                           # [B, n, N]
+        sees = self.tree.ancestors[:, self.first :]                                 # [B, n, N]
         text = torch.nn.functional.pad(tokens, (0, length - tokens.shape[1] + 1))
         text = text[:, None].repeat(1, sees.shape[1], 1)
-        place = torch.where(sees, (position[:, None] + self.tree.depths)[:, None], length)    # unseen → dump
+        place = (position[:, None] + self.tree.depths)[:, None]
+        place = torch.where(sees, place, length)                            # dump what is unseen
         drafted = self.tree.tokens.clamp(min=0)[:, None].expand(rows, sees.shape[1], nodes)
         return text.scatter_(2, place, drafted)[..., :length]

@@ -32,7 +32,8 @@ class Batch:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, rows: int, capacity: int, shapes: ShapePolicy, ops: Ops
+        self, target: Target, drafter: Drafter, rows: int, capacity: int, shapes: ShapePolicy,
+        ops: Ops,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.shapes, self.ops = target, drafter, shapes, ops
         self.cache = target.new_cache(rows, capacity)
@@ -43,18 +44,18 @@ class Batch:
         self._line_up()
 
     def prefix(self, longest: int, ahead: int) -> Prefix:
-        """What a round begins with. No row has more than `longest` committed tokens, and `ahead` tokens
-        may be drafted behind each root."""
+        """What a round begins with: no row has more than `longest` committed tokens, and `ahead`
+        tokens may be drafted behind each root."""
         if not self.shapes.closed:
             self.cache.bound(longest)
             return Prefix(self.lines, self.view.lengths.clone(), ahead, longest, self.roots)
         if self.padding is None:
             self._pad()
         self.cache.bound(self.cache.capacity)
-        return Prefix(self.lines, self.view.lengths.clone(), ahead)            # one graph, whether roots are known or not
+        return Prefix(self.lines, self.view.lengths.clone(), ahead)     # one graph: roots unknown
 
     def keep(self, tree: TokenTree, accepted: Accepted) -> Accepted:
-        """Commit the accepted nodes to the cache; return them, of padding as of the row it follows."""
+        """Commit the accepted nodes to the cache; return them, of padding as of the row it has."""
         if self.padding is not None:
             accepted = accepted.select(self.padding)
         self.view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
@@ -62,7 +63,7 @@ class Batch:
         return accepted
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Let the samples of requests run, whose prompts were read into the rows behind, in order."""
+        """Let the samples of requests run, whose prompts were read into the rows behind."""
         first, width, device = len(self.running), self.text.shape[1], self.text.device
         lines = [[*row.prompt, *[0] * (width - len(row.prompt))] for row, *_ in requests]
         places = torch.arange(first, first + len(requests), device=device)
@@ -89,10 +90,11 @@ class Batch:
         """End a row for which the target chose nothing; what it left in the cache may be NaN."""
         if bool(logits.isnan().any()):
             error: DraftproofError = BrokenModel(
-                f"{self.target.name} gave NaN logits; its weights are broken, or the dtype is too small for it")
+                f"{self.target.name} gave NaN logits; its weights are broken, or the dtype is too "
+                "small for it")
         else:
-            error = BadInput("every token is forbidden here (by banned words, logit bias or a processor); "
-                             "allow at least one")
+            error = BadInput("every token is forbidden here (by banned words, logit bias or a "
+                             "processor); allow at least one")
         self.running[place].fail(error)
         self.cache.rows(place, place + 1).clear()
 
@@ -120,7 +122,8 @@ class Batch:
         self.places = range(size)                       # of the rows that take part
         self.view, self.lines = self.cache.rows(0, size), self.text[:size]
         params = [row.params for row in self.running]
-        self.sampler = Sampler(params + params[-1:] * (size - len(params)), self.target.device, self.ops)
+        params += params[-1:] * (size - len(params))
+        self.sampler = Sampler(params, self.target.device, self.ops)
         if self.shapes.closed:
             exact = torch.promote_types(self.target.dtype, torch.float32)
             self.sampler.prepare(exact, self.target.vocab_size)

@@ -47,8 +47,8 @@ class Fixed(Budget):
 
     def __init__(self, count: int, floor: float = 0.0) -> None:
         if count < 0 or not 0 <= floor < 1:
-            raise BadInput(f"a budget of {count} draft tokens with a floor of {floor} was given; the "
-                           "first must be 0 or more, the second from 0 to below 1")
+            given = f"a budget of {count} draft tokens with a floor of {floor} was given"
+            raise BadInput(f"{given}; the first is 0 or more, the second from 0 to below 1")
         self.most, self.floor = count, floor
 
     def choose(self, state: State) -> int:
@@ -60,7 +60,8 @@ class Costs:
 
     def __init__(self, sizes: Sequence[int], like: Costs | None = None) -> None:
         self.sizes, self.like, self.since_plain = sizes, like, 0
-        self.mean, self.seen, self.late = ([0.0] * len(sizes), [0] * len(sizes), [False] * len(sizes))
+        self.mean, self.seen = [0.0] * len(sizes), [0] * len(sizes)
+        self.late = [False] * len(sizes)
 
     def add(self, index: int, seconds: float) -> None:
         """Twice as long as supposed is believed only the second time in a row."""
@@ -70,11 +71,12 @@ class Costs:
             return
         self.seen[index] += 1
         sudden = self.late[index] or seconds < known / 2
-        rounds = min(self.seen[index], MEMORY) * (4 if seconds > known else 1)  # others use the machine
+        rounds = min(self.seen[index], MEMORY) * (4 if seconds > known else 1)  # others compute too
         weight = 1 if sudden or self.seen[index] == 1 else 1 / rounds
         self.mean[index] += weight * (seconds - self.mean[index])
         if index == 0 and self.like is not None and self.seen[0] == 2:
-            factor, pairs = self.mean[0] / self.like.mean[0], zip(self.mean, self.like.mean, strict=True)
+            factor = self.mean[0] / self.like.mean[0]
+            pairs = zip(self.mean, self.like.mean, strict=True)
             self.mean = [mine or theirs * factor for mine, theirs in pairs]
 
     def estimate(self, index: int) -> float:
@@ -100,8 +102,8 @@ class Adaptive(Budget):
     def __init__(self, most: int, *, debt: float = DEBT, rate: float = RATE, floor: float = 0.1,
                  sizes: Sequence[int] | None = None) -> None:
         if min(most, debt, rate) < 0:
-            raise BadInput(f"a budget of {most} draft tokens, a debt of {debt} and a rate of {rate} "
-                           "were given; none may be negative")
+            given = f"a budget of {most} draft tokens, a debt of {debt} and a rate of {rate}"
+            raise BadInput(f"{given} were given; none may be negative")
         self.most, self.floor, self.limit, self.rate = most, floor, debt, rate
         self.sizes = tuple(sizes) if sizes is not None else presets(most)
         self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds,
@@ -147,8 +149,8 @@ class Adaptive(Budget):
         return self.sizes[best], price, tokens[best]
 
     def _tokens(self) -> list[float]:
-        """Tokens per row of a round of each size, by how often nodes of each number were accepted; of
-        numbers seldom drafted this is supposed to fall geometrically (chains) or as 1 / number."""
+        """Tokens per row of a round of each size, by how often nodes of each number were accepted;
+        for numbers seldom drafted that falls geometrically (chains) or as 1 / number."""
         ratio, chance, before, total = (self.hits + 2) / (self.tries + 3), 1.0, 0.0, [1.0]
         for accepted, offered, width, middle in zip(self.accepted, self.offered, self.widths,
                                                     self.middles, strict=True):

@@ -70,7 +70,8 @@ class Decoder:
             with self.clock.verify:
                 reading, prompts = self.prompts.beside(tree, self.batch.view, joining)
             accepted = self.batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
-            commit = Commit.of(self.batch.places, tree, reading, accepted, self.drafter.wants_top, self.ops)
+            top, places = self.drafter.wants_top, self.batch.places
+            commit = Commit.of(places, tree, reading, accepted, top, self.ops)
             if self.observes:
                 with self.clock.draft:
                     self.drafter.observe(commit)
@@ -123,28 +124,34 @@ class Decoder:
             return TokenTree.root(frontier.prefix.root)
         tree = self.drafter.propose(frontier)
         self._check(tree, len(frontier.prefix.position))
-        if not (tree.is_chain or self.target.reads_trees):
-            raise DrafterMismatch(f"{self.target.name} cannot read trees exactly; draft chains for it")
-        shares = tree.budget_rank is not None or tree.confidence is not None
-        drafted, allowed = tree.tokens.shape[1] - 1, frontier.max_nodes if shares else frontier.budget
+        budget, ranked, drafted = frontier.budget, tree.budget_rank, tree.tokens.shape[1] - 1
+        allowed = budget if ranked is None and tree.confidence is None else frontier.max_nodes
         if drafted > allowed:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
-        return tree.within_budget(frontier.budget) if drafted > frontier.budget and tree.budget_rank is None else tree
+        return tree.within_budget(budget) if drafted > budget and ranked is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
         """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
+        if not (tree.is_chain or self.target.reads_trees):
+            raise DrafterMismatch(
+                f"{self.target.name} cannot read trees exactly; draft chains for it"
+            )
         tokens, parents, vocab = tree.tokens, tree.parents, self.target.vocab_size
-        sound = tokens.dtype == parents.dtype == torch.int64 and len(tokens) == rows and tokens.shape == parents.shape
+        sound = tokens.dtype == parents.dtype == torch.int64 and len(tokens) == rows
+        sound = sound and tokens.shape == parents.shape
         if not (sound and (not self.ops.on_host or self.ops.run(well_formed, tree, vocab))):
             raise DrafterMismatch(
-                f"the drafter {self.drafter.name} proposed no tree for {rows} rows: tokens are int64, below {vocab} or ABSENT, "
-                "parents come before their children, and no path is longer than depth_limit")
+                f"the drafter {self.drafter.name} proposed no tree for {rows} rows: tokens are "
+                f"int64, below {vocab} or ABSENT, parents come before their children, and no path "
+                "is longer than depth_limit"
+            )
 
     def _deliver(
-        self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit, accepted: Accepted
-    ) -> Round:
+        self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit,
+        accepted: Accepted,
+    ) -> Round:  # fmt: skip
         """Text, stop rules and statistics of every row, from one copy to the host."""
         position = frontier.prefix.position
         new = self.ops.run(append_tokens, self.batch.text, position, commit.tokens, accepted)
@@ -153,7 +160,8 @@ class Decoder:
         total, rows, nodes = 0, self.batch.running, list[int]()
         outputs = row_outputs(tree, accepted, new, scored, self.ops)            # padding behind
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
-            nodes += out.path[1:] if shared is None else [shared[place][node] for node in out.path[1:]]
+            path = out.path[1:]
+            nodes += path if shared is None else [shared[place][node] for node in path]
             tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
             emitted = row.extend(tokens, out.logprobs, drafted=len(out.tokens) - 1)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
@@ -168,24 +176,27 @@ class Decoder:
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:
         """Start the samples of requests; reading: what was read of their prompts already, if so."""
         first, prompts = len(self.batch.running), [samples[0].prompt for samples in requests]
-        read = self.prompts.read
-        logits = read(first, prompts) if reading is None else self.prompts.commit(first, prompts, reading)
+        given = () if reading is None else (reading,)
+        logits = (self.prompts.commit if given else self.prompts.read)(first, prompts, *given)
         self.batch.add(requests)
         copies = [place for place, samples in enumerate(requests) for _ in samples]
-        self._choose_first(first, logits[copies] if len(requests) > 1 else logits.expand(len(copies), -1, -1))
+        several = len(requests) > 1
+        self._choose_first(first, logits[copies] if several else logits.expand(len(copies), -1, -1))
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
-        """The target's choice behind the prompts, by [b, 1, V], is the root of the rows from `first` on."""
+        """The roots of the rows from `first` on: the target's choice by [b, 1, V]."""
         batch, new = self.batch, self.batch.running[first:]
         last = batch.view.lengths[first:] - 1
         prefix = Prefix(batch.text[first : first + len(new)], last)
         sampler = batch.sampler.select(range(first, len(batch.running)))
-        (tokens,) = self.target.group.same(sampler.sample(logits, Paths(prefix, TokenTree.root(prefix.root))))
+        paths = Paths(prefix, TokenTree.root(prefix.root))
+        (tokens,) = self.target.group.same(sampler.sample(logits, paths))
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
         scores: list[list[float] | None] = [None] * len(new)
         if batch.wants_logprobs:
             scores = logprobs(logits, torch.zeros_like(tokens), tokens, self.ops.exact).tolist()
-        for place, (row, (token,), score) in enumerate(zip(new, tokens.tolist(), scores, strict=True), first):
+        chosen = zip(new, tokens.tolist(), scores, strict=True)
+        for place, (row, (token,), score) in enumerate(chosen, first):
             if token == NO_TOKEN:
                 self._fail(place, logits)
             else:

@@ -1,4 +1,4 @@
-"""Drafters around others: one that hears of plain rounds together, and one that rank 0 decides for."""
+"""Drafters around others: `Deferred` hears of plain rounds together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 
 TOGETHER = 128
-"""Plain rounds that are told together at most."""
+"""Plain rounds that come together at most."""
 
 
 class DrafterWrapper(Drafter):
@@ -20,8 +20,8 @@ class DrafterWrapper(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.name, self.hidden_layers, self.wants_top = inner.name, inner.hidden_layers, inner.wants_top
-        self.has_kv_cache, self.deepest = inner.has_kv_cache, inner.deepest
+        for name in ("name", "hidden_layers", "wants_top", "has_kv_cache", "deepest"):
+            setattr(self, name, getattr(inner, name))
         self.default_budget = inner.default_budget
 
     def unread(self, pending: int = 0) -> int:
@@ -42,16 +42,14 @@ class DrafterWrapper(Drafter):
 
 class Deferred(DrafterWrapper):
     """Tells a drafter of plain rounds together when it is asked again: many short calls cost more
-    than a long one. What answers a proposal is told at once, if `inner` keeps what it read of it."""
+    than a long one. What answers a proposal comes at once, if `inner` keeps what it read of it."""
 
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.pending: list[Commit] = []
-        self.answers = False
+    pending: list[Commit]
+    proposed: bool
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.pending, self.answers = [], False
+        self.pending, self.proposed = [], False
 
     @classmethod
     def around(cls, inner: Drafter) -> Drafter:
@@ -64,16 +62,16 @@ class Deferred(DrafterWrapper):
     def observe(self, commit: Commit) -> None:
         if self.pending and (len(self.pending) == TOGETHER or self.pending[0].rows != commit.rows):
             self.flush()
-        if commit.tokens.shape[1] == 1 and not self.answers:
+        if commit.tokens.shape[1] == 1 and not self.proposed:
             self.pending.append(commit)
             return
         self.flush()
-        self.answers = False
+        self.proposed = False
         self.inner.observe(commit)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         self.flush()
-        self.answers = self.has_kv_cache
+        self.proposed = self.has_kv_cache
         return self.inner.propose(frontier)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -88,17 +86,16 @@ class Deferred(DrafterWrapper):
 
 
 def _joined(commits: Sequence[Commit]) -> Commit:
-    """Commits of single tokens of the same rows, one behind another, as one; nodes as of a chain."""
-    first = commits[0]
+    """Commits of single tokens of the same rows as one; nodes as of a chain."""
+    first, top = commits[0], None
     if len(commits) == 1:
         return first
     tokens = torch.cat([one.tokens for one in commits], 1)
     nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
     hidden = [one.hidden for one in commits if one.hidden is not None]
-    told = [one.successors for one in commits if one.successors is not None]
-    best = (torch.cat([one.tokens for one in told], 1), torch.cat([one.logits for one in told], 1)) if told else None
-    return Commit(
-        first.rows, tokens, nodes, torch.full_like(first.count, len(commits)),
-        torch.cat(hidden, 1) if hidden else None,
-        Successors(TokenTree.chain(tokens), *best) if best else None,
-    )  # fmt: skip
+    found = [one.successors for one in commits if one.successors is not None]
+    if found:
+        best, logits = ([one.tokens for one in found], [one.logits for one in found])
+        top = Successors(TokenTree.chain(tokens), torch.cat(best, 1), torch.cat(logits, 1))
+    count = torch.full_like(first.count, len(commits))
+    return Commit(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, top)

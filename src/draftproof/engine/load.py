@@ -1,4 +1,4 @@
-"""From options to an engine: target, draft model or drafter, tokenizer, checked against each other."""
+"""From options to an engine: target, drafter and tokenizer, checked against each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, TokenizerMismatch, UnsupportedModel
+from draftproof.errors import (
+    BadInput,
+    DrafterMismatch,
+    ModelNotFound,
+    TokenizerMismatch,
+    UnsupportedModel,
+)  # fmt: skip
 from draftproof.model import loading
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay
@@ -36,7 +42,7 @@ from draftproof.model.tokenizer import Codec
 
 
 def training_free() -> Drafter:
-    """The default drafter: prompt lookup, suffixes and token recycling, merged; it fits any model."""
+    """The default drafter, which fits any model: lookup, suffixes and token recycling, merged."""
     return Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])
 
 
@@ -56,10 +62,11 @@ HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
     """An engine for `model`: "demo", a folder, a GGUF file, a hub id or a loaded transformers model.
 
-    options: the fields of `EngineConfig`, which says what each means: assistant_model, drafter, budget, draft_tree, acceptance,
-    lossy, dtype, device, quantize, quantize_draft, kv_cache, parallel, graphs, bucket_size, compile, tokenizer, shapes.
-    A loaded model may go on to be trained: weights that changed are taken up when the next text begins, quantised ones too.
-    Raises TypeError for an unknown option, a DraftproofError, in one sentence, for anything that does not fit.
+    options: the fields of `EngineConfig`, which says what each means: assistant_model, drafter,
+    budget, draft_tree, acceptance, lossy, dtype, device, quantize, ...
+    A loaded model may go on to be trained: weights that changed are taken up when the next text
+    begins, quantised ones too. Raises TypeError for an unknown option, a DraftproofError, in one
+    sentence, for anything that does not fit.
     """
     return build(EngineConfig(model, **options))
 
@@ -69,15 +76,17 @@ def build(config: EngineConfig) -> Engine:
     layers_and_kind = _self_draft(config)
     group = _group(config)
     with group.intact():
-        loaded = _model(config.model, config, packs=not config.compile and config.quantize is None, group=group)
+        packs = not config.compile and config.quantize is None
+        loaded = _model(config.model, config, packs=packs, group=group)
         target = Target(loaded, kv_cache=config.kv_cache, group=group)
         codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
     original = target
     if config.quantize is not None:
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
-        shared = layers_and_kind is not None and layers_and_kind[1] is not None     # its copy is made of the original
-        itself = _drafting_for_itself(original, config, *layers_and_kind) if shared and layers_and_kind else None
-        target = target.quantized(config.quantize, passage, give_up=isinstance(config.model, (str, Path)))
+        shared = layers_and_kind if layers_and_kind and layers_and_kind[1] is not None else None
+        itself = _drafting_for_itself(original, config, *shared) if shared else None
+        named = isinstance(config.model, (str, Path))
+        target = target.quantized(config.quantize, passage, give_up=named)
         drafter = itself or _drafter(config, target, codec, layers_and_kind)
     else:
         drafter = _drafter(config, target, codec, layers_and_kind)
@@ -89,13 +98,15 @@ def build(config: EngineConfig) -> Engine:
     if shapes is None and (config.graphs or config.compile or config.bucket_size is not None):
         shapes = ShapePolicy(closed=True, bucket=config.bucket_size)
     return Engine(
-        target, drafter, codec=codec, acceptance=config.acceptance or "match", lossy=config.typical, budget=config.budget,
+        target, drafter, codec=codec, acceptance=config.acceptance or "match",
+        lossy=config.typical, budget=config.budget,
         sampling=default_sampling(loaded), stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
     )  # fmt: skip
 
 
 def _drafter(
-    config: EngineConfig, target: Target, codec: Codec | None, layers_and_kind: tuple[int | None, str | None] | None
+    config: EngineConfig, target: Target, codec: Codec | None,
+    layers_and_kind: tuple[int | None, str | None] | None,
 ) -> Drafter:
     """The drafter that the configuration names."""
     if layers_and_kind is not None:
@@ -105,8 +116,11 @@ def _drafter(
         assert named is not None and not isinstance(named, Drafter)
         return _draft_model(named, config, target, codec)
     if config.quantize_draft not in (None, "none"):
-        raise BadInput(f"a draft model in {config.quantize_draft} was asked for, and there is none; name one, or leave that out")
-    return named if isinstance(named, Drafter) else _by_name(str(named or DEFAULT), target, config.tree)
+        asked = f"a draft model in {config.quantize_draft} was asked for"
+        raise BadInput(f"{asked}, and there is none; name one, or leave that out")
+    if isinstance(named, Drafter):
+        return named
+    return _by_name(str(named or DEFAULT), target, config.tree)
 
 
 def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
@@ -116,11 +130,14 @@ def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
     layers, kind = self_draft_options(config.drafter)
     asked = config.quantize_draft if config.quantize_draft != "none" else None
     if kind and asked and kind != asked:
-        raise BadInput(f"both {config.drafter} and a draft in {asked} were asked for; leave one of them out")
+        both = f"both {config.drafter} and a draft in {asked}"
+        raise BadInput(f"{both} were asked for; leave one of them out")
     return layers, kind or asked
 
 
-def _drafting_for_itself(target: Target, config: EngineConfig, layers: int | None, kind: str | None) -> SelfDraft:
+def _drafting_for_itself(
+    target: Target, config: EngineConfig, layers: int | None, kind: str | None
+) -> SelfDraft:
     return SelfDraft(target, layers=layers, quantize=kind, shape=_shape(config.tree))
 
 
@@ -130,16 +147,25 @@ def _group(config: EngineConfig) -> ProcessGroup:
         return ALONE
     check_engine(config.parallel)
     if not isinstance(config.model, (str, Path)):
-        raise BadInput("a loaded model was given, and a parallel run loads a part on each rank; give the model's name")
+        raise BadInput(
+            "a loaded model was given, and a parallel run loads a part on each rank; give the "
+            "model's name"
+        )
     if config.quantize is not None:
-        raise BadInput(f"{config.quantize} weights were asked for in a parallel run, which has none; leave quantisation out")
+        raise BadInput(
+            f"{config.quantize} weights were asked for in a parallel run, which has none; leave "
+            "quantisation out"
+        )
     if isinstance(config.drafter, str) and config.drafter.startswith(SELF):
-        raise BadInput(f"a sharded model cannot draft for itself as {config.drafter}; name another drafter, or leave it out")
+        raise BadInput(
+            f"a sharded model cannot draft for itself as {config.drafter}; name another drafter, "
+            "or leave it out"
+        )
     return form_group()
 
 
 def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
-    """A drafter without a model of its own: by its name, by the folder of its heads, or several, merged."""
+    """A drafter by its name, by the folder of its heads, or several, merged."""
     if name in DRAFTERS:
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
@@ -148,22 +174,32 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
         parts = name.split("+")
         alone = next((part for part in parts if _is_model(part)), None)
         if alone is not None:
-            raise BadInput(f"{alone} is a draft model, which reads its own drafts; name it alone, as an assistant model")
+            raise BadInput(
+                f"{alone} is a draft model, which reads its own drafts; name it alone, as an "
+                "assistant model"
+            )
         found = [_by_name(part, target, tree) for part in parts]
-        return Portfolio([member for one in found for member in (one.members if isinstance(one, Portfolio) else (one,))])
+        lists = (one.members if isinstance(one, Portfolio) else (one,) for one in found)
+        return Portfolio([member for members in lists for member in members])
     names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
-    raise BadInput(f"drafter was {name!r}; give {names}, or the folder of draft heads or of a draft model")
+    known = f"{names}, or the folder of draft heads or of a draft model"
+    raise BadInput(f"drafter was {name!r}; give {known}")
 
 
 def _heads(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
     folder = loading.resolve(HEADS.get(name, name))
     if not is_head(folder):
-        raise ModelNotFound(f"this installation has no {name} heads for the demo model; give a folder of trained heads")
+        raise ModelNotFound(
+            f"this installation has no {name} heads for the demo model; give a folder of trained "
+            "heads"
+        )
     head = read_head(folder, target)
     if isinstance(head, MedusaHead):
         return Medusa(head, target, tree.paths if isinstance(tree, TreeShape) else tree)
     if tree is not None:
-        raise BadInput(f"a draft tree was given, and {head.kind} heads shape their own; leave it out")
+        raise BadInput(
+            f"a draft tree was given, and {head.kind} heads shape their own; leave it out"
+        )
     return head.drafter(target)
 
 
@@ -175,22 +211,29 @@ def _draft_model(
         name, config.dtype, device, trust_remote_code=config.trust_remote_code
     )
     if draft.device != target.device:
-        raise DrafterMismatch(f"the draft model is on {draft.device}, the target on {target.device}; put both on one device")
+        places = f"the draft model is on {draft.device}, the target on {target.device}"
+        raise DrafterMismatch(f"{places}; put both on one device")
     own = _codec(None, name, draft, config.trust_remote_code)
     if codec and own and not codec.same_ids(own):
         raise TokenizerMismatch(
             f"the draft model {own.name} and the target {codec.name} have different tokenizers "
-            f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares the target's"
+            f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares "
+            "the target's"
         )
-    reader = _draft_reader(draft, own or codec, config.quantize_draft, isinstance(name, (str, Path)))
+    named = isinstance(name, (str, Path))
+    reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
     return DraftModel(reader, target.vocab_size, _shape(config.tree))
 
 
-def _draft_reader(draft: PreTrainedModel, codec: Codec | None, quantize: str | None, named: bool) -> Target:
-    """What reads a draft model: in few bits as asked; in 8 if nobody says and it predicts nearly the same; else as it is."""
+def _draft_reader(
+    draft: PreTrainedModel, codec: Codec | None, quantize: str | None, named: bool
+) -> Target:
+    """What reads a draft model: in few bits as asked; in 8 if nobody says and it then predicts
+    nearly the same; else as it is."""
     if quantize is not None and quantize != "none":
         return Target(draft).quantized(quantize, give_up=named)
-    lighter = Target(draft).lighter(codec.encode(PASSAGE)) if named and codec and quantize is None else None
+    alike = named and codec is not None and quantize is None
+    lighter = Target(draft).lighter(codec.encode(PASSAGE)) if alike and codec else None
     if lighter is not None:
         return lighter
     if named:
@@ -201,7 +244,8 @@ def _draft_reader(draft: PreTrainedModel, codec: Codec | None, quantize: str | N
 def _shape(tree: TreeShape | str | None) -> TreeShape | None:
     """The tree a draft model drafts."""
     if isinstance(tree, str) and tree not in CHOICES:
-        raise BadInput(f"the draft tree was {tree!r}; give a TreeShape, or one of {', '.join(CHOICES)}")
+        known = ", ".join(CHOICES)
+        raise BadInput(f"the draft tree was {tree!r}; give a TreeShape, or one of {known}")
     return TreeShape(CHOICES[tree]) if isinstance(tree, str) else tree
 
 
@@ -214,20 +258,24 @@ def _is_model(drafter: object) -> TypeGuard[str | Path]:
 
 
 def _model(
-    model: str | Path | PreTrainedModel, config: EngineConfig, *, packs: bool, group: ProcessGroup = ALONE
+    model: str | Path | PreTrainedModel, config: EngineConfig, *, packs: bool,
+    group: ProcessGroup = ALONE,
 ) -> PreTrainedModel:
-    """A model loaded here may be packed for speed, if it will not be quantised; one that was handed in is never changed."""
+    """A model loaded here may be packed for speed; one that was handed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
     if config.parallel is not None and not group.alone:
         return load_sharded(model, config.dtype, config.device, config.parallel, group)
-    loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=config.trust_remote_code)
+    trusted = config.trust_remote_code
+    loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=trusted)
     if packs:
         pack_linears(loaded)
     return loaded
 
 
-def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrainedModel, trust: bool) -> Codec | None:
+def _codec(
+    tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrainedModel, trust: bool
+) -> Codec | None:
     """The tokenizer given, or the one beside the model; None if there is neither."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return Codec(tokenizer)
@@ -241,7 +289,7 @@ def _codec(tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrain
 def _compiled(target: Target, drafter: Drafter) -> Target:
     """The target with its forward compiled, and so that of a draft model, if it can be."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
-        with suppress(UnsupportedModel):                                # its text is the same either way
+        with suppress(UnsupportedModel):                        # its text is the same either way
             drafter.model = drafter.model.compiled()
     return target.compiled()
 

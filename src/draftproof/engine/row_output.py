@@ -14,10 +14,10 @@ from draftproof.core.tree import TokenTree
 
 
 class RowOutput(NamedTuple):
-    """What a round gave one row: the accepted tokens and the next root, and the accepted nodes, root first.
+    """What a round gave one row: the accepted tokens and the next root; the accepted nodes.
 
-    drafted: nodes behind the root. reach: depth of the deepest. logprobs, distance: of each token, if somebody asks; they may
-    be longer.
+    drafted: nodes behind the root. reach: depth of the deepest. logprobs, distance: of each token,
+    if somebody asks; they may be longer.
     """
 
     drafted: int
@@ -28,10 +28,12 @@ class RowOutput(NamedTuple):
     distance: list[float] | None = None
 
 
-def row_outputs(tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor | None, ops: Ops) -> list[RowOutput]:
+def row_outputs(
+    tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor | None, ops: Ops
+) -> list[RowOutput]:
     """Of all rows, in one copy to the host.
 
-    new: [B, D] accepted tokens, the next root at count - 1. scored: the target's logits [B, N, V] if somebody asks.
+    new: [B, D] accepted tokens, the next root at count - 1. scored: logits [B, N, V] if needed.
     """
     drafted = tree.drafted if accepted.drafted is None else accepted.drafted
     columns = [accepted.count[:, None], drafted, new]
@@ -51,7 +53,7 @@ def row_outputs(tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor
 
 
 def logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, D] log-probability of `tokens` [B, D] under the raw logits [B, N, V] at `nodes` [B, D], in this dtype."""
+    """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]."""
     row = torch.arange(len(nodes), device=nodes.device)[:, None]
     chosen = logits[row, nodes].to(dtype)
     return chosen.log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]

@@ -1,8 +1,8 @@
 """Which sizes a running batch takes: as needed, or from a small closed set. Knows numbers alone.
 
-A device that compiles a graph for every shape (a Gaudi, a captured CUDA graph) must not meet a new one with every prompt.
-Closed, a batch keeps its rows (those that nobody needs do what another row does), reads see the whole cache, prompts are
-read in chunks of a few sizes, and only a few numbers of drafted tokens are tried.
+A device that compiles a graph for every shape (a Gaudi, a captured CUDA graph) must not meet a new
+one with every prompt. Closed, a batch keeps its rows (padding does what another row does), reads
+see the whole cache, prompts are read in chunks of a few sizes, and few draft sizes are tried.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BUCKET = 128
 
 @dataclass(frozen=True)
 class ShapePolicy:
-    """closed: take sizes from the closed set. bucket: closed capacities are multiples of this, rounded up to a multiple
-    of 128; None doubles from 128."""
+    """closed: take sizes from the closed set. bucket: closed capacities are multiples of this, a
+    multiple of 128; None doubles from 128."""
 
     closed: bool = False
     bucket: int | None = None
@@ -46,7 +46,7 @@ class ShapePolicy:
         return padded(tokens) if self.closed else min(tokens, CHUNKS[-1])
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Numbers of drafted tokens to choose from, none included, when they are closed: reads of 1, 2, 4, 8, ... nodes."""
+        """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes."""
         return (*(size for size in ((1 << power) - 1 for power in range(12)) if size < most), most)
 
     def reads(self, capacity: int) -> tuple[int, ...]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
+
+PARTS = ("prefill", "draft", "verify", "decide")
+"""What seconds are counted of."""
 
 
 @dataclass
 class RoundStats:
     """Counts over rounds. Prefill is not a round; the token it yields is not counted here.
 
-    rounds: target forwards that verified. emitted: tokens they gave, after stop rules and limits cut them.
-    drafted: draft tokens verified. accepted: draft tokens emitted. reached: depth of the drafts, summed.
+    rounds: target forwards that verified. emitted: tokens they gave, after stop rules cut them.
+    drafted: draft tokens verified. accepted: of them emitted. reached: depth of drafts, summed.
     by_width: rounds by nodes drafted, absent ones included; 0 are the plain rounds.
-    tried_at, accepted_at: by position in the draft: rounds in which all before it stood, and in which it stood too.
-    distance: total variation from the target's law, summed over emitted tokens; None under an exact rule.
-    seconds: wall time while the row ran, in prefill, draft, verify and decide.
+    tried_at, accepted_at: by position in the draft: rounds in which all before it was accepted, and
+        in which it was, too.
+    distance: total variation from the target's distribution, summed over emitted tokens; None under
+        an exact rule.
+    seconds: wall time while the row ran, by `PARTS`.
     """
 
     rounds: int = 0
@@ -29,7 +35,7 @@ class RoundStats:
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     distance: float | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "decide"), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     @property
     def tokens_per_round(self) -> float:
@@ -38,14 +44,15 @@ class RoundStats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft positions reached that stood: the acceptance rate of Leviathan et al. (2211.17192)."""
+        """Share of the draft positions reached that were accepted (2211.17192)."""
         tried = sum(self.tried_at)
         return sum(self.accepted_at) / tried if tried else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Acceptance rate at each position of the draft, given that all before it stood."""
-        return [hits / tries for hits, tries in zip(self.accepted_at, self.tried_at, strict=True) if tries]
+        """Acceptance rate at each position of the draft, given that all before it were accepted."""
+        pairs = zip(self.accepted_at, self.tried_at, strict=True)
+        return [hits / tries for hits, tries in pairs if tries]
 
     @property
     def plain_share(self) -> float:
@@ -54,12 +61,13 @@ class RoundStats:
 
     @property
     def distance_per_token(self) -> float | None:
-        """Mean total variation between the target's law and the one an emitted token came from; None if exact."""
+        """Mean total variation between the target's distribution and that of a token; or None."""
         return None if self.distance is None else self.distance / max(1, self.emitted)
 
     def record(
-        self, width: int, drafted: int, reach: int, accepted: int, emitted: int, distance: float | None = None
-    ) -> None:
+        self, width: int, drafted: int, reach: int, accepted: int, emitted: int,
+        distance: float | None = None,
+    ) -> None:  # fmt: skip
         """Add one round of a tree `width` nodes wide: `drafted` nodes up to depth `reach`, of which
         `accepted` were accepted; `emitted` tokens survived the stop rules."""
         self.rounds += 1
@@ -79,17 +87,13 @@ class RoundStats:
 
     def add(self, other: RoundStats) -> None:
         """Sum counts and seconds of another run."""
-        self.rounds += other.rounds
-        self.emitted += other.emitted
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.reached += other.reached
+        for name in ("rounds", "emitted", "drafted", "accepted", "reached"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for width, count in other.by_width.items():
             self.by_width[width] = self.by_width.get(width, 0) + count
-        for mine, theirs in ((self.tried_at, other.tried_at), (self.accepted_at, other.accepted_at)):
-            mine += [0] * (len(theirs) - len(mine))
-            for position, count in enumerate(theirs):
-                mine[position] += count
+        for name in ("tried_at", "accepted_at"):
+            both = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + theirs for mine, theirs in both])
         if other.distance is not None:
             self.distance = (self.distance or 0.0) + other.distance
         for part, seconds in other.seconds.items():
@@ -136,12 +140,11 @@ class Clock:
     @property
     def seconds(self) -> dict[str, float]:
         """By name, as in `RoundStats`."""
-        parts = {"prefill": self.prefill, "draft": self.draft, "verify": self.verify, "decide": self.decide}
-        return {name: part.seconds for name, part in parts.items()}
+        return {name: getattr(self, name).seconds for name in PARTS}
 
 
 class Part:
-    """Counts the blocks it is around. seconds: less those of parts inside. took: the last block, in all."""
+    """Counts the blocks it is around. seconds: less those of parts inside. took: the last block."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.seconds, self.took, self.start, self.before = clock, 0.0, 0.0, 0.0, 0.0
