@@ -281,7 +281,7 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "medusa, pairs": lambda target: Medusa(paired_head(), target),
     "medusa, fixed tree": lambda target: Medusa(medusa_head(True), target, MEDUSA_TREE),
     "redrafter": lambda target: ReDrafter(redrafter_head(), target),
-    "redrafter, beams": lambda target: ReDrafter(redrafter_head(True), target, tree="beams"),
+    "redrafter, shared": lambda target: ReDrafter(redrafter_head(True), target),
     "guess": lambda target: Guess(target.vocab_size),
 }
 

@@ -71,7 +71,7 @@ class Recording(DraftModel):
 
     def __init__(self, draft: Target, in_calls: bool = False) -> None:
         super().__init__(draft, VOCAB)
-        self.in_calls, self.at_once, self.drafted = in_calls, 0, list[TokenTree]()
+        self.in_calls, self.chains_at_once, self.drafted = in_calls, list[bool](), list[TokenTree]()
         # reads of each row, and keys up to there
         self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []
 
@@ -95,8 +95,12 @@ class Recording(DraftModel):
 
     def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
         chain = None if self.in_calls else super()._in_one_call(frontier, steps)
-        self.at_once += chain is not None
+        self.chains_at_once += [True] * (chain is not None)
         return chain
+
+    @property
+    def at_once(self) -> int:
+        return len(self.chains_at_once)
 
 
 def written(
@@ -228,16 +232,15 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
 def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
     """NaN in one row leaves the other alone; what is behind it is absent."""
     draft, target = model(1), model(3)
-    drafter = Recording(draft)
-    propose = drafter.propose
 
-    def broken(frontier: Frontier) -> TokenTree:
-        assert isinstance(drafter.cache, KVCache)
-        for layer in drafter.cache.layers:
-            layer.values[1:] = torch.nan
-        return propose(frontier)
+    class Broken(Recording):
+        def propose(self, frontier: Frontier) -> TokenTree:
+            assert isinstance(self.cache, KVCache)
+            for layer in self.cache.layers:
+                layer.values[1:] = torch.nan
+            return super().propose(frontier)
 
-    drafter.propose = broken  # type: ignore[method-assign]
+    drafter = Broken(draft)
     Engine(target, drafter, budget=4).generate(
         [[5, 1, 7], [4, 4, 9]], max_new_tokens=12, batch_size=2
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from drafting import commit_of, drafted, frontier_of, needs_kernels, packed_target, redrafter_head
-from tiny import CPU, VOCAB, prompts, target
+from drafting import commit_of, drafted, frontier_of, needs_kernels, packed_target
+from tiny import CPU
 from torch import Tensor
 
 from draftproof.core.messages import Frontier
@@ -21,7 +20,6 @@ from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
-from draftproof.engine.engine import Engine
 
 
 def random(*shape: int, seed: int = 6) -> Tensor:
@@ -125,17 +123,17 @@ def published_beams(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_beams_are_those_of_the_published_search(form: str) -> None:
-    """The same beams in the same order, shared prefixes merged, in every row of a batch."""
+    """Of all nodes that were weighed, in every row of a batch."""
     tables = Tables()
     head = random_head(tables, **FORMS[form])
     hidden = random(3, 8, seed=1)
     for width, length in ((4, 4), (2, 5), (6, 2)):
-        drafter = ReDrafter(head, tables, width=width, length=length, tree="beams")
-        tree = drafter.propose(asking(drafter, hidden, [5, 80, 41], budget=width * length))
+        drafter = ReDrafter(head, tables, width=width, length=length)
+        tree = drafter.propose(asking(drafter, hidden, [5, 80, 41], budget=200))
         for row, root in enumerate((5, 80, 41)):
             beams = published_beams(head, tables, hidden[row], root, width, length)
-            prefixes = [tuple(beam[1:size]) for beam in beams for size in range(2, length + 2)]
-            assert list(drafted(tree, row)) == list(dict.fromkeys(prefixes))
+            prefixes = {tuple(beam[1:size]) for beam in beams for size in range(2, length + 2)}
+            assert prefixes <= drafted(tree, row).keys()
 
 
 @pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
@@ -171,7 +169,7 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
     for trees in (False, True):
         tables = Tables(trees=trees)
         head = random_head(tables)
-        drafter = ReDrafter(head, tables, width=4, length=3, tree="beams")
+        drafter = ReDrafter(head, tables, width=4, length=3)
         frontier = asking(drafter, hidden, [5, 80], budget=9)
         tree = drafter.propose(Frontier(frontier.prefix, frontier.sampler, 9, trees=False))
         assert tree.is_chain and tree.tokens.shape == (2, 4)
@@ -228,74 +226,15 @@ def test_what_may_not_come_is_absent(ops: Ops) -> None:
     """Fewer tokens allowed than beams: the rest is absent, and so is what would follow."""
     tables = Tables()
     hidden = random(2, 8, seed=6)
-    for tree in ("nodes", "beams"):
-        drafter = ReDrafter(random_head(tables), tables, width=4, length=3, tree=tree)
-        allowed = {token: float("-inf") for token in range(90) if token not in (3, 8)}
-        given = (drafter, hidden, [7, 9], 30)
-        found = drafter.propose(asking(*given, ops=ops, logit_bias=allowed))
-        tokens = found.tokens[found.present]
-        assert set(tokens.tolist()) == {3, 7, 8, 9} and tokens.numel() <= 2 * (1 + 2 + 4 + 8)
-        nothing = {token: float("-inf") for token in range(90)}
-        found = drafter.propose(asking(*given, ops=ops, logit_bias=nothing))
-        assert (found.tokens[:, 1:] == ABSENT).all()
-
-
-WIDTH, LENGTH, NEW = 3, 4, 24
-
-
-@lru_cache(maxsize=1)
-def stories() -> list[tuple[int, list[int], Tensor]]:
-    """Texts of the target: where each begins, its tokens, and their hidden states [S, H]."""
-    found = []
-    for prompt in prompts(8)[:6]:
-        done = Engine(target()).generate([prompt], max_new_tokens=NEW + LENGTH + 1)[0]
-        tokens = torch.tensor([[*prompt, *done.tokens]])
-        with torch.no_grad():
-            hidden = target().features(tokens, torch.ones(tokens.shape)).hidden[0, :, 0]
-        found.append((len(prompt), tokens[0].tolist(), hidden))
-    return found
-
-
-def right(tree: TokenTree, truth: list[int]) -> int:
-    """How many drafted tokens of the best path are the text's."""
-    return max(len(path) for path in ((), *drafted(tree)) if list(path) == truth[: len(path)])
-
-
-def test_as_many_rounds_as_the_published_loop() -> None:
-    """Draft, keep the longest beam that is right, go on: the engine takes as many rounds."""
-    head, known, rounds = redrafter_head(), Tables(), []
-    known.table = target().embed(torch.arange(VOCAB)).detach()
-    for start, tokens, hidden in stories():
-        place, count = start, 0
-        while place - start < NEW - 1:
-            beams = published_beams(head, known, hidden[place - 1], tokens[place], WIDTH, LENGTH)
-            ahead = tokens[place + 1 : place + 1 + LENGTH]
-            hits = [[a == b for a, b in zip(beam[1:], ahead, strict=False)] for beam in beams]
-            place += 1 + max([*hit, False].index(False) for hit in hits)
-            count += 1
-        rounds.append(count)
-    drafter = ReDrafter(head, target(), width=WIDTH, length=LENGTH, tree="beams")
-    engine = Engine(target(), drafter, budget=WIDTH * LENGTH)
-    done = engine.generate(prompts(8)[:6], max_new_tokens=NEW)
-    assert [one.stats.rounds for one in done] == rounds
-    assert sum(rounds) < 6 * (NEW - 1) / 2, "hardly anything was accepted: it tests nothing"
-
-
-def test_the_likeliest_nodes_are_worth_as_much_as_the_beams() -> None:
-    """Of as many nodes as the published tree has, the likeliest are right as far on average."""
-    hits: dict[str, list[int]] = {"beams": [], "nodes": []}
-    for start, tokens, hidden in stories():
-        for place in range(start, start + NEW, 2):
-            budget = WIDTH * LENGTH
-            for tree, found in hits.items():
-                sizes = {"width": WIDTH, "length": LENGTH}
-                drafter = ReDrafter(redrafter_head(), target(), **sizes, tree=tree)
-                asked = asking(drafter, hidden[place - 1 : place], [tokens[place]], budget)
-                drafts = drafter.propose(asked)
-                assert tree == "beams" or len(drafted(drafts)) == budget
-                budget = len(drafted(drafts))
-                found.append(right(drafts, tokens[place + 1 : place + 1 + LENGTH]))
-    assert sum(hits["nodes"]) >= sum(hits["beams"]) > len(hits["beams"])
+    drafter = ReDrafter(random_head(tables), tables, width=4, length=3)
+    allowed = {token: float("-inf") for token in range(90) if token not in (3, 8)}
+    given = (drafter, hidden, [7, 9], 30)
+    found = drafter.propose(asking(*given, ops=ops, logit_bias=allowed))
+    tokens = found.tokens[found.present]
+    assert set(tokens.tolist()) == {3, 7, 8, 9} and tokens.numel() <= 2 * (1 + 2 + 4 + 8)
+    nothing = {token: float("-inf") for token in range(90)}
+    found = drafter.propose(asking(*given, ops=ops, logit_bias=nothing))
+    assert (found.tokens[:, 1:] == ABSENT).all()
 
 
 @needs_kernels

@@ -2,7 +2,7 @@
 
 The head reads the target's hidden state of the last committed token, once a round, and the tokens
 drafted since (section 3.1: `ReDrafterHead.advance`, `logits`); its embeddings are the target's own.
-Beams with shared prefixes are merged into one tree (section 3.2: `TokenTree.from_paths`).
+The likeliest of all nodes that a search weighed are one tree, where section 3.2 merges the beams.
 
 Shape letters beyond the usual: W beams, R children of a beam, E the width of the projection.
 """
@@ -34,8 +34,6 @@ WIDTH, LENGTH = 2, 5
 """Beams when nobody says, and drafted tokens of each; quickest on a CPU."""
 NODES = 12
 """Draft tokens per row and round when nobody says."""
-TREES = ("nodes", "beams")
-"""The tree of a beam search: its likeliest nodes, or its final beams as published."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +214,14 @@ class ReDrafter(LastHidden):
     are what the target is likely to choose, not merely what is likely.
 
     width, length: beams, and tokens of each (None: five, or as many as the head was trained for);
-    Apple's "beam length" counts the root as well. tree: "nodes" drafts the likeliest of all nodes
-    searched; "beams" the final beams, merged, as published. A chain for targets that read no trees.
+    Apple's "beam length" counts the root as well. A chain for targets that read no trees.
     """
 
     name = "redrafter"
 
     def __init__(
         self, head: ReDrafterHead, vocabulary: Vocabulary, *, width: int = WIDTH,
-        length: int | None = None, tree: str = "nodes",
+        length: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(vocabulary)
         shared, tokens = head.config.share_lm_head, vocabulary.vocab_size
@@ -235,10 +232,8 @@ class ReDrafter(LastHidden):
                 f"a beam search of width {width} and length {length} was asked of {tokens} tokens; "
                 "both are at least 1, and there are no more beams than tokens"
             )
-        if tree not in TREES:
-            raise BadInput(f"the tree was {tree!r}; choose one of {', '.join(TREES)}")
-        self.tree, self.deepest = tree, length
-        self.width, self.length = width if vocabulary.reads_trees else 1, length
+        self.width = width if vocabulary.reads_trees else 1
+        self.length = self.deepest = length
         self.default_budget = max(NODES, length) if self.width > 1 else length
         with torch.device("meta"):
             empty = ReDrafterHead(head.config)
@@ -248,17 +243,13 @@ class ReDrafter(LastHidden):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        if self.tree == "nodes":
-            self.prepared = ops.run(prepare_recurrence, self.head, self.vocabulary.native)
+        self.prepared = ops.run(prepare_recurrence, self.head, self.vocabulary.native)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         budget, root = frontier.budget, frontier.prefix.root[:, None]
         length, width = min(self.length, budget), min(self.width if frontier.trees else 1, budget)
         if length == 0:
             return TokenTree.chain(root)
-        if self.tree == "beams" and width > 1:
-            beams = self.search(frontier, root, length, width)[-1].best(width)
-            return TokenTree.from_paths(beams.paths, min(budget, width * length) + 1)
         pool = self.ops.run(beam_search, self, frontier, root, length, width)
         if width == 1:
             return replace(TokenTree.chain(pool[0]), confidence=pool[2])
