@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -153,34 +151,9 @@ def test_packing_is_a_trie() -> None:
                 assert tree.tokens[row, tree.path_to(torch.full((rows,), node))[row, : len(prefix)]].tolist() == list(prefix)
 
 
-def test_packed_trees_match_as_their_paths_do() -> None:
-    """The deepest standing node of the packed tree is the longest prefix that the picks follow."""
-    dice = torch.Generator().manual_seed(1)
-    for _ in range(100):
-        paths = torch.randint(2, (1, 3, 4), generator=dice)
-        paths[:, :, 0] = 5
-        tree = TokenTree.from_paths(paths, 10)
-        truth = {
-            text: int(torch.randint(2, (), generator=dice))
-            for size in range(4)
-            for text in itertools.product(range(2), repeat=size)
-        }
-        here, best = (), 0
-        while any(path[1 : len(here) + 2] == [*here, truth[here]] for path in paths[0].tolist()) and len(here) < 3:
-            here = (*here, truth[here])
-            best = len(here)
-        texts = [tuple(tree.tokens[0, tree.ancestors[0, node]].tolist()[1:]) for node in range(10)]
-        target_tokens = torch.tensor([[truth.get(text, 0) for text in texts]])
-        accepted = accept_by_matching(tree, target_tokens)
-        assert int(accepted.count) == best + 1
-
-
 def test_trees_are_made_without_reading_the_device() -> None:
     """Everything runs on tensors that have no values."""
     with FakeTensorMode():
         tree = TokenTree.from_paths(torch.zeros(2, 3, 4, dtype=torch.int64), 8)
         accepted = accept_by_matching(tree, torch.zeros(2, 8, dtype=torch.int64))
         assert tree.ancestors.shape == (2, 8, 8) and accepted.nodes.shape == (2, 4)
-
-
-# On the host ----------------------------------------------------------------------------------------------------------------

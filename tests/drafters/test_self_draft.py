@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from drafting import Watch, accepted_share, texts
-from tiny import CPU, VOCAB, fresh, model, prompts, target
+from tiny import fresh, model, prompts, target
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
@@ -40,16 +40,9 @@ def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None
     engine = Engine(target(), Watch(SelfDraft(target(), **options)))
     assert texts(engine, asked, max_new_tokens=16, sampling=sampling) == wanted
     assert texts(engine, asked, max_new_tokens=16, sampling=sampling, batch_size=2) == wanted
-
-
-@pytest.mark.parametrize("options", DRAFTS)
-@pytest.mark.parametrize("rule", RULES)
-def test_greedy_self_drafts_change_no_text_under_any_rule(options: dict, rule: str) -> None:
-    asked = prompts(4, seed=4)
-    wanted = texts(Engine(target()), asked, max_new_tokens=16)
-    assert texts(
-        Engine(target(), SelfDraft(target(), **options), acceptance=rule), asked, max_new_tokens=16
-    ) == wanted
+    for rule in RULES if sampling.temperature == 0 else ():
+        engine = Engine(target(), SelfDraft(target(), **options), acceptance=rule)
+        assert texts(engine, asked, max_new_tokens=16) == wanted, rule
 
 
 def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
@@ -117,14 +110,6 @@ def test_a_packed_target_drafts_for_itself() -> None:
             asked, max_new_tokens=20
         )
         assert sum(one.stats.accepted for one in done) > 0
-
-
-def test_the_cache_of_a_self_draft_is_its_own() -> None:
-    own = target()
-    drafter = SelfDraft(own, layers=1)
-    drafter.start(2, 64, CPU)
-    assert drafter.cache is not None and len(drafter.cache.layers) == 1
-    assert drafter.vocab_size == VOCAB
 
 
 def test_names() -> None:

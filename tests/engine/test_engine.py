@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafting import DRAFTERS, Fading, accepted_share, assert_counts, texts
+from drafting import DRAFTERS, Fading, accepted_share, assert_counts
 from tiny import VOCAB, model, prompts, target
 from torch import Tensor
 
@@ -19,70 +19,7 @@ from draftproof.model.target import Target
 NEW = 16
 
 
-def no_even_after_odd(text: Tensor, scores: Tensor) -> Tensor:
-    """A pure user processor that looks at the whole prefix."""
-    scores = scores + 0.1 * text.sum(-1, keepdim=True).remainder(7)
-    if text[0, -1] % 2:
-        scores[:, ::2] -= 2.0
-    return scores
-
-
 WARM = Sampling(temperature=0.9, seed=5)
-WISHES = {
-    "temperature": Sampling(temperature=1.3, seed=1),
-    "top_k": replace(WARM, top_k=4),
-    "top_p": replace(WARM, top_p=0.7),
-    "min_p": replace(WARM, min_p=0.1),
-    "repetition_penalty": replace(WARM, repetition_penalty=1.6),
-    "presence_penalty": replace(WARM, presence_penalty=1.5),
-    "frequency_penalty": replace(WARM, frequency_penalty=0.8),
-    "no_repeat_ngram": replace(WARM, no_repeat_ngram=2),
-    "logit_bias": replace(WARM, logit_bias={3: 4.0, 7: -50.0}),
-    "banned_words": replace(WARM, banned_words=[[8], [28], [6, 39], [26, 31, 7]]),
-    "min_new_tokens": replace(WARM, min_new_tokens=5, stop_tokens=list(range(0, VOCAB, 3))),
-    "stop_tokens": replace(WARM, stop_tokens=[2, 9, 17, 30]),
-    "processors": replace(WARM, processors=[no_even_after_odd]),
-    "greedy with penalties": Sampling(repetition_penalty=1.4, frequency_penalty=0.5, no_repeat_ngram=3),
-    "everything": Sampling(
-        temperature=0.8,
-        top_k=20,
-        top_p=0.95,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.2,
-        no_repeat_ngram=3,
-        logit_bias={4: 1.0},
-        banned_words=[[8]],
-        min_new_tokens=3,
-        stop_tokens=[1, 2],
-        seed=-7,
-        processors=[no_even_after_odd],
-    ),
-}
-
-
-@pytest.mark.parametrize("wish", WISHES)
-def test_every_wish_is_kept_on_verified_tokens(wish: str) -> None:
-    """Speculative equals plain, and plain equals sampling the model's own forward step by step."""
-    asked, want = prompts(8, seed=8), WISHES[wish]
-    wanted = texts(Engine(target()), asked, max_new_tokens=NEW, sampling=want)
-    plainly = texts(Engine(target()), asked, max_new_tokens=NEW, sampling=replace(want, **_neutral(wish)))
-    assert wish == "temperature" or wanted != plainly, "the wish changed nothing: it tests nothing"
-    for drafter in ("prompt-lookup", "draft chain", "draft tree", "target itself, tree"):
-        engine = Engine(target(), DRAFTERS[drafter](target()))
-        done = engine.generate(asked, max_new_tokens=NEW, sampling=want)
-        assert [(one.tokens, one.finish_reason) for one in done] == wanted, drafter
-    assert accepted_share(done) > 0.1
-    assert texts(engine, asked[3:4], max_new_tokens=NEW, sampling=want) == wanted[3:4]
-
-
-def _neutral(wish: str) -> dict[str, object]:
-    blank = Sampling()
-    names = [wish] if hasattr(blank, wish) else ["repetition_penalty", "frequency_penalty", "no_repeat_ngram"]
-    return {name: getattr(blank, name) for name in names}
-
-
 def test_wishes_are_those_of_transformers_generate() -> None:
     """Greedy with processors: the same text as ``generate`` with the same options."""
     own, asked = (
@@ -119,12 +56,6 @@ def test_logprobs_are_those_of_the_unprocessed_model(sampling: Sampling) -> None
             wanted = [float(law[place - 1, text[place]]) for place in range(len(asked[one.prompt]), len(text))]
             assert one.logprobs == pytest.approx(wanted, abs=1e-9)
     assert Engine(target()).generate(asked[0], max_new_tokens=2)[0].logprobs is None
-
-
-# Where a text ends ------------------------------------------------------------------------------------------------------
-
-
-# Stop strings -----------------------------------------------------------------------------------------------------------
 
 
 # What cannot be honoured ------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from draftproof.core.params import Sampling
 from draftproof.core.typical import Typical
 from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.verify import cases
 from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_behind
@@ -115,14 +114,6 @@ def test_exact_rules_have_no_distance() -> None:
             [prompts(1)[0]], max_new_tokens=8, sampling=WARM
         )
         assert done.stats.distance is None and done.stats.distance_per_token is None
-
-
-def test_statistics_add_up() -> None:
-    total = RoundStats()
-    total.add(RoundStats(emitted=3))
-    assert total.distance_per_token is None
-    total.add(RoundStats(emitted=5, distance=2.0))
-    assert total.distance_per_token == 0.25
 
 
 def test_lossy_is_asked_for_by_its_name() -> None:
