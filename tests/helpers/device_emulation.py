@@ -272,13 +272,8 @@ def emulate(
 def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
     """While this lasts, target and drafter are parts, and the decoder holds the device's rules."""
     with ExitStack() as stack:
-        for owner, verb, name in (
-            (engine.target, "read", "read"),
-            (engine.drafter, "propose", "draft"),
-            (engine.drafter, "observe", "observe"),
-        ):
-            call = emulation.wrapped(name, getattr(owner, verb))
-            stack.enter_context(patch.object(owner, verb, call))
+        read = emulation.wrapped("read", engine.target.read)
+        stack.enter_context(patch.object(engine.target, "read", read))
         stack.enter_context(patch.object(engines, "Decoder", _decoder(emulation)))
         stack.enter_context(patch.object(Device, "widest", torch.float32))
         yield
@@ -291,6 +286,9 @@ def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
         def __init__(self, *args: Any, **how: Any) -> None:
             super().__init__(*args, **how)
             self.rule = self.rule._replace(accept=emulation.wrapped("accept", self.rule.accept))
+            own: Any = self.drafter                                     # of this run
+            own.propose = emulation.wrapped("draft", own.propose)
+            own.observe = emulation.wrapped("observe", own.observe)
             self.addresses, self._arrange = self._addresses(), self.batch.arrange
             self.batch.arrange = self.between_rounds  # type: ignore[method-assign]
 
