@@ -33,7 +33,6 @@ class Sampler:
         seeds = [want.seed for want in wants]
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
-        self._some_greedy = any(want.temperature == 0 for want in wants)
         self._processors = LogitsProcessors(self.rows, self.device)
         self.only_temperature = self._processors.only_temperature
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
@@ -182,6 +181,10 @@ class Sampler:
         if not self._some_greedy:
             return noises
         return noises.masked_fill_(self._processors.greedy_rows, 0.0)   # temperature 0: no noise
+
+    @cached_property
+    def _some_greedy(self) -> bool:
+        return any(row.sampling.temperature == 0 for row in self.rows)
 
 
 class DraftSampling(NamedTuple):

@@ -53,7 +53,7 @@ class Drafter(ABC):
         return 0
 
     def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
-        """A copy that serves one run, started: what `start` assigns is its own, all else is shared."""
+        """A started copy that serves one run: what `start` assigns is its own, the rest shared."""
         own = copy.copy(self)
         own.start(rows, capacity, ops)
         return own

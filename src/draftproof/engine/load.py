@@ -60,7 +60,7 @@ HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 
 
 def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
-    """An engine for `model`: "demo", a folder, a GGUF file, a hub id or a loaded transformers model.
+    """An engine for `model`: "demo", a folder, a GGUF file, a hub id or a transformers model.
 
     options: the fields of `EngineConfig`, which says what each means: assistant_model, drafter,
     budget, draft_tree, acceptance, lossy, dtype, device, quantize, ...
@@ -254,7 +254,8 @@ def _is_model(drafter: object) -> TypeGuard[str | Path]:
     if not isinstance(drafter, (str, Path)) or str(drafter) in HEADS:
         return False
     folder = loading.resolve(drafter)
-    return folder.endswith(".gguf") or (Path(folder, "config.json").is_file() and not is_head(folder))
+    named = Path(folder, "config.json").is_file() and not is_head(folder)
+    return folder.endswith(".gguf") or named
 
 
 def _model(
