@@ -50,7 +50,7 @@ PARAMS = [
     Sampling(temperature=0.8, presence_penalty=0.9, frequency_penalty=0.5, seed=6),
     Sampling(no_repeat_ngram=2),
     Sampling(logit_bias={3: 2.5, 5: float("-inf"), 7: -4.0}),
-    Sampling(banned_words=[[5], [1, 2]]),
+    Sampling(banned_words=[[23], [0, 27]]),
     Sampling(min_new_tokens=9, stop_tokens=tuple(range(0, VOCAB, 6))),
     Sampling(temperature=1.0, min_new_tokens=6, stop_tokens=[1, 2, 3], seed=7),
     Sampling(processors=[_penalise]),
