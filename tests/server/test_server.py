@@ -130,6 +130,7 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
     assert http.post("/v1/completions", content=b" " * (9 << 20)).status_code == 413
     assert http.get("/health").json() == {"status": "ok"} and "</html>" in http.get("/").text
     assert http.post("/tokenize", json={"prompt": "The dog"}).json()["count"] == 2
+    assert http.post("/v1/completions", json={"prompt": "The dog", "max_tokens": 6, "temperature": 0}).status_code == 200
     told = http.get("/metrics").text
     for name in ("vllm:spec_decode_num_accepted_tokens_total", "vllm:time_to_first_token_seconds_count",
                  "vllm:num_requests_running", "draftproof:cost_per_million_tokens"):
