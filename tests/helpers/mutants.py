@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the target's noise repeats", "4: stale buffer",
            plant.streams(Role.TARGET, position=lambda place, origin: place % 4), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
-           plant.around("native.cpu_ops:_Functions.stream", plant.only_first), "noise"),
+           plant.around("native.cpu_ops:DraftFunctions.stream", plant.only_first), "noise"),
     Mutant("replacement drawn by the smallest noise", "6: exponential race upside down",
            lambda: patch.object(KeyedChance, "draw", plant.smallest), "draws"),
     Mutant("a coin that cannot fall falls at zero", "6: transformers r_i <= probability_ratio",
