@@ -49,6 +49,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
     assert 3 <= graphs <= 8, "the self-test's reads, a round, and prompts of each width"
 
 
+@pytest.mark.needs_isa("avx512")       # on AVX2 inductor gives NaN for masked trees, and is refused
 def test_a_model_loaded_by_name_is_compiled(tmp_path: Path) -> None:
     fresh("llama", num_hidden_layers=1).float().save_pretrained(tmp_path)
     engine = load(tmp_path, drafter="none", compile=True)
@@ -56,6 +57,7 @@ def test_a_model_loaded_by_name_is_compiled(tmp_path: Path) -> None:
     assert len(engine.generate([[1, 2]], max_new_tokens=1)[0].tokens) == 1
 
 
+@pytest.mark.needs_isa("avx512")       # on AVX2 inductor gives NaN for masked trees, and is refused
 def test_inductor_agrees() -> None:
     """What is compiled for the self-test is read by it: a chain, and a tree behind it."""
     assert single().compiled().name == single().name
