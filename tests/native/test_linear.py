@@ -19,7 +19,10 @@ def found(request: pytest.FixtureRequest) -> Kernels:
     """The kernels of each build that this processor can run."""
     if request.param not in able(LEVELS[-1]):
         pytest.skip(f"needs {request.param}")
-    kernels = Kernels(opened(request.param))
+    try:
+        kernels = Kernels(opened(request.param))
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
     if not kernels.bf16:
         pytest.skip(f"no bfloat16 product by {request.param}")
     return kernels
