@@ -8,4 +8,7 @@ drafted = dp.load("demo", assistant_model="demo-draft").generate(prompt, max_new
 
 print(prompt + drafted.text)
 print(f"the same tokens: {plain.tokens == drafted.tokens}")
-print(f"tokens per target forward: {drafted.stats.tokens_per_round:.2f}, acceptance rate {drafted.stats.acceptance:.2f}")
+print(
+    f"tokens per target forward: {drafted.stats.tokens_per_round:.2f},",
+    f"acceptance rate {drafted.stats.acceptance:.2f}",
+)

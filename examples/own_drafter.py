@@ -1,4 +1,4 @@
-"""A drafting method in one class: guess that the text repeats what followed this token last time."""
+"""A drafting method in one class: what followed this token last time follows again."""
 
 import torch
 
@@ -26,4 +26,7 @@ prompt = "The cat saw the dog. The dog saw the cat. The cat"
 mine = dp.load("demo", drafter=LastFollower()).generate(prompt, max_new_tokens=40)[0]
 plain = dp.load("demo", drafter="none").generate(prompt, max_new_tokens=40)[0]
 print(prompt + mine.text)
-print(f"the same tokens: {mine.tokens == plain.tokens}; tokens per round {mine.stats.tokens_per_round:.2f}")
+print(
+    f"the same tokens: {mine.tokens == plain.tokens};",
+    f"tokens per round {mine.stats.tokens_per_round:.2f}",
+)

@@ -1,4 +1,5 @@
-"""Trees by odds: the likeliest nodes of paths, pools and several trees, against plain searches over dictionaries."""
+"""Trees by odds: the likeliest nodes of paths, pools and several trees, against plain searches over
+dictionaries."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Text = tuple[int, ...]
 
 
 def votes_of(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
-    """Random paths over three tokens, some cut short, and what each gives: at most 1 per prefix, falling along the path."""
+    """Random paths over three tokens, some cut short, and what each gives: at most 1 per prefix,
+    falling along the path."""
     dice = torch.Generator().manual_seed(seed)
     paths = torch.randint(3, shape, generator=dice)
     paths[torch.rand(shape, generator=dice) < 0.1] = ABSENT
@@ -29,7 +31,9 @@ def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
         for size in range(2, len(path) + 1):
             if path[size - 1] == ABSENT:
                 break
-            confidence[tuple(path[:size])] = confidence.get(tuple(path[:size]), 0.0) + gives[size - 1]
+            confidence[tuple(path[:size])] = (
+                confidence.get(tuple(path[:size]), 0.0) + gives[size - 1]
+            )
     return confidence
 
 
@@ -46,10 +50,13 @@ def nodes_of(tree: TokenTree, row: int) -> dict[Text, float]:
 
 
 def assert_is_best(tree: TokenTree, row: int, confidence: dict[Text, float], nodes: int) -> None:
-    """The tree holds the `nodes - 1` likeliest of `confidence`, in falling order, each behind its parent."""
+    """The tree holds the `nodes - 1` likeliest of `confidence`, in falling order, each behind its
+    parent."""
     found = nodes_of(tree, row)
     assert len(found) == min(nodes - 1, len(confidence))
-    assert list(found.values()) == pytest.approx(sorted(confidence.values(), reverse=True)[: len(found)])
+    assert list(found.values()) == pytest.approx(
+        sorted(confidence.values(), reverse=True)[: len(found)]
+    )
     assert all(value == pytest.approx(confidence[text]) for text, value in found.items())
     assert tree.parents[row, 0] == -1 and (tree.parents[row, 1:] >= 0).all()
     assert (tree.parents[row] < torch.arange(tree.tokens.shape[1])).all()
@@ -68,15 +75,18 @@ def test_voted_paths_and_unvoted_ones_are_one_tree_when_all_fits() -> None:
     paths, votes = votes_of((4, 4, 5), 1)
     voted, plain = TokenTree.from_paths(paths, 17, votes), TokenTree.from_paths(paths, 17)
     for row in range(4):
-        assert set(nodes_of(voted, row)) == {tuple(t for t in text if t != NO_TOKEN) for text, token in
-                                            zip(plain.texts[row].tolist(), plain.tokens[row].tolist(), strict=True)
-                                            if token != ABSENT} - {(ROOT,)}  # fmt: skip
+        rows = zip(plain.texts[row].tolist(), plain.tokens[row].tolist(), strict=True)
+        texts = [text for text, token in rows if token != ABSENT]
+        wanted = {tuple(token for token in text if token != NO_TOKEN) for text in texts}
+        assert set(nodes_of(voted, row)) == wanted - {(ROOT,)}
 
 
 def test_what_votes_nothing_is_not_there() -> None:
     paths = torch.tensor([[[ROOT, 1, 2], [ROOT, 3, 4]]])
     votes = torch.tensor([[[1.0, 0.5, 0.2], [0.0, 0.0, 0.0]]])
-    assert nodes_of(TokenTree.from_paths(paths, 5, votes), 0) == pytest.approx({(ROOT, 1): 0.5, (ROOT, 1, 2): 0.2})
+    assert nodes_of(TokenTree.from_paths(paths, 5, votes), 0) == pytest.approx(
+        {(ROOT, 1): 0.5, (ROOT, 1, 2): 0.2}
+    )
 
 
 def test_equal_odds_keep_the_parent_before_the_child() -> None:
@@ -86,12 +96,15 @@ def test_equal_odds_keep_the_parent_before_the_child() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 4, 9])
 def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
-    """Each text once, with the best of its odds, wherever it came from; rows of other lengths, trees of other depths."""
+    """Each text once, with the best of its odds, wherever it came from; rows of other lengths,
+    trees of other depths."""
     for seed in range(20):
         each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
         trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
         pool = TokenTree.concat(trees)
-        confidence = torch.cat([tree.confidence for tree in trees if tree.confidence is not None], 1)
+        confidence = torch.cat(
+            [tree.confidence for tree in trees if tree.confidence is not None], 1
+        )
         merged = pool.merged(confidence, nodes)
         for row in range(3):
             best: dict[Text, float] = {}
@@ -117,7 +130,10 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
         assert best.is_chain
         for row in range(3):
             confidence = nodes_of(tree, row)
-            worth = {text: sum(confidence[text[:size]] for size in range(2, len(text) + 1)) for text in confidence}
+            worth = {
+                text: sum(confidence[text[:size]] for size in range(2, len(text) + 1))
+                for text in confidence
+            }
             said = tuple(token for token in best.tokens[row].tolist() if token != ABSENT)
             assert worth.get(said, 0.0) == pytest.approx(max(worth.values(), default=0.0))
             assert (best.tokens[row, len(said) :] == ABSENT).all()
@@ -127,7 +143,9 @@ def test_the_text_of_a_node_is_its_path() -> None:
     shape = TreeShape.from_digits(["0", "1", "00", "10", "11", "110"])
     tree = TokenTree.shaped(torch.arange(10, 17)[None], shape)
     texts = [[token for token in text if token != NO_TOKEN] for text in tree.texts[0].tolist()]
-    assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15], [10, 12, 15, 16]]
+    assert texts == [
+        [10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15], [10, 12, 15, 16]
+    ]
     assert torch.equal(tree.same_text[0], torch.eye(7, dtype=torch.bool))
 
 
@@ -147,7 +165,8 @@ def sharing(rows: int, seed: int) -> TokenTree:
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_rows_share_what_may_be_drafted(rows: int) -> None:
-    """Of all rows together the likeliest are kept, whole paths, and each says with how many it would be."""
+    """Of all rows together the likeliest are kept, whole paths, and each says with how many it
+    would be."""
     for seed in range(20):
         tree = sharing(rows, seed)
         assert tree.confidence is not None
@@ -157,15 +176,23 @@ def test_rows_share_what_may_be_drafted(rows: int) -> None:
             kept = tree.within_budget(nodes)
             assert kept.confidence is not None and kept.budget_rank is not None
             there = kept.present[:, 1:]
-            assert sorted(kept.confidence[:, 1:][there].tolist(), reverse=True) == falling[: nodes * rows]
-            assert sorted(kept.budget_rank[:, 1:][there].tolist()) == [at // rows + 1 for at in range(int(there.sum()))]
+            assert (
+                sorted(kept.confidence[:, 1:][there].tolist(), reverse=True)
+                == falling[: nodes * rows]
+            )
+            assert sorted(kept.budget_rank[:, 1:][there].tolist()) == [
+                at // rows + 1 for at in range(int(there.sum()))
+            ]
             assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
-            assert not kept.tokens.shape[1] > 1 or there[:, -1].any()               # no wider than it must be
+            # no wider than it must be
+            assert not kept.tokens.shape[1] > 1 or there[:, -1].any()
             fewer = tree.within_budget(max(1, nodes - 1))
             wanted = torch.where(kept.budget_rank <= max(1, nodes - 1), kept.tokens, ABSENT)
             assert torch.equal(fewer.tokens, wanted[:, : fewer.tokens.shape[1]])
             plain = TokenTree(kept.tokens, kept.parents, kept.depth_limit)
-            assert torch.equal(kept.depths, plain.depths) and torch.equal(kept.ancestors, plain.ancestors)
+            assert torch.equal(kept.depths, plain.depths) and torch.equal(
+                kept.ancestors, plain.ancestors
+            )
 
 
 def test_a_tree_that_tells_no_odds_is_shared_as_it_is() -> None:

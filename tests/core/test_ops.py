@@ -1,84 +1,47 @@
-"""`CpuOps` computes what `Ops` does: every function that has an implementation of its own, on random inputs."""
+"""`CpuOps` computes what `Ops` does: every function that has an implementation of its own, on
+random inputs."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from drafting import assert_well_formed
+from helpers.pools import assert_alike, pools
 from tiny import CPU, paths_of, sampler_of
-from torch import Tensor
 
 from draftproof.core import noise
 from draftproof.core.acceptance import accept_by_matching
-from draftproof.core.messages import Accepted, Commit, Frontier, Successors, append_tokens, top_tokens
+from draftproof.core.messages import Accepted, append_tokens, top_tokens
 from draftproof.core.noise import Role
 from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
-from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.prefix import Paths
 from draftproof.core.sampling import best_tokens, sample
 from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape, well_formed
-from draftproof.drafters.base import Drafter
 from draftproof.drafters.bigram import bigram_tree
 from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
-from draftproof.drafters.portfolio import Portfolio, judge, merge_trees
-from draftproof.drafters.prompt_lookup import PromptLookup, match_prompt
+from draftproof.drafters.portfolio import judge, merge_trees
+from draftproof.drafters.prompt_lookup import match_prompt
 from draftproof.drafters.redrafter import beam_search, prepare_recurrence
-from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, continue_text, learn_text, slot_of
-from draftproof.drafters.token_recycling import TokenRecycling, learn_pairs, likely_successors, recycle
+from draftproof.drafters.suffix import continue_text, learn_text
+from draftproof.drafters.token_recycling import learn_pairs, likely_successors, recycle
 from draftproof.native.build import SOURCES
 from draftproof.native.cpu_lookup import Same
 from draftproof.native.kernels import SIGNATURES, kernels
-from draftproof.native.structures import LANES
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
-VOCAB, CAPACITY = 7, 160
+VOCAB = 7
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6]]
-APART = [int((slot_of(torch.arange(50)) == number).int().argmax()) for number in range(SLOTS)]
-"""Tokens that never push each other out: of two that do so within one commit, operators count both for the last."""
 
 
 def grown(same: Same, *pool: Any) -> TokenTree:
     """The tree of a pool, some of whose nodes may have the same text."""
     tree: TokenTree = CPU._own["likeliest"](*pool, same)
     return tree
-
-
-def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
-    """Of one row the drafted texts, and their odds."""
-    assert tree.confidence is not None
-    texts = [tuple(token for token in text if token != NO_TOKEN) for text in tree.texts[row].tolist()]
-    there = tree.present[row].tolist()
-    return {text: confidence for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True) if here}
-
-
-def assert_alike(one: TokenTree, other: TokenTree) -> None:
-    """The same nodes with the same odds, but for which of several with equal odds came last; in falling order."""
-    for row in range(len(one.tokens)):
-        ours, theirs = spread(one, row), spread(other, row)
-        assert list(ours.values()) == sorted(ours.values(), reverse=True)
-        torch.testing.assert_close(torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), rtol=1e-5, atol=1e-7)
-        assert {text for text, confidence in ours.items() if confidence > min(ours.values()) * 1.0001} <= set(theirs)
-        for text in ours.keys() & theirs.keys():
-            assert ours[text] == pytest.approx(theirs[text], rel=1e-5)
-
-
-def pools(dice: torch.Generator, rows: int, size: int, vocab: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Random forests: tokens, parents, and odds that fall along every path; some nodes, and all below them, are not there."""
-    tokens = torch.randint(vocab, (rows, size), generator=dice)
-    parents = (torch.rand(rows, size, generator=dice) * torch.arange(size)).long()
-    confidence = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)
-    confidence[torch.rand(rows, size, generator=dice) < 0.1] = 0
-    confidence[:, 0], parents[:, 0] = 1, -1
-    for node in range(1, size):
-        confidence[:, node] *= confidence[:, :node].gather(1, parents[:, node, None])[:, 0]
-    return torch.where(confidence > 0, tokens, ABSENT), parents, confidence
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 30, 99])
@@ -90,8 +53,10 @@ def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
         theirs = TokenTree.likeliest(tokens, parents.clamp(min=0), confidence, nodes, size)
         width = ours.tokens.shape[1]
         assert int(theirs.present.sum(1).amax()) == width and not theirs.present[:, width:].any()
-        assert torch.equal(ours.tokens, theirs.tokens[:, :width]) and torch.equal(ours.parents, theirs.parents[:, :width])
-        assert torch.equal(ours.confidence, theirs.confidence[:, :width])                       # type: ignore[arg-type]
+        assert torch.equal(ours.tokens, theirs.tokens[:, :width]) and torch.equal(
+            ours.parents, theirs.parents[:, :width]
+        )
+        assert torch.equal(ours.confidence, theirs.confidence[:, :width])  # type: ignore[arg-type]
 
 
 def test_trees_side_by_side_grow_together() -> None:
@@ -114,8 +79,13 @@ def test_paths_grow_into_a_tree_as_their_votes_add_up() -> None:
     for width, length, most in ((1, 1, 0.2), (3, 2, 0.2), (6, 5, 0.2), (6, 5, 0.7)):
         paths = torch.randint(3, (4, width, length), generator=dice)
         paths[:, :, 0] = 2
-        steps = 0.05 + most * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
-        steps = torch.where((torch.rand(4, width, length, generator=dice) < 0.1).cumsum(-1) > 0, 0, steps)
+        steps = (
+            0.05
+            + most * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
+        )
+        steps = torch.where(
+            (torch.rand(4, width, length, generator=dice) < 0.1).cumsum(-1) > 0, 0, steps
+        )
         steps[..., 0] = 1
         votes, paths = steps.cumprod(-1), torch.where(steps > 0, paths, ABSENT)
         place = torch.arange(width * length).view(width, length)
@@ -124,158 +94,23 @@ def test_paths_grow_into_a_tree_as_their_votes_add_up() -> None:
         assert_alike(ours, TokenTree.from_paths(paths, 9, votes))
 
 
-def frontier(texts: Sequence[Sequence[int]], budget: int, trees: bool = True) -> Frontier:
-    tokens = torch.full((len(texts), CAPACITY), 2)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = torch.tensor(text)
-    position = torch.tensor([len(text) - 1 for text in texts])
-    return Frontier(Prefix(tokens, position), sampler_of(*[Sampling()] * len(texts)), budget, trees=trees)
-
-
-def piece(rows: range, texts: list[list[int]]) -> Commit:
-    width = max(map(len, texts))
-    tokens = torch.tensor([text + [1] * (width - len(text)) for text in texts])
-    count = torch.tensor([len(text) for text in texts])
-    return Commit(rows, tokens, torch.arange(width).expand(len(texts), -1), count)
-
-
-def written(dice: torch.Generator, most: int) -> list[int]:
-    """Tokens among which much comes again."""
-    size = int(torch.randint(1, most, (), generator=dice))
-    return [APART[int(4 * number**2)] for number in torch.rand(size, generator=dice)]
-
-
-def asked_alike(drafters: Sequence[Drafter], asked: Frontier) -> None:
-    trees = []
-    for drafter in drafters:
-        trees.append(drafter.propose(asked))
-        assert_well_formed(trees[-1], asked)
-    if asked.trees:
-        assert_alike(*trees)
-
-
-def test_lookups_find_the_same() -> None:
-    dice = torch.Generator().manual_seed(3)
-    for longest, shortest in ((16, 1), (1, 1), (3, 2), (5, 5)):
-        drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
-        drafters[1].ops, drafters[0].ops = TORCH, CPU
-        for budget in (1, 4, 9):
-            asked_alike(drafters, frontier([written(dice, 60) for _ in range(5)], budget))
-            many = torch.randint(2, (150,), generator=dice).tolist()                    # more places than are looked at
-            asked_alike(drafters, frontier([many], budget))
-
-
-def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
-    for drafter in drafters:
-        drafter.observe(commit)
-
-
-def test_suffixes_are_kept_and_found_alike() -> None:
-    """Also when memory is used up, and old text lies where new is written."""
-    assert SIZES[0] == LANES
-    dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
-    indexes = [drafter._indexes[torch.device("cpu")] for drafter in drafters]
-    texts: list[list[int]] = []
-    for drafter in drafters:
-        drafter.memory = 7 * CAPACITY                          # an index without collisions, and room for few texts
-    for turn in range(60):
-        if turn % 12 == 0:
-            for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
-                drafter.start(3, CAPACITY, ops)
-            texts = [written(dice, 40) for _ in range(3)]
-            for row in range(3):
-                observed_alike(drafters, piece(range(row, row + 1), texts[row : row + 1]))
-        if turn % 12 == 6:                                          # a row goes, another is there twice
-            texts = [texts[2], texts[0], list(texts[0])]
-            for drafter in drafters:
-                drafter.select([2, 0, 0])
-        roots = [*written(dice, 9), *range(3)]
-        for budget in (1, 5):
-            asked_alike(drafters, frontier([[*text, root] for text, root in zip(texts, roots, strict=False)], budget))
-        more = [written(dice, 6) for _ in texts]
-        texts = [[*text, *new] for text, new in zip(texts, more, strict=True)]
-        observed_alike(drafters, piece(range(3), more))
-    ours, theirs = indexes
-    assert ours.tags.count_nonzero() > 100
-    for name in ("text", "tags", "places", "counts"):
-        assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])        # the last is for nothing
-    for one, other in zip(drafters[0]._rows or (), drafters[1]._rows or (), strict=True):
-        assert torch.equal(one, other)
-
-
-def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> Successors:
-    """What came out behind its nodes: the best of random logits, sure of them or not."""
-    sure = 3 * torch.rand(*tree.tokens.shape, 1, generator=dice)
-    logits = sure * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
-    if spoiled:
-        logits[:, ::2] = torch.nan
-    best = logits.topk(5, -1)
-    return Successors(tree, best.indices, best.values)
-
-
-def test_successors_are_kept_and_found_alike() -> None:
-    dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
-    drafters[1].ops, drafters[0].ops = TORCH, CPU
-    texts = [written(dice, 12) for _ in range(3)]
-    for row, text in enumerate(texts):
-        observed_alike(drafters, piece(range(row, row + 1), [text]))
-    for turn in range(15):
-        tokens, parents, _ = pools(dice, 3, 6, VOCAB)
-        texts = [[*text, root] for text, root in zip(texts, tokens[:, 0].tolist(), strict=True)]
-        asked_alike(drafters, frontier(texts, 1 + turn % 9, trees=turn != 3))
-        commit = piece(range(3), [text[-1:] for text in texts])
-        observed_alike(drafters, replace(commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)))
-    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
-        drafter.start(3, CAPACITY, ops)
-    for row in range(3):                                            # prompts: known tokens, in known pairs and in new ones
-        text = written(dice, 30)
-        observed_alike(drafters, piece(range(row, row + 1), [[*text, *(one for token in text for one in (token, 50 + token))]]))
-    ours, theirs = (drafter._tables[torch.device("cpu")] for drafter in drafters)
-    assert ours.tags.count_nonzero() > 20
-    assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(ours.tokens[:-1], theirs.tokens[:-1])
-    torch.testing.assert_close(ours.confidence[:-1], theirs.confidence[:-1], rtol=1e-5, atol=1e-7)
-
-
-def test_members_are_judged_and_merged_alike() -> None:
-    """Also by trees without odds, and while rows come and go."""
-    dice = torch.Generator().manual_seed(6)
-
-    class Silent(PromptLookup):
-        def propose(self, frontier: Frontier) -> TokenTree:
-            return replace(super().propose(frontier), confidence=None)
-
-    drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
-    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
-        drafter.start(3, CAPACITY, ops)
-    texts: list[list[int]] = []
-    for turn in range(14):
-        if turn in (0, 1, 5):
-            texts.append(written(dice, 20))
-            observed_alike(drafters, piece(range(len(texts) - 1, len(texts)), texts[-1:]))
-        if turn == 9:
-            texts = [texts[2], texts[1]]
-            for drafter in drafters:
-                drafter.select([2, 1])
-        new = [written(dice, 4) for _ in texts]
-        asked_alike(drafters, frontier([[*text, more[0]] for text, more in zip(texts, new, strict=True)], 6, trees=turn != 11))
-        texts = [[*text, *more] for text, more in zip(texts, new, strict=True)]
-        observed_alike(drafters, piece(range(len(texts)), new))
-    ours, theirs = (drafter._counts for drafter in drafters)
-    assert ours is not None and theirs is not None and float(ours.all[:, 1].sum()) > 50
-    torch.testing.assert_close(ours.all, theirs.all)
-    torch.testing.assert_close(ours.rows, theirs.rows)
-
-
-@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
+@pytest.mark.parametrize(
+    "temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)]
+)
 def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> None:
-    """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is allowed or one logit is NaN."""
+    """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is
+    allowed or one logit is NaN."""
     wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
         tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
         paths = Paths(paths_of(TEXTS).prefix, tree)
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(trial))
-        logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = -torch.inf, torch.nan, -torch.inf, 1.0
-        found, wanted = (sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths) for ops in (CPU, TORCH))
+        logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = (
+            -torch.inf, torch.nan, -torch.inf, 1.0
+        )
+        found, wanted = (
+            sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths) for ops in (CPU, TORCH)
+        )
         assert torch.equal(found, wanted)
         assert found[0, 1] == found[1, 2] == NO_TOKEN and (temperatures[2] or found[2, 5] == 0)
 
@@ -283,7 +118,8 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
 def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
-    """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where there is none."""
+    """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where
+    there is none."""
     wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
     paths = Paths(paths_of(TEXTS).prefix, tree)
@@ -298,17 +134,21 @@ def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: 
         gumbel_logits = sampler_of(*wants).gumbel_logits(asked, some, Role.TARGET)
         there = wanted[0] > -torch.inf
         won, meant = gumbel_logits.gather(-1, found[1]), gumbel_logits.gather(-1, wanted[1])
-        torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)      # equals may come in any order
+        # equals may come in any order
+        torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)
         assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())
 
 
 @pytest.mark.parametrize("count", [1, 8, 16, 17])
 def test_the_top_tokens_are_those_of_the_highest_logits(count: int) -> None:
-    """Also of several logits side by side; of equals, of which bfloat16 has many, the first; NaN is none of them."""
+    """Also of several logits side by side; of equals, of which bfloat16 has many, the first; NaN is
+    none of them."""
     found, dice = kernels(), torch.Generator().manual_seed(count)
     assert found is not None
     for vocab in (17, 100, 4100):
-        parts = [(4 * torch.randn(3, nodes, vocab, generator=dice)).bfloat16() for nodes in (2, 2, 2)]
+        parts = [
+            (4 * torch.randn(3, nodes, vocab, generator=dice)).bfloat16() for nodes in (2, 2, 2)
+        ]
         parts[0][1, 1, 3:9], parts[1][2, 0], parts[2][0, 1, 5] = -torch.inf, 1, torch.nan
         tokens, logits = CPU.run(top_tokens, parts, count)
         whole = torch.cat(parts, 1).float().nan_to_num(-torch.inf, neginf=-torch.inf)
@@ -319,19 +159,30 @@ def test_the_top_tokens_are_those_of_the_highest_logits(count: int) -> None:
 
 
 def test_streams_have_the_very_bits_of_the_operators() -> None:
-    keys, dice = noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]), torch.Generator().manual_seed(0)
+    keys, dice = (
+        noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]), torch.Generator().manual_seed(0)
+    )
     places = torch.randint(2**20, (4, 9), generator=dice)
     for role in Role:
-        for origin in (None, torch.randint(2**20, (4, 9), generator=dice), torch.tensor([[3], [4], [5], [6]]).expand(4, 9)):
+        for origin in (
+            None, torch.randint(2**20, (4, 9), generator=dice),
+            torch.tensor([[3], [4], [5], [6]]).expand(4, 9)
+        ):
             ours = CPU.run(noise.stream, keys, role, places, origin)
-            assert torch.equal(ours, noise.stream(keys, role, places, origin)) and ours.dtype == torch.int32
+            assert (
+                torch.equal(ours, noise.stream(keys, role, places, origin))
+                and ours.dtype == torch.int32
+            )
 
 
 def test_the_cpu_accepts_what_matching_accepts() -> None:
-    """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be picked."""
+    """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be
+    picked."""
     for seed in range(60):
         tree = TokenTree.likeliest(*likely_pool(4, 14, seed), 10, 9)
-        target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
+        target_tokens = torch.randint(
+            -1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed)
+        )
         target_tokens = torch.where(target_tokens == -1, NO_TOKEN, target_tokens)
         found, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
@@ -340,10 +191,14 @@ def test_the_cpu_accepts_what_matching_accepts() -> None:
 
 
 def likely_pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random pools [rows, size]: tokens, parents that come before their children, odds that fall along each path."""
+    """Random pools [rows, size]: tokens, parents that come before their children, odds that fall
+    along each path."""
     dice = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 4, (rows, size), generator=dice)
-    parents = torch.cat([torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)], 1).long()
+    parents = torch.cat(
+        [torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)],
+        1
+    ).long()
     shares, confidence = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
     for node in range(1, size):
         above = confidence.gather(1, parents[:, node, None])[:, 0]
@@ -354,29 +209,49 @@ def likely_pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Te
 def test_accepted_tokens_are_appended_alike() -> None:
     dice = torch.Generator().manual_seed(0)
     for trial in range(20):
-        count, position = torch.randint(1, 6, (3,), generator=dice), torch.randint(9, (3,), generator=dice)
+        count, position = (
+            torch.randint(1, 6, (3,), generator=dice), torch.randint(9, (3,), generator=dice)
+        )
         root = torch.tensor([4, NO_TOKEN, trial])
         accepted = Accepted(torch.arange(5).expand(3, -1), count, root)
         tokens = torch.randint(50, (3, 5), generator=dice)
         ours, theirs = torch.zeros(2, 4, 20, dtype=torch.int64)
-        new = [ops.run(append_tokens, text, position, tokens, accepted) for ops, text in ((CPU, ours), (TORCH, theirs))]
+        new = [
+            ops.run(append_tokens, text, position, tokens, accepted)
+            for ops, text in ((CPU, ours), (TORCH, theirs))
+        ]
         for row in range(3):
             written, size = int(position[row]) + 1 + int(count[row]), int(count[row])
             assert torch.equal(ours[row, :written], theirs[row, :written])
-            assert new[0][row, :size].tolist() == new[1][row, :size].tolist() and new[0][row, size - 1] == root[row]
+            assert (
+                new[0][row, :size].tolist() == new[1][row, :size].tolist()
+                and new[0][row, size - 1] == root[row]
+            )
 
 
 def test_numbers_come_to_the_host_as_they_are() -> None:
-    columns = (torch.tensor([[1, -2], [3, 2**20]]), torch.tensor([[0.5], [-torch.inf]], dtype=torch.float64))
-    assert CPU.to_host(*columns) == TORCH.to_host(*columns) == [[[1, -2], [3, 2**20]], [[0.5], [-torch.inf]]]
+    columns = (
+        torch.tensor([[1, -2], [3, 2**20]]),
+        torch.tensor([[0.5], [-torch.inf]], dtype=torch.float64)
+    )
+    assert (
+        CPU.to_host(*columns)
+        == TORCH.to_host(*columns)
+        == [[[1, -2], [3, 2**20]], [[0.5], [-torch.inf]]]
+    )
     assert TORCH.to_host(columns[0]) == [[[1, -2], [3, 2**20]]]
 
 
 def test_signatures_are_those_of_the_sources() -> None:
     sources = "".join(path.read_text() for path in SOURCES)
     for name, signature in SIGNATURES.items():
-        returns, takes = re.search(rf"^(void|int64_t) draftproof_{name}\(([^)]*)\)", sources, re.M).groups()   # type: ignore[union-attr]
-        kinds = ["p" if "*" in one else "f" if one.strip().startswith("float") else "n" for one in takes.split(",")]
+        returns, takes = re.search(
+            rf"^(void|int64_t) draftproof_{name}\(([^)]*)\)", sources, re.M
+        ).groups()  # type: ignore[union-attr]
+        kinds = [
+            "p" if "*" in one else "f" if one.strip().startswith("float") else "n"
+            for one in takes.split(",")
+        ]
         counted = re.findall(r"(\d*)([pnf])", signature.partition(":")[0])
         assert "".join(kinds) == "".join(kind * int(count or 1) for count, kind in counted), name
         assert (returns == "int64_t") == signature.endswith(":n"), name
@@ -384,12 +259,16 @@ def test_signatures_are_those_of_the_sources() -> None:
 
 def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
     torch_functions = [
-        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching, append_tokens,
+        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching,
+        append_tokens,
         prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
-        beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs, likely_successors, judge,
+        beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs,
+        likely_successors, judge,
         merge_trees, well_formed,
     ]  # fmt: skip
     assert {function.__name__ for function in torch_functions} == CPU._own.keys()
     for function in torch_functions:
         theirs = list(inspect.signature(function).parameters)
-        assert list(inspect.signature(CPU._own[function.__name__]).parameters)[: len(theirs)] == theirs, function.__name__
+        assert (
+            list(inspect.signature(CPU._own[function.__name__]).parameters)[: len(theirs)] == theirs
+        ), function.__name__

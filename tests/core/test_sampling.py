@@ -19,11 +19,16 @@ TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6], [11, 0]]
 def test_greedy_ignores_warpers_and_noise() -> None:
     logits = random_logits(4, 1, VOCAB)
     paths = paths_of(TEXTS)
-    for warped in (Sampling(), Sampling(top_k=1, seed=9), Sampling(top_p=0.01), Sampling(min_p=1.0, seed=3)):
+    for warped in (
+        Sampling(), Sampling(top_k=1, seed=9), Sampling(top_p=0.01), Sampling(min_p=1.0, seed=3)
+    ):
         sampler = sampler_of(*[warped] * 4)
         assert torch.equal(sampler.filtered(logits, paths), logits)
         assert torch.equal(sampler.sample(logits, paths), logits.argmax(-1))
-        assert torch.equal(sampler.probs(logits, paths), torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
+        assert torch.equal(
+            sampler.probs(logits, paths),
+            torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double()
+        )
 
 
 def test_law_is_softmax_and_one_hot_where_greedy() -> None:
@@ -57,12 +62,15 @@ def test_ties_fall_to_the_lower_token() -> None:
 
 
 def test_half_precision_logits_are_weighed_in_float32() -> None:
-    law = sampler_of(Sampling(temperature=1.3)).probs(random_logits(1, 1, VOCAB).bfloat16(), paths_of([[1]]))
+    law = sampler_of(Sampling(temperature=1.3)).probs(
+        random_logits(1, 1, VOCAB).bfloat16(), paths_of([[1]])
+    )
     assert law.dtype == torch.float32
 
 
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
-    """Rows move by different steps, back to earlier positions, and reach further ahead than was asked before."""
+    """Rows move by different steps, back to earlier positions, and reach further ahead than was
+    asked before."""
     wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]
     kept, vocab, made = sampler_of(*wants, ops=CPU), 100, set()
     text = torch.zeros(3, 200, dtype=torch.int64)
@@ -71,11 +79,20 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         prefix = Prefix(text, torch.tensor(moved), ahead)
         tree = TokenTree.shaped(torch.randint(0, vocab, (3, 7)), TreeShape.branching((2, 2)))
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
-        for paths in (Paths(prefix, tree), Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
+        for paths in (
+            Paths(prefix, tree),
+            Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))
+        ):
             said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
-            assert torch.equal(kept.sample(said, paths), sampler_of(*wants, ops=TORCH).sample(said, paths))
+            assert torch.equal(
+                kept.sample(said, paths), sampler_of(*wants, ops=TORCH).sample(said, paths)
+            )
         draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
-        assert draft_sampling is not None and draft_sampling.noise is not None and draft_sampling.places is not None
+        assert (
+            draft_sampling is not None
+            and draft_sampling.noise is not None
+            and draft_sampling.places is not None
+        )
         made.add(draft_sampling.noise.data_ptr())
         noise = draft_sampling.noise.flatten(0, 1)[draft_sampling.places + 1]
         fresh, pair = sampler_of(*wants, ops=TORCH), Paths(prefix, TokenTree.chain(text[:, :2]))

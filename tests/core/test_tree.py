@@ -26,7 +26,9 @@ def test_a_shape_orders_parents_first_and_levels_together(shape: TreeShape) -> N
         assert nodes[shape.parents[node]] == nodes[node][:-1] and shape.parents[node] < node
         assert shape.ranks[node] == nodes[node][-1]
     assert [node for level in shape.levels for node in level] == list(range(len(shape)))
-    assert all(len(nodes[node]) == depth for depth, level in enumerate(shape.levels) for node in level)
+    assert all(
+        len(nodes[node]) == depth for depth, level in enumerate(shape.levels) for node in level
+    )
     assert shape.is_chain == (len(shape.levels) == len(shape))
 
 
@@ -51,7 +53,8 @@ def test_a_cut_shape_is_a_prefix_and_a_tree(shape: TreeShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_ancestors_depths_and_paths_follow_the_parents(shape: TreeShape) -> None:
-    """The cached tensors of a static shape and those computed from parents are the same, and right."""
+    """The cached tensors of a static shape and those computed from parents are the same, and
+    right."""
     tokens = torch.arange(len(shape)).repeat(3, 1)
     static = TokenTree.shaped(tokens, shape)
     dynamic = TokenTree(tokens, static.parents.clone(), static.depth_limit)
@@ -79,10 +82,18 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
         width = both.tokens.shape[1]
         assert width == max(len(shape), length) and both.is_chain == shape.is_chain
         assert both.depth_limit >= max(tree.depth_limit, length - 1)
-        assert torch.equal(both.present[:3, : len(shape)], tree.present) and not both.present[:3, len(shape) :].any()
-        assert torch.equal(both.present[3:, :length], other.present) and not both.present[3:, length:].any()
+        assert (
+            torch.equal(both.present[:3, : len(shape)], tree.present)
+            and not both.present[:3, len(shape) :].any()
+        )
+        assert (
+            torch.equal(both.present[3:, :length], other.present)
+            and not both.present[3:, length:].any()
+        )
         for mine, rows, nodes in ((one, slice(3), len(shape)), (other, slice(3, None), length)):
-            assert torch.equal(both.tokens[rows, :nodes], mine.tokens) and torch.equal(both.parents[rows, :nodes], mine.parents)
+            assert torch.equal(both.tokens[rows, :nodes], mine.tokens) and torch.equal(
+                both.parents[rows, :nodes], mine.parents
+            )
             assert torch.equal(both.depths[rows, :nodes], mine.depths)
             assert torch.equal(both.ancestors[rows, :nodes, :nodes], mine.ancestors)
 
@@ -90,20 +101,26 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
 def test_depths_of_deep_chains() -> None:
     """Squaring reaches every depth, also where it is no power of two."""
     for length in range(1, 20):
-        tree = TokenTree(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1, length - 1)
+        tree = TokenTree(
+            torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1, length - 1
+        )
         assert tree.depths[0].tolist() == list(range(length))
 
 
 def test_a_chain_of_any_length_is_made_at_once() -> None:
-    """A prompt is read as one: what every pair of its tokens would have to say of each other waits until somebody asks."""
+    """A prompt is read as one: what every pair of its tokens would have to say of each other waits
+    until somebody asks."""
     tokens = torch.arange(2 * 5000).view(2, 5000)
     tree = TokenTree.chain(tokens)
     assert tree.is_chain and tree.depth_limit == 4999 and "ancestors" not in vars(tree)
-    assert torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1)) and tree.parents.is_contiguous()
+    assert (
+        torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1))
+        and tree.parents.is_contiguous()
+    )
     assert torch.equal(tree.depths, torch.arange(5000).repeat(2, 1))
 
 
-# Packing paths --------------------------------------------------------------------------------------------------------------
+# Packing paths ------------------------------------------------------------------------------------
 
 
 def test_the_oracle_of_recurrent_drafter() -> None:
@@ -111,10 +128,14 @@ def test_the_oracle_of_recurrent_drafter() -> None:
     a = [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]
     b = [[93, 94, 95, 92], [93, 95, 96, 93], [93, 94, 97, 96]]
     tree = TokenTree.from_paths(torch.tensor([a, b]), 9)
-    assert tree.tokens.tolist() == [[91, 92, 93, 95, 94, 96, 97, ABSENT, ABSENT], [93, 94, 95, 92, 95, 96, 93, 97, 96]]
+    assert tree.tokens.tolist() == [
+        [91, 92, 93, 95, 94, 96, 97, ABSENT, ABSENT], [93, 94, 95, 92, 95, 96, 93, 97, 96]
+    ]
     assert tree.parents[0, :7].tolist() == [-1, 0, 1, 2, 1, 4, 2]
     assert tree.parents[1].tolist() == [-1, 0, 1, 2, 0, 4, 5, 1, 7]
-    assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 2, 3, 3] and tree.depths[1].tolist() == [0, 1, 2, 3, 1, 2, 3, 2, 3]
+    assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 2, 3, 3] and tree.depths[1].tolist() == [
+        0, 1, 2, 3, 1, 2, 3, 2, 3
+    ]
     mask = ["1000000", "1100000", "1110000", "1111000", "1100100", "1100110", "1110001"]
     assert ["".join(str(int(bit)) for bit in row) for row in tree.ancestors[0, :7, :7]] == mask
 
@@ -133,7 +154,8 @@ def _trie(paths: list[list[int]], nodes: int) -> list[tuple[int, ...]]:
 
 
 def test_packing_is_a_trie() -> None:
-    """200 random cases with gaps and too little room: the nodes are the trie's, and closed under parents."""
+    """200 random cases with gaps and too little room: the nodes are the trie's, and closed under
+    parents."""
     dice = torch.Generator().manual_seed(0)
     for case in range(200):
         rows, width, length = 1 + case % 3, 1 + case % 5, 1 + case % 4
@@ -144,11 +166,18 @@ def test_packing_is_a_trie() -> None:
         tree = TokenTree.from_paths(paths, nodes)
         for row in range(rows):
             wanted = _trie(paths[row].tolist(), nodes)
-            assert tree.tokens[row].tolist() == [*(prefix[-1] for prefix in wanted), *[ABSENT] * (tree.tokens.shape[1] - len(wanted))]
-            assert tree.parents[row, : len(wanted)].tolist() == [wanted.index(p[:-1]) if len(p) > 1 else -1 for p in wanted]
+            assert tree.tokens[row].tolist() == [
+                *(prefix[-1] for prefix in wanted),
+                *[ABSENT] * (tree.tokens.shape[1] - len(wanted))
+            ]
+            assert tree.parents[row, : len(wanted)].tolist() == [
+                wanted.index(p[:-1]) if len(p) > 1 else -1 for p in wanted
+            ]
             for node, prefix in enumerate(wanted):
                 assert tree.tokens[row, tree.ancestors[row, node]].tolist() == list(prefix)
-                assert tree.tokens[row, tree.path_to(torch.full((rows,), node))[row, : len(prefix)]].tolist() == list(prefix)
+                assert tree.tokens[
+                    row, tree.path_to(torch.full((rows,), node))[row, : len(prefix)]
+                ].tolist() == list(prefix)
 
 
 def test_trees_are_made_without_reading_the_device() -> None:

@@ -1,4 +1,5 @@
-"""Typical acceptance: its thresholds, its path, that it is lossy, and that the distance it tells is the true one."""
+"""Typical acceptance: its thresholds, its path, that it is lossy, and that the distance it tells is
+the true one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ LAWS: dict[str, tuple[Law, Law]] = {
 
 
 class Fixed:
-    """A chance that draws what it is told, row by row, and keeps the law it was asked to draw from."""
+    """A chance that draws what it is told, row by row, and keeps the law it was asked to draw
+    from."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -52,7 +54,8 @@ class Fixed:
 def one_round(
     text: Text, root: int, shape: TreeShape, target: Law, draft: Law, typical: Typical
 ) -> tuple[Accepted, Tensor, Text]:
-    """A round behind `text` and `root`: one row per token that may be drawn, what each row weighs, the accepted tokens."""
+    """A round behind `text` and `root`: one row per token that may be drawn, what each row weighs,
+    the accepted tokens."""
     tokens = likeliest(text, root, shape, draft)
     laws = target_laws(text, tokens, shape, target, 3)
     tree = TokenTree.shaped(torch.tensor(tokens).expand(3, -1), shape)
@@ -62,8 +65,11 @@ def one_round(
     return accepted, chance.weights[0], tuple(path)
 
 
-def written(shape: TreeShape, target: Law, draft: Law, typical: Typical, length: int) -> tuple[dict[Text, float], float]:
-    """The law of the `length` tokens the loop writes behind root 0, and the distance it tells, summed over them."""
+def written(
+    shape: TreeShape, target: Law, draft: Law, typical: Typical, length: int
+) -> tuple[dict[Text, float], float]:
+    """The law of the `length` tokens the loop writes behind root 0, and the distance it tells,
+    summed over them."""
     open_: list[defaultdict[Text, float]] = [defaultdict(float) for _ in range(length + 1)]
     open_[0][()] = 1.0
     told = 0.0
@@ -83,29 +89,46 @@ def written(shape: TreeShape, target: Law, draft: Law, typical: Typical, length:
 def strayed(law: dict[Text, float], target: Law, length: int) -> float:
     """The expected sum of the distances of next-token laws, from the law of whole texts alone."""
     total = 0.0
-    for prefix in itertools.chain.from_iterable(itertools.product(range(3), repeat=size) for size in range(length)):
-        mass = [sum(confidence for text, confidence in law.items() if text[: len(prefix) + 1] == (*prefix, token)) for token in range(3)]
+    for prefix in itertools.chain.from_iterable(
+        itertools.product(range(3), repeat=size) for size in range(length)
+    ):
+        mass = [
+            sum(
+                confidence
+                for text, confidence in law.items()
+                if text[: len(prefix) + 1] == (*prefix, token)
+            )
+            for token in range(3)
+        ]
         if sum(mass) > 0:
             own = torch.tensor(mass, dtype=torch.float64) / sum(mass)
             total += sum(mass) * float((own - target((0, *prefix))).abs().sum() / 2)
     return total
 
 
-# Thresholds and paths ----------------------------------------------------------------------------------------------------
+# Thresholds and paths -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("law", "entropy", "threshold"),
-    [((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003), ((0.97, 0.02, 0.01), 0.153808, 0.09)],
+    [
+        ((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003),
+        ((0.97, 0.02, 0.01), 0.153808, 0.09)
+    ],
 )
-def test_thresholds_are_those_of_the_original(law: tuple[float, ...], entropy: float, threshold: float) -> None:
+def test_thresholds_are_those_of_the_original(
+    law: tuple[float, ...], entropy: float, threshold: float
+) -> None:
     p = torch.tensor(law, dtype=torch.float64)
     assert float(Typical().threshold(p)) == pytest.approx(threshold, abs=5e-7)
-    unbounded = Typical(epsilon=0.999999, delta=0.3).threshold(p)            # the entropy alone decides
+    # the entropy alone decides
+    unbounded = Typical(epsilon=0.999999, delta=0.3).threshold(p)
     assert float(unbounded) == pytest.approx(0.3 * torch.tensor(-entropy).exp().item(), abs=5e-7)
 
 
-@pytest.mark.parametrize("wrong", [{"epsilon": 0.0}, {"epsilon": 1.0}, {"delta": 0.0}, {"delta": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"epsilon": 0.0}, {"epsilon": 1.0}, {"delta": 0.0}, {"delta": float("nan")}]
+)
 def test_thresholds_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(BadInput, match=next(iter(wrong))):
         Typical(**wrong)
@@ -114,26 +137,36 @@ def test_thresholds_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 def accepted_of(tokens: list[int], shape: TreeShape, *laws: tuple[float, ...]) -> Accepted:
     """One row, a law per node; the token drawn behind the path is 0."""
     probs = torch.tensor([laws], dtype=torch.float64)
-    return accept_by_typicality(TokenTree.shaped(torch.tensor([tokens]), shape), probs, Fixed(torch.tensor([0])), Typical())
+    return accept_by_typicality(
+        TokenTree.shaped(torch.tensor([tokens]), shape), probs, Fixed(torch.tensor([0])), Typical()
+    )
 
 
 def test_the_longest_path_wins_over_the_likelier_one() -> None:
     sure, spread = (0.0, 0.9, 0.1), (0.4, 0.3, 0.3)
-    found = accepted_of([0, 1, 2, 2], TreeShape.from_digits(["0", "1", "10"]), sure, sure, spread, sure)
+    found = accepted_of(
+        [0, 1, 2, 2], TreeShape.from_digits(["0", "1", "10"]), sure, sure, spread, sure
+    )
     assert found.nodes[0, :3].tolist() == [0, 2, 3]
-    assert found.distance is not None and found.distance[0].tolist() == pytest.approx([0.9, 0.7, 0.0])
+    assert found.distance is not None and found.distance[0].tolist() == pytest.approx(
+        [0.9, 0.7, 0.0]
+    )
 
 
 def test_of_equally_long_paths_the_likelier_wins() -> None:
     root, left, right = (0.2, 0.5, 0.3), (0.4, 0.3, 0.3), (0.1, 0.1, 0.8)
     shape = TreeShape.from_digits(["0", "1", "00", "10"])
-    tokens = [0, 1, 2, 0, 2]                                                # 0.5 * 0.4 against 0.3 * 0.8
+    # 0.5 * 0.4 against 0.3 * 0.8
+    tokens = [0, 1, 2, 0, 2]
     assert accepted_of(tokens, shape, root, left, right, root, root).nodes[0].tolist() == [0, 2, 4]
 
 
 def test_absent_and_orphaned_nodes_never_stand() -> None:
-    flat = (0.0, 0.0, 1.0)                                                  # ABSENT must not read as the last token
-    found = accepted_of([0, ABSENT, 0, 2], TreeShape.from_digits(["0", "1", "10"]), flat, flat, flat, flat)
+    # ABSENT must not read as the last token
+    flat = (0.0, 0.0, 1.0)
+    found = accepted_of(
+        [0, ABSENT, 0, 2], TreeShape.from_digits(["0", "1", "10"]), flat, flat, flat, flat
+    )
     assert found.count.tolist() == [1]
     assert found.distance is not None and not found.distance.any()
 
@@ -147,27 +180,33 @@ def test_on_one_hot_laws_it_is_the_greedy_rule(shape: str) -> None:
         laws = target_laws(text[:2], tokens, SHAPES[shape], target, 3)[None]
         tree = TokenTree.shaped(torch.tensor([tokens]), SHAPES[shape])
         exact = accept_by_matching(tree, laws.argmax(-1))
-        ours = accept_by_typicality(tree, laws, Fixed(exact.root), Typical(epsilon=0.9999, delta=50.0))
+        ours = accept_by_typicality(
+            tree, laws, Fixed(exact.root), Typical(epsilon=0.9999, delta=50.0)
+        )
         assert ours.count.tolist() == exact.count.tolist() and torch.equal(ours.nodes, exact.nodes)
         assert ours.distance is not None and not ours.distance.any()
         lengths |= {int(exact.count[0])}
     assert len(lengths) > 1
 
 
-# Lossy, and by how much ---------------------------------------------------------------------------------------------------
+# Lossy, and by how much ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_lossy_and_tells_by_how_much(shape: str, laws: str) -> None:
-    """Enumerated: the text does not have the target's law, and the distance told is that of the text's own law."""
+    """Enumerated: the text does not have the target's law, and the distance told is that of the
+    text's own law."""
     target, draft = LAWS[laws]
     law, told = written(SHAPES[shape], target, draft, Typical(), 4)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-    assert distance(law, text_law(target, 3, 4)) > 0.05, "this is no longer lossy; has it become exact?"
+    assert distance(law, text_law(target, 3, 4)) > 0.05, (
+        "this is no longer lossy; has it become exact?"
+    )
     assert told == pytest.approx(strayed(law, target, 4), abs=EXACT)
     assert told > 0.05
-    assert distance(law, text_law(target, 3, 4)) <= told + EXACT             # distances add up at most
+    # distances add up at most
+    assert distance(law, text_law(target, 3, 4)) <= told + EXACT
 
 
 def test_where_nothing_is_typical_the_law_is_the_target_law() -> None:
@@ -179,7 +218,8 @@ def test_where_nothing_is_typical_the_law_is_the_target_law() -> None:
 
 
 def test_the_root_is_the_targets_even_if_the_draft_knew_its_noise() -> None:
-    """Drafts that race with the noise of the target's choice: where they are turned down the next token still has its law.
+    """Drafts that race with the noise of the target's choice: where they are turned down the next
+    token still has its law.
 
     The control takes the target's own choice there, which the draft has looked at: it must be seen.
     """
@@ -206,9 +246,12 @@ def chance_of(tokens: Tensor, logits: Tensor) -> float:
 
 
 def test_the_law_judged_is_that_of_the_rows_own_sampling() -> None:
-    """Temperature and filters are applied before the threshold: a token they forbid cannot stand."""
+    """Temperature and filters are applied before the threshold: a token they forbid cannot
+    stand."""
     logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64).expand(3, 2, 3)
-    params = Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2), Sampling(temperature=0.2)
+    params = (
+        Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2), Sampling(temperature=0.2)
+    )
     paths = paths_of([[1]] * 3)
     tree = TokenTree.chain(torch.tensor([[1, 2]] * 3))
     accepted = Typical().accept(tree, logits, Frontier(paths.prefix, sampler_of(*params), 1))

@@ -28,7 +28,8 @@ def busy(dice: random.Random) -> float:
 
 @dataclass
 class World:
-    """costs: plain steps of a round by its size and the tokens so far. prompt: tokens that a drafter
+    """costs: plain steps of a round by its size and the tokens so far. prompt: tokens that a
+    drafter
     must read, for `setup` plain steps."""
 
     luck: Luck
@@ -71,13 +72,16 @@ class World:
 def world(luck: Luck | float, draft: float, verify: float = 0.02, **more: object) -> World:
     """Each drafted token takes `draft` plain steps to make and `verify` to check."""
     chance: Luck = luck if callable(luck) else lambda written, depth, size: luck
-    return World(chance, lambda size, written: 1 + (draft + verify) * size, **more)  # type: ignore[arg-type]
+    costs = lambda size, written: 1 + (draft + verify) * size  # noqa: E731
+    return World(chance, costs, **more)  # type: ignore[arg-type]
 
 
 def runs(luck: Luck | float, draft: float, tokens: int, **more: object) -> list[float]:
     """Plain steps per token of some seeds, on a busy machine."""
-    return [world(luck, draft, noise=busy, seed=1000 * seed, **more).run(Adaptive(8), tokens).per_token
-            for seed in range(6)]
+    return [
+        world(luck, draft, noise=busy, seed=1000 * seed, **more).run(Adaptive(8), tokens).per_token
+        for seed in range(6)
+    ]
 
 
 def best(alpha: float, draft: float) -> float:
@@ -91,7 +95,9 @@ ALPHAS, DRAFTS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95), (0.02, 0.1, 0.25, 1.0)
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_it_finds_the_best_size_and_loses_little_where_none_pays(alpha: float, draft: float) -> None:
+def test_it_finds_the_best_size_and_loses_little_where_none_pays(
+    alpha: float, draft: float
+) -> None:
     found = statistics.mean(runs(alpha, draft, 1024))
     assert found < max(1.07 * best(alpha, draft), 1.016 if best(alpha, draft) >= 0.97 else 0.0)
 
@@ -160,7 +166,7 @@ def test_a_machine_that_stood_still_for_a_moment_drafts_on(which: int, steps: fl
     """One of the first drafts took far too long, by no fault of the drafter's."""
     for seed in range(4):
         one, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps])
-        one.costs = lambda size, written: 1 + 0.07 * size + (next(still, 0.0) if size else 0.0)  # noqa: B023
+        one.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
         budget = Adaptive(8)
         begun, written = one.run(budget, 300).time, one.written
         one.run(budget, 1000)
@@ -173,9 +179,13 @@ def test_a_plain_round_is_measured_now_and_then() -> None:
     assert plain and all(place >= STALE for place in plain) and len(plain) < 8
 
 
-@pytest.mark.parametrize(("alpha", "draft", "prompt", "setup", "most"), [
-    (0.8, 0.1, 20, 4.0, 0.5), (0.85, 0.05, 1000, 20.0, 0.5), (0.02, 0.2, 500, 6.0, 1.02), (0.9, 0.9, 500, 6.0, 1.02),
-])
+@pytest.mark.parametrize(
+    ("alpha", "draft", "prompt", "setup", "most"),
+    [
+        (0.8, 0.1, 20, 4.0, 0.5), (0.85, 0.05, 1000, 20.0, 0.5), (0.02, 0.2, 500, 6.0, 1.02),
+        (0.9, 0.9, 500, 6.0, 1.02)
+    ],
+)
 def test_what_a_drafter_must_read_first_is_weighed(
     alpha: float, draft: float, prompt: int, setup: float, most: float
 ) -> None:
@@ -199,7 +209,9 @@ def test_trees_are_known_by_their_nodes() -> None:
     dice, budget, sizes = random.Random(0), Adaptive(10), []
     for _ in range(400):
         size = budget.choose(State(1, 100, 1000.0))
-        found = [node for node in range(1, size + 1) if dice.random() < (0.4 if node <= 5 else 0.01)]
+        found = [
+            node for node in range(1, size + 1) if dice.random() < (0.4 if node <= 5 else 0.01)
+        ]
         budget.record(Round(size, 1, found, 1 + len(found), 0.01 * (1 + 0.05 * size), chain=False))
         sizes.append(size)
     assert statistics.mode(sizes[100:]) == 5

@@ -39,7 +39,8 @@ class Wild(Budget):
 
 
 class Unsure(Wild):
-    """So many tokens per row, of which one row may have more, for as long as drafts may be accepted."""
+    """So many tokens per row, of which one row may have more, for as long as drafts may be
+    accepted."""
 
     floor = 1e-9
 
@@ -51,7 +52,9 @@ class Unsure(Wild):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"]
+)
 def test_no_sequence_of_budgets_changes_the_text(
     drafter: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,26 +71,40 @@ def test_no_sequence_of_budgets_changes_the_text(
 
 
 def test_a_budget_is_told_what_came_of_its_rounds() -> None:
-    """Sizes as chosen, emitted tokens that add up, accepted nodes that lie within the draft, seconds of them all."""
+    """Sizes as chosen, emitted tokens that add up, accepted nodes that lie within the draft,
+    seconds of them all."""
     budget = Wild(6, 1)
     engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
     done = engine.generate(prompts(3, seed=5), max_new_tokens=30, batch_size=1)
     assert sum(one.emitted for one in budget.rounds) == sum(one.stats.emitted for one in done)
-    assert sum(len(one.accepted) for one in budget.rounds) >= sum(one.stats.accepted for one in done)
-    assert all(one.chain and list(one.accepted) == [*range(1, one.size + 1)] and one.seconds > 0 for one in budget.rounds)
+    assert sum(len(one.accepted) for one in budget.rounds) >= sum(
+        one.stats.accepted for one in done
+    )
+    assert all(
+        one.chain and list(one.accepted) == [*range(1, one.size + 1)] and one.seconds > 0
+        for one in budget.rounds
+    )
     spent = sum(engine.clock.seconds[part] for part in ("draft", "verify", "decide"))
     assert sum(one.seconds for one in budget.rounds) > 0 and spent > 0
     assert all(state.rows == 1 and 0 < state.remaining < 30 for state in budget.states)
 
 
-def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
+def test_a_budget_is_told_what_a_draft_model_has_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After plain rounds as well, of which the drafter itself may learn later."""
     budget = Wild(3, 1)
-    budget.choose = lambda state: budget.states.append(state) or 0  # type: ignore[method-assign, func-returns-value]
+    monkeypatch.setattr(budget, "choose", lambda state: budget.states.append(state) or 0)
     prompt = prompts(1, seed=2)[0]
-    Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate([prompt], max_new_tokens=8)
-    assert [state.unread for state in budget.states] == [len(prompt) - 1 + round_ for round_ in range(7)]
-    assert [state.context for state in budget.states] == [len(prompt) + 1 + round_ for round_ in range(7)]
+    Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate(
+        [prompt], max_new_tokens=8
+    )
+    assert [state.unread for state in budget.states] == [
+        len(prompt) - 1 + round_ for round_ in range(7)
+    ]
+    assert [state.context for state in budget.states] == [
+        len(prompt) + 1 + round_ for round_ in range(7)
+    ]
 
 
 def test_the_default_measures() -> None:
@@ -107,7 +124,9 @@ def test_bad_budgets_are_refused() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["draft chain", "redrafter"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"]
+)
 def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sampling) -> None:
     """A higher floor drafts fewer tokens, of which more stand; the text is the same."""
     asked = prompts(6, seed=4)
@@ -122,9 +141,14 @@ def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sam
     assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"])
-def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a row drafts beyond its part another does not; alone there is nobody to share with. The text is the same."""
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"]
+)
+def test_rows_of_a_batch_share_a_budget(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a row drafts beyond its part another does not; alone there is nobody to share with. The
+    text is the same."""
     monkeypatch.setattr(Target, "skips_absent", True)
     asked, budget, sizes = prompts(6, seed=4), Unsure(6), []
     wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
@@ -132,14 +156,17 @@ def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.
     read = engine.target.read
 
     def noted(tree: TokenTree, cache: KVCache, **options: Any) -> Reading:
-        if "hidden_layers" in options and cache.lengths.all() and tree.tokens.shape[1] > 1:       # no draft's read, no prompt
+        # no draft's read, no prompt
+        if "hidden_layers" in options and cache.lengths.all() and tree.tokens.shape[1] > 1:
             sizes.append(tree.sizes)
         return read(tree, cache, **options)
 
     monkeypatch.setattr(engine.target, "read", noted)
     assert texts(engine, asked, max_new_tokens=24, sampling=sampling, batch_size=3) == wanted
     shared = [one for one in sizes if len(one) > 1]
-    assert all(sum(one) <= 2 * len(one) for one in shared) and any(max(one) > 2 > min(one) for one in shared)
+    assert all(sum(one) <= 2 * len(one) for one in shared) and any(
+        max(one) > 2 > min(one) for one in shared
+    )
     assert max(map(max, shared)) <= 4 and all(max(one) <= 2 for one in sizes if len(one) == 1)
     batches = [one for one in budget.rounds if one.rows > 1]
     assert all(not one.chain and set(one.accepted) <= {1, 2} for one in batches if one.accepted)
@@ -149,10 +176,14 @@ def test_rows_of_a_batch_share_a_budget(sampling: Sampling, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("rule", "most", "room", "floor"), [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)]
+    ("rule", "most", "room", "floor"),
+    [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)],
 )
-def test_a_row_may_have_a_little_more(rule: str, most: int, room: int, floor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more than memory was set aside for; and where a rule weighs the law of drafts, none may look at what it drew."""
+def test_a_row_may_have_a_little_more(
+    rule: str, most: int, room: int, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never more than memory was set aside for; and where a rule weighs the law of drafts, none may
+    look at what it drew."""
     monkeypatch.setattr(Target, "skips_absent", True)
     drafter, asked = DRAFTERS["draft chain"](target()), list[Frontier]()
     propose = DraftModel.propose

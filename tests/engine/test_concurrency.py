@@ -25,7 +25,9 @@ def streamed(engine: Engine, *asked: list[int]) -> Texts:
     streams = [engine.stream(prompt, max_new_tokens=LENGTH) for prompt in asked]
     for chunks in zip_longest(*streams):
         for place, chunk in enumerate(chunks):
-            ends[place] = chunk.completion if chunk is not None and chunk.completion else ends[place]
+            ends[place] = (
+                chunk.completion if chunk is not None and chunk.completion else ends[place]
+            )
     return [end.tokens for end in ends if end is not None]
 
 
@@ -58,7 +60,9 @@ def left_half_way(engine: Engine) -> Texts:
 
 def two_engines(engine: Engine) -> Texts:
     """One drafter in both."""
-    other, stream = Engine(engine.target, engine.drafter), engine.stream(LONG, max_new_tokens=LENGTH)
+    other, stream = (
+        Engine(engine.target, engine.drafter), engine.stream(LONG, max_new_tokens=LENGTH)
+    )
     next(stream)
     others = generated(other, SHORT, LAST)
     *_, last = stream
@@ -81,7 +85,8 @@ def two_threads(engine: Engine) -> Texts:
 
 
 WITH_MEMORY = [
-    "suffix", "recycling", "portfolio", "portfolio, medusa", "draft chain", "draft tree", "target itself", "medusa",
+    "suffix", "recycling", "portfolio", "portfolio, medusa", "draft chain", "draft tree",
+    "target itself", "medusa",
     "redrafter",
 ]  # fmt: skip
 
@@ -90,7 +95,9 @@ WITH_MEMORY = [
 def test_texts_that_run_at_the_same_time(drafter: str) -> None:
     engine = Engine(target(), DRAFTERS[drafter](target()))
     alone = generated(engine, LONG, SHORT, LAST)
-    ways: tuple[Callable[[Engine], Texts], ...] = (in_turn, inside, left_half_way, two_engines, two_threads)
+    ways: tuple[Callable[[Engine], Texts], ...] = (
+        in_turn, inside, left_half_way, two_engines, two_threads
+    )
     for way in ways:
         assert way(engine) == alone, way.__name__
 

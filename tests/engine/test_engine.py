@@ -1,4 +1,5 @@
-"""The engine honours every wish exactly, whatever drafts: stops, limits, penalties, processors, logprobs, counts."""
+"""The engine honours every wish exactly, whatever drafts: stops, limits, penalties, processors,
+logprobs, counts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def test_wishes_are_those_of_transformers_generate() -> None:
         [text for text in prompts(9, seed=9) if len(text) > 2],
     )  # transformers skips words longer than the text
     want = Sampling(
-        repetition_penalty=1.3, no_repeat_ngram=2, banned_words=[[3], [5, 6]], min_new_tokens=6, stop_tokens=[1, 2, 4, 8, 9]
+        repetition_penalty=1.3,
+        no_repeat_ngram=2,
+        banned_words=[[3], [5, 6]],
+        min_new_tokens=6,
+        stop_tokens=[1, 2, 4, 8, 9],
     )
     engine = Engine(target(), DRAFTERS["target itself, tree"](target()))
     for text in asked:
@@ -43,22 +48,33 @@ def test_wishes_are_those_of_transformers_generate() -> None:
             min_new_tokens=6,
             eos_token_id=[1, 2, 4, 8, 9],
         )
-        assert engine.generate(text, max_new_tokens=NEW, sampling=want)[0].tokens == theirs[0, len(text) :].tolist()
+        assert (
+            engine.generate(text, max_new_tokens=NEW, sampling=want)[0].tokens
+            == theirs[0, len(text) :].tolist()
+        )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(logprobs=True), replace(WARM, top_k=5, repetition_penalty=1.5, logprobs=True)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(logprobs=True), replace(WARM, top_k=5, repetition_penalty=1.5, logprobs=True)]
+)
 def test_logprobs_are_those_of_the_unprocessed_model(sampling: Sampling) -> None:
     asked = prompts(5, seed=10)
     for drafter in ("plain", "draft tree", "guess", "target itself"):
-        for one in Engine(target(), DRAFTERS[drafter](target())).generate(asked, max_new_tokens=NEW, sampling=sampling):
+        for one in Engine(target(), DRAFTERS[drafter](target())).generate(
+            asked, max_new_tokens=NEW, sampling=sampling
+        ):
             text = [*asked[one.prompt], *one.tokens]
             law = model()(torch.tensor([text])).logits[0].detach().log_softmax(-1)
-            wanted = [float(law[place - 1, text[place]]) for place in range(len(asked[one.prompt]), len(text))]
+            wanted = [
+                float(law[place - 1, text[place]])
+                for place in range(len(asked[one.prompt]), len(text))
+            ]
             assert one.logprobs == pytest.approx(wanted, abs=1e-9)
     assert Engine(target()).generate(asked[0], max_new_tokens=2)[0].logprobs is None
 
 
-# What cannot be honoured ------------------------------------------------------------------------------------------------
+# What cannot be honoured --------------------------------------------------------------------------
 
 
 class Counting:
@@ -113,7 +129,9 @@ def test_a_model_that_gives_nan_is_broken(acceptance: str, temperature: float) -
     engine = Engine(broken, DRAFTERS["draft chain"](broken), acceptance=acceptance)
     with torch.no_grad():
         broken.model.model.embed_tokens.weight[5] = torch.nan
-    (done,) = engine.generate([[1, 5, 3]], max_new_tokens=4, sampling=Sampling(temperature=temperature))
+    (done,) = engine.generate(
+        [[1, 5, 3]], max_new_tokens=4, sampling=Sampling(temperature=temperature)
+    )
     assert done.finish_reason == "error" and done.tokens == []
     with pytest.raises(BrokenModel, match="NaN"):
         done.checked()
@@ -121,7 +139,8 @@ def test_a_model_that_gives_nan_is_broken(acceptance: str, temperature: float) -
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 def test_a_row_that_cannot_go_on_ends_alone(acceptance: str) -> None:
-    """One row meets NaN, one meets a text with no next token; the others, and those that take their places, notice nothing."""
+    """One row meets NaN, one meets a text with no next token; the others, and those that take their
+    places, notice nothing."""
     from tiny import fresh
 
     def not_behind_seven(text: Tensor, scores: Tensor) -> Tensor:
@@ -131,15 +150,23 @@ def test_a_row_that_cannot_go_on_ends_alone(acceptance: str) -> None:
     broken, kept = Target(fresh("llama")), [[1, 2, 3], [4, 2, 9], [8, 8, 1], [6, 2, 2], [3, 1, 4]]
     engine = Engine(broken, DRAFTERS["draft chain"](broken), acceptance=acceptance)
     wanted = Sampling(temperature=1.0, processors=[not_behind_seven], banned_words=[(5,)])
-    before = [one.tokens for one in engine.generate(kept, max_new_tokens=8, sampling=wanted, batch_size=3)]
+    before = [
+        one.tokens for one in engine.generate(kept, max_new_tokens=8, sampling=wanted, batch_size=3)
+    ]
     with torch.no_grad():
         broken.model.model.embed_tokens.weight[5] = torch.nan
     prompts = [[1, 5, 3], kept[0], [7, 2, 3], *kept[1:3], [2, 5], *kept[3:]]
     done = engine.generate(prompts, max_new_tokens=8, sampling=wanted, batch_size=3)
-    assert [type(one.error) for one in (done[0], done[2], done[5])] == [BrokenModel, BadInput, BrokenModel]
+    assert [type(one.error) for one in (done[0], done[2], done[5])] == [
+        BrokenModel, BadInput, BrokenModel
+    ]
     assert len(done[2].tokens) == 2 and not done[0].tokens
     alone = [one.tokens for one in done if one.error is None]
-    assert alone == before if acceptance == "match" else [len(one) for one in alone] == [len(one) for one in before]
+    assert (
+        alone == before
+        if acceptance == "match"
+        else [len(one) for one in alone] == [len(one) for one in before]
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,14 +197,18 @@ def test_bad_requests_are_one_sentence(call: dict, word: str | None) -> None:
 
 
 def test_rounds_show_every_row_until_it_has_ended() -> None:
-    """Five prompts, two at a time: all rows at first, then those that had not ended; the texts are those of `generate`."""
+    """Five prompts, two at a time: all rows at first, then those that had not ended; the texts are
+    those of `generate`."""
     engine, texts = Engine(target(), budget=3), prompts(5, seed=3)
     wanted = replace(WARM, stop_tokens=[7, 11])
     seen = [[(row.request, len(row.tokens)) for row in rows] for rows in engine.rounds(
         texts, max_new_tokens=NEW, sampling=wanted, batch_size=2
     )]  # fmt: skip
     assert seen[0] == [(0, 1), *((later, 0) for later in range(1, 5))] and len(seen[-1]) <= 2
-    whole = {one.prompt: len(one.tokens) for one in engine.generate(texts, max_new_tokens=NEW, sampling=wanted, batch_size=2)}
+    whole = {
+        one.prompt: len(one.tokens)
+        for one in engine.generate(texts, max_new_tokens=NEW, sampling=wanted, batch_size=2)
+    }
     for before, after in pairwise(seen):
         ended = dict(before).keys() - dict(after).keys()
         assert {row: dict(before)[row] for row in ended} == {row: whole[row] for row in ended}
@@ -186,7 +217,8 @@ def test_rounds_show_every_row_until_it_has_ended() -> None:
 
 
 def test_whoever_stops_listening_is_told_the_seconds() -> None:
-    """Of rows that ended and of those that would have gone on, whose rounds are more; each prompt is read for itself."""
+    """Of rows that ended and of those that would have gone on, whose rounds are more; each prompt
+    is read for itself."""
     rounds = Engine(target(), DRAFTERS["draft chain"](target()), budget=2).rounds(
         prompts(2, seed=3), sampling=[Sampling(max_new_tokens=2), Sampling(max_new_tokens=40)]
     )
@@ -197,17 +229,21 @@ def test_whoever_stops_listening_is_told_the_seconds() -> None:
     assert rows[0].finish_reason == "length" and rows[1].finish_reason is None
     ended = dict(short.seconds)
     rounds.close()  # type: ignore[attr-defined]
-    assert short.seconds == ended and all(long.seconds[part] > ended[part] > 0 for part in ("draft", "verify", "decide"))
+    assert short.seconds == ended and all(
+        long.seconds[part] > ended[part] > 0 for part in ("draft", "verify", "decide")
+    )
 
 
-# Counts -----------------------------------------------------------------------------------------------------------------
+# Counts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 def test_the_counts_add_up(drafter: str, acceptance: str) -> None:
     engine = Engine(target(), DRAFTERS[drafter](target()), budget=Fading(8), acceptance=acceptance)
-    done = engine.generate(prompts(6, seed=12), max_new_tokens=NEW, sampling=replace(WARM, stop_tokens=[7]), n=2)
+    done = engine.generate(
+        prompts(6, seed=12), max_new_tokens=NEW, sampling=replace(WARM, stop_tokens=[7]), n=2
+    )
     for one in done:
         assert_counts(one)
     if drafter == "target itself" and acceptance != "match":

@@ -1,4 +1,5 @@
-"""The engine writes what the model would write alone: token for token, with every drafter, alone and in a batch."""
+"""The engine writes what the model would write alone: token for token, with every drafter, alone
+and in a batch."""
 
 from __future__ import annotations
 
@@ -23,20 +24,32 @@ SAMPLED = Sampling(temperature=0.9, seed=11)
 
 
 def reference(own: PreTrainedModel, text: list[int], new: int = NEW) -> list[int]:
-    """transformers' own greedy continuation of a prompt, alone; a token that doubles as padding is text all the same."""
+    """transformers' own greedy continuation of a prompt, alone; a token that doubles as padding is
+    text all the same."""
     everything = torch.ones(1, len(text))
-    out = own.generate(torch.tensor([text]), attention_mask=everything, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    out = own.generate(
+        torch.tensor([text]), attention_mask=everything, max_new_tokens=new, do_sample=False,
+        pad_token_id=0
+    )
     return out[0, len(text) :].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_that_of_transformers(family: str) -> None:
-    """Ragged prompts, alone and eight at a time, drafted by lookup, by a chain, by a tree, and by one that knows."""
+    """Ragged prompts, alone and eight at a time, drafted by lookup, by a chain, by a tree, and by
+    one that knows."""
     asked = prompts(8, seed=1)
     wanted = [reference(model(family), text) for text in asked]
-    assert len({tuple(text) for text in wanted}) > 4, "the model says the same to everything: it tests nothing"
-    hinted = Hinted(Oracle({tuple(text): answer for text, answer in zip(asked, wanted, strict=True)}))
-    chosen = [DRAFTERS[name](target(family)) for name in ("plain", "prompt-lookup", "draft chain", "target itself, tree")]
+    assert len({tuple(text) for text in wanted}) > 4, (
+        "the model says the same to everything: it tests nothing"
+    )
+    hinted = Hinted(
+        Oracle({tuple(text): answer for text, answer in zip(asked, wanted, strict=True)})
+    )
+    chosen = [
+        DRAFTERS[name](target(family))
+        for name in ("plain", "prompt-lookup", "draft chain", "target itself, tree")
+    ]
     for drafter in [*chosen, hinted]:
         engine = Engine(target(family), Watch(drafter))
         done = engine.generate(asked, max_new_tokens=NEW)
@@ -49,7 +62,11 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
 def test_the_seed_decides() -> None:
     asked = prompts(4, seed=3)
     runs = [
-        texts(Engine(target()), asked, max_new_tokens=12, sampling=Sampling(temperature=1.0, seed=seed)) for seed in (0, 0, 1)
+        texts(
+            Engine(target()), asked, max_new_tokens=12,
+            sampling=Sampling(temperature=1.0, seed=seed)
+        )
+        for seed in (0, 0, 1)
     ]
     assert runs[0] == runs[1] != runs[2]
 
@@ -70,18 +87,24 @@ def test_a_prompt_of_several_chunks() -> None:
     asked = [long, [3, 4], long[:257], long[:256]]
     wanted = texts(Engine(own), asked, max_new_tokens=8)
     assert wanted[0][0] == reference(own.model, long, 8)
-    for drafter in (DraftModel(target(max_position_embeddings=1024, num_hidden_layers=1), 40), PromptLookup()):
+    for drafter in (
+        DraftModel(target(max_position_embeddings=1024, num_hidden_layers=1), 40), PromptLookup()
+    ):
         assert texts(Engine(own, Watch(drafter)), asked, max_new_tokens=8, batch_size=2) == wanted
 
 
 def test_more_prompts_than_rows_and_samples_of_each() -> None:
     asked = prompts(9, seed=6)
     engine = Engine(target(), DRAFTERS["draft chain"](target()))
-    wanted = [texts(Engine(target()), [text], max_new_tokens=10, sampling=SAMPLED)[0] for text in asked]
+    wanted = [
+        texts(Engine(target()), [text], max_new_tokens=10, sampling=SAMPLED)[0] for text in asked
+    ]
     for rows in (1, 2, 5, 64):
         assert texts(engine, asked, max_new_tokens=10, sampling=SAMPLED, batch_size=rows) == wanted
     three = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=3, batch_size=4)
-    assert [(one.prompt, one.sample) for one in three] == [(prompt, sample) for prompt in range(4) for sample in range(3)]
+    assert [(one.prompt, one.sample) for one in three] == [
+        (prompt, sample) for prompt in range(4) for sample in range(3)
+    ]
     two = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=2)
     assert [one.tokens for one in three if one.sample < 2] == [one.tokens for one in two]
     assert [one.tokens for one in three if one.sample == 0] == [tokens for tokens, _ in wanted[:4]]
@@ -101,7 +124,8 @@ def test_rows_of_different_wishes_share_a_batch() -> None:
     engine = Engine(target(), DRAFTERS["draft tree"](target()))
     together = texts(engine, asked, max_new_tokens=14, sampling=wants)
     assert together == [
-        texts(Engine(target()), [text], max_new_tokens=14, sampling=want)[0] for text, want in zip(asked, wants, strict=True)
+        texts(Engine(target()), [text], max_new_tokens=14, sampling=want)[0]
+        for text, want in zip(asked, wants, strict=True)
     ]
 
 
@@ -116,7 +140,9 @@ def test_real_models_write_what_transformers_writes(acceptance: str) -> None:
     )
     asked = [
         own.codec.encode(text)
-        for text in ("Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They")
+        for text in (
+            "Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They"
+        )
     ]
     wanted = [reference(own.target.model, text, 30) for text in asked]
     done = own.generate(asked, max_new_tokens=30, sampling=Sampling())
@@ -131,7 +157,9 @@ def test_real_models_sample_the_same_text_with_every_drafter() -> None:
     want = Sampling(temperature=1.0, seed=3)
     wanted = [one.text for one in own.generate(asked, max_new_tokens=24, sampling=want)]
     shapes = [None, TreeShape.branching((2, 2, 1))]
-    for drafter in [PromptLookup(), *(DraftModel(draft, own.target.vocab_size, shape) for shape in shapes)]:
+    for drafter in [
+        PromptLookup(), *(DraftModel(draft, own.target.vocab_size, shape) for shape in shapes)
+    ]:
         engine = Engine(own.target, drafter, codec=own.codec, stop_tokens=own.stop_tokens)
         done = engine.generate(asked, max_new_tokens=24, sampling=want)
         assert [one.text for one in done] == wanted
@@ -139,8 +167,14 @@ def test_real_models_sample_the_same_text_with_every_drafter() -> None:
 
 
 def test_a_target_of_chains_only_gets_chains_only() -> None:
-    """MPT reads chains exactly and trees not: chains are the text of transformers, a tree is refused, not believed."""
-    own = Target(build("MptConfig", vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, initializer_range=0.4))
+    """MPT reads chains exactly and trees not: chains are the text of transformers, a tree is
+    refused, not believed."""
+    own = Target(
+        build(
+            "MptConfig", vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=256,
+            initializer_range=0.4
+        )
+    )
     asked = prompts(3, seed=9)
     for drafter in (PromptLookup(), DraftModel(target(seed=1), 40)):
         done = Engine(own, drafter).generate(asked, max_new_tokens=NEW)
@@ -151,6 +185,10 @@ def test_a_target_of_chains_only_gets_chains_only() -> None:
 
 def test_a_temperature_of_one_may_be_an_integer() -> None:
     engine = load("demo", drafter="none")
-    texts = [engine.generate("Lily", max_new_tokens=8, sampling=Sampling(temperature=one, seed=5))[0].tokens
-             for one in (1, 1.0)]
+    texts = [
+        engine.generate("Lily", max_new_tokens=8, sampling=Sampling(temperature=one, seed=5))[
+            0
+        ].tokens
+        for one in (1, 1.0)
+    ]
     assert texts[0] == texts[1]

@@ -1,7 +1,10 @@
-"""Drawn drafts through the real engine and its real noise: the joint law of the text is the target's.
+"""Drawn drafts through the real engine and its real noise: the joint law of the text is the
+target's.
 
-What enumeration cannot see, counting can: the seams between engine, drafter, rule and noise. Each test raises a false
-alarm once in a million seeds, and always says the same since its seeds are fixed; the control must be seen.
+What enumeration cannot see, counting can: the seams between engine, drafter, rule and noise. Each
+test raises a false
+alarm once in a million seeds, and always says the same since its seeds are fixed; the control must
+be seen.
 """
 
 from __future__ import annotations
@@ -37,19 +40,27 @@ OWN = {
 
 def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
     """The law of the tokens behind the first, by the model's own forward on every text."""
-    texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=LENGTH)])
+    texts = torch.tensor(
+        [[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=LENGTH)]
+    )
     with torch.inference_mode():
         logits = target(**OWN).model(texts).logits[:, len(PROMPT) - 1 : -1] / sampling.temperature
     if sampling.top_k:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k, -1).values[..., -1:], -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.topk(sampling.top_k, -1).values[..., -1:], -torch.inf
+        )
     steps = logits.softmax(-1).gather(-1, texts[:, len(PROMPT) :, None])[..., 0]
     law: dict[tuple[int, ...], float] = {}
-    for text, confidence in zip(texts[:, len(PROMPT) + 1 :].tolist(), steps.prod(-1).tolist(), strict=True):
+    for text, confidence in zip(
+        texts[:, len(PROMPT) + 1 :].tolist(), steps.prod(-1).tolist(), strict=True
+    ):
         law[tuple(text)] = law.get(tuple(text), 0.0) + confidence
     return law
 
 
-def p_value(drafter: Drafter, rule: str, sampling: Sampling = WARM, budget: int | None = None) -> float:
+def p_value(
+    drafter: Drafter, rule: str, sampling: Sampling = WARM, budget: int | None = None
+) -> float:
     """G-test of what the engine writes; cells expected fewer than five times are one cell."""
     engine = Engine(target(**OWN), drafter, acceptance=rule, budget=budget)
     done = engine.generate([PROMPT], max_new_tokens=LENGTH, sampling=sampling, n=SAMPLES)
@@ -62,7 +73,9 @@ def p_value(drafter: Drafter, rule: str, sampling: Sampling = WARM, budget: int 
     cells = [(seen.get(text, 0), law[text] * SAMPLES) for text in large]
     rest = (SAMPLES - sum(count for count, _ in cells), SAMPLES - sum(mean for _, mean in cells))
     cells += [rest] if rest[1] >= 5 else []
-    statistic = 2 * sum(count * (torch.tensor(count / mean).log().item()) for count, mean in cells if count)
+    statistic = 2 * sum(
+        count * (torch.tensor(count / mean).log().item()) for count, mean in cells if count
+    )
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
@@ -70,7 +83,9 @@ def draft(shape: TreeShape | None = None) -> DraftModel:
     return DraftModel(target(seed=1, **OWN), VOCAB, shape)
 
 
-SHAPES = {"chain": None, "tree 2-2": TreeShape.branching((2, 2)), "all five": TreeShape.branching((5,))}
+SHAPES = {
+    "chain": None, "tree 2-2": TreeShape.branching((2, 2)), "all five": TreeShape.branching((5,))
+}
 
 
 CASES = [
@@ -106,12 +121,15 @@ def test_a_wrong_draft_law_is_seen() -> None:
 
 
 def test_drawing_pays() -> None:
-    """Block accepts at least what rejection accepts, and rejection more than a coupled race, on unrelated laws."""
+    """Block accepts at least what rejection accepts, and rejection more than a coupled race, on
+    unrelated laws."""
     rates = {}
     for rule in ("match", "rejection", "block"):
         done = Engine(target(**OWN), draft(), acceptance=rule, budget=3).generate(
             [PROMPT], max_new_tokens=9, sampling=WARM, n=600
         )
-        rates[rule] = sum(one.stats.accepted for one in done) / sum(one.stats.rounds for one in done)
+        rates[rule] = sum(one.stats.accepted for one in done) / sum(
+            one.stats.rounds for one in done
+        )
     assert rates["block"] > rates["rejection"] - 0.05
     assert rates["rejection"] > rates["match"] - 0.05

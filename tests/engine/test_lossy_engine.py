@@ -1,4 +1,5 @@
-"""Lossy decoding through the whole engine: asked for by name, told per token, and greedy rows as exact as ever."""
+"""Lossy decoding through the whole engine: asked for by name, told per token, and greedy rows as
+exact as ever."""
 
 from __future__ import annotations
 
@@ -55,11 +56,22 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
 def strayed(law: dict[tuple[int, ...], float], length: int) -> float:
     """The expected sum of total variations of the next token's law, from the law of whole texts."""
     total = 0.0
-    for prefix in itertools.chain.from_iterable(itertools.product(range(3), repeat=size) for size in range(length)):
-        mass = [sum(confidence for text, confidence in law.items() if text[: len(prefix) + 1] == (*prefix, token)) for token in range(3)]
+    for prefix in itertools.chain.from_iterable(
+        itertools.product(range(3), repeat=size) for size in range(length)
+    ):
+        mass = [
+            sum(
+                confidence
+                for text, confidence in law.items()
+                if text[: len(prefix) + 1] == (*prefix, token)
+            )
+            for token in range(3)
+        ]
         if sum(mass) > 0:
             own = torch.tensor(mass, dtype=torch.float64) / sum(mass)
-            true = torch.tensor(logits_behind(TARGET, (1, 0, *prefix)), dtype=torch.float64).softmax(-1)
+            true = torch.tensor(
+                logits_behind(TARGET, (1, 0, *prefix)), dtype=torch.float64
+            ).softmax(-1)
             total += sum(mass) * float((own - true).abs().sum() / 2)
     return total
 
@@ -75,16 +87,22 @@ def test_greedy_text_is_unchanged(drafter: str) -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     asked = prompts(4)
-    wanted = [Sampling(logprobs=True), WARM, Sampling(repetition_penalty=1.3), Sampling(temperature=1.0, seed=9, logprobs=True)]
+    wanted = [
+        Sampling(logprobs=True), WARM, Sampling(repetition_penalty=1.3),
+        Sampling(temperature=1.0, seed=9, logprobs=True)
+    ]
     draft = DRAFTERS["draft tree"](target())
     plain = Engine(target(), Plain()).generate(asked, max_new_tokens=14, sampling=wanted)
-    ours = Engine(target(), draft, lossy=Typical(epsilon=0.02)).generate(asked, max_new_tokens=14, sampling=wanted)
+    ours = Engine(target(), draft, lossy=Typical(epsilon=0.02)).generate(
+        asked, max_new_tokens=14, sampling=wanted
+    )
     for row in (0, 2):
         assert ours[row].tokens == plain[row].tokens and ours[row].stats.distance == 0.0
     for row in (1, 3):
         stats = ours[row].stats
         assert stats.distance_per_token is not None and stats.accepted > 0
-        assert 0 < stats.distance_per_token <= stats.accepted / stats.emitted           # only draft tokens stray
+        # only draft tokens stray
+        assert 0 < stats.distance_per_token <= stats.accepted / stats.emitted
     for row in (0, 3):
         scores = ours[row].logprobs
         assert scores is not None and len(scores) == 14 and max(scores) <= 0
@@ -92,12 +110,16 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 
 def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -> None:
-    """1 - p(x) at drafted tokens: from the log-probabilities, at temperature 1 those of the unprocessed model."""
+    """1 - p(x) at drafted tokens: from the log-probabilities, at temperature 1 those of the
+    unprocessed model."""
     engine = Engine(target(), DRAFTERS["target itself"](target()), lossy=Typical(epsilon=1e-6))
     wanted = Sampling(temperature=1.0, seed=2, logprobs=True)
     (done,) = engine.generate([prompts(1)[0]], max_new_tokens=2, sampling=wanted, n=1)
-    assert done.stats.accepted == 1 and done.logprobs is not None                       # cut behind one drafted token
-    assert done.stats.distance == pytest.approx(1 - torch.tensor(done.logprobs[1]).exp().item(), abs=1e-6)
+    # cut behind one drafted token
+    assert done.stats.accepted == 1 and done.logprobs is not None
+    assert done.stats.distance == pytest.approx(
+        1 - torch.tensor(done.logprobs[1]).exp().item(), abs=1e-6
+    )
 
 
 def test_the_same_request_gives_the_same_text() -> None:

@@ -1,4 +1,5 @@
-"""Prompts: alone, side by side and beside a round they are read alike, and read together only where that costs nothing."""
+"""Prompts: alone, side by side and beside a round they are read alike, and read together only where
+that costs nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from draftproof.model.target import Target
 
 
 class Roomy(Counted):
-    """A target that must know of every read that its cache holds it: else operators read it, whose last bits are others."""
+    """A target that must know of every read that its cache holds it: else operators read it, whose
+    last bits are others."""
 
     def read(self, tree: TokenTree, cache: KVCache, **options: Any) -> Any:
         assert cache.holds(tree.tokens.shape[1])
@@ -42,22 +44,32 @@ def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
-    """Side by side, the shorter ones padded, with several samples, two that end at once: rows and drafter learn the same."""
-    asked, limits = [prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))], (20, 30, 25, 1)
+    """Side by side, the shorter ones padded, with several samples, two that end at once: rows and
+    drafter learn the same."""
+    asked, limits = (
+        [prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))],
+        (20, 30, 25, 1)
+    )
     found = []
     for together in (True, False):
         requests = [
-            [running(prompt, limit=limit, temperature=0.8, seed=index, sample=sample) for sample in range(1 + index % 2)]
+            [
+                running(prompt, limit=limit, temperature=0.8, seed=index, sample=sample)
+                for sample in range(1 + index % 2)
+            ]
             for index, (prompt, limit) in enumerate(zip(asked, limits, strict=True))
         ]
         own = Counted(target())
         one = decoder(DRAFTERS[name](target()), rows=7, budget=6, own=own)
-        one.admit([running(asked[3], limit=6)])                                 # somebody is there before them
+        # somebody is there before them
+        one.admit([running(asked[3], limit=6)])
         one.step()
         own.reads.clear()
         if together:
             one.admit(*requests)
-            assert [tokens.shape for tokens, _ in own.reads] == [(4, max(len(prompt) for prompt in asked))]
+            assert [tokens.shape for tokens, _ in own.reads] == [
+                (4, max(len(prompt) for prompt in asked))
+            ]
         for request in [] if together else requests:
             one.admit(request)
         assert len(own.reads) == (1 if together else 4)
@@ -65,7 +77,16 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
         while one.running:
             one.step()
         assert not one.batch.cache.lengths.any(), "an empty batch has an empty cache"
-        found.append((unread, [(row.tokens, row.stats.rounds, row.stats.drafted) for request in requests for row in request]))
+        found.append(
+            (
+                unread,
+                [
+                    (row.tokens, row.stats.rounds, row.stats.drafted)
+                    for request in requests
+                    for row in request
+                ],
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -73,15 +94,24 @@ def test_prompts_that_are_read_together_are_read_by_the_same_layers_as_alone() -
     assert SHORT <= NODES
 
 
-def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_are_read_together_where_padding_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = decoder(PromptLookup(), rows=6)
     short, long, longer = ([running([3] * tokens)] for tokens in (3, 60, 70))
     twice = [running([3, 4, 5]), running([3, 4, 5], sample=1)]
-    assert [one.admissible(waiting) for waiting in ([], [short], [short] * 3, [long] * 9)] == [0, 1, 1, 1]
+    assert [one.admissible(waiting) for waiting in ([], [short], [short] * 3, [long] * 9)] == [
+        0, 1, 1, 1
+    ]
     monkeypatch.setattr(Target, "skips_absent", True)
     assert [one.admissible([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
-    assert one.admissible([twice] * 4) == 3 and one.admissible([short, short, [*twice, *twice, *short]]) == 2
-    assert one.admissible([long] * 6) == 4 and one.admissible([*[short] * 4, long]) == 4, "five would be 300 with padding"
+    assert (
+        one.admissible([twice] * 4) == 3
+        and one.admissible([short, short, [*twice, *twice, *short]]) == 2
+    )
+    assert one.admissible([long] * 6) == 4 and one.admissible([*[short] * 4, long]) == 4, (
+        "five would be 300 with padding"
+    )
     assert one.admissible([longer] * 2) == 1 and one.admissible([short, longer]) == 1
     one.admit([running([3, 4, 5]) for _ in range(5)])
     assert one.admissible([short, short]) == 1 and one.admissible([twice, short]) == 0
@@ -89,7 +119,9 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(monkeypatch
     assert one.admissible([short, short]) == 1
 
 
-def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, short, long = decoder(PromptLookup()), [running([3] * SHORT)], [running([3] * (SHORT + 1))]
     monkeypatch.setattr(Target, "skips_absent", True)
     assert not one.takes([short]), "nobody runs"
@@ -106,13 +138,19 @@ def test_short_prompts_may_join_in_a_round_where_padding_costs_nothing(monkeypat
 @pytest.mark.parametrize("sizes", [(6,), (0, 6), (0, 0, 2)], ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, ...]) -> None:
-    """In each round some join: long and short ones, with several samples, one that ends at once, where others just ended.
+    """In each round some join: long and short ones, with several samples, one that ends at once,
+    where others just ended.
 
     Rows have another order then, so drafters that learn from all of them draft something else."""
     limits, found = (20, 1, 7, 30, 12, 5, 9, 15, 3), []
     for beside in (True, False):
         requests = [
-            [running(prompt[: 3 + 2 * index], limit=limit, temperature=0.8, seed=index, sample=sample) for sample in samples]
+            [
+                running(
+                    prompt[: 3 + 2 * index], limit=limit, temperature=0.8, seed=index, sample=sample
+                )
+                for sample in samples
+            ]
             for index, (prompt, limit) in enumerate(zip(prompts(9, seed=3), limits, strict=True))
             for samples in [range(1 + index % 2)]
         ]
@@ -133,23 +171,34 @@ def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, .
             unread.append(one.drafter.unread())
             for place, row in enumerate(one.running):
                 text = [*row.prompt, *row.tokens]
-                assert int(one.batch.cache.lengths[place]) == len(text) - 1 and one.batch.text[place, : len(text)].tolist() == text
+                assert (
+                    int(one.batch.cache.lengths[place]) == len(text) - 1
+                    and one.batch.text[place, : len(text)].tolist() == text
+                )
         assert not waiting and not one.batch.cache.lengths.any()
         rows = [row for request in requests for row in request]
-        rounds = [(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS else []
+        rounds = (
+            [(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS else []
+        )
         found.append((unread, [row.tokens for row in rows], rounds))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
-    ("committed", "nodes", "apart"), [(44, 3, False), (45, 3, True), (20, SHORT - 1, False), (20, SHORT, True)]
+    ("committed", "nodes", "apart"),
+    [(44, 3, False), (45, 3, True), (20, SHORT - 1, False), (20, SHORT, True)],
 )
-def test_who_joins_is_read_apart_where_there_is_no_room(committed: int, nodes: int, apart: bool) -> None:
-    """Where the longest row leaves less than the prompt takes, or where what is drafted is wider than fused layers read."""
+def test_who_joins_is_read_apart_where_there_is_no_room(
+    committed: int, nodes: int, apart: bool
+) -> None:
+    """Where the longest row leaves less than the prompt takes, or where what is drafted is wider
+    than fused layers read."""
     own, joins = Counted(target()), running([5] * 20, limit=8)
     one = Decoder(own, Oracle({}), RULES["match"], Script([nodes]), 2, 64 if nodes == 3 else 128)
     one.admit([running([3] * committed, limit=9)])
     own.reads.clear()
     one.step([[joins]])
-    assert [tokens.shape for tokens, _ in own.reads] == ([(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))])
+    assert [tokens.shape for tokens, _ in own.reads] == (
+        [(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))]
+    )
     assert len(one.running) == 2 and len(joins.tokens) == 1

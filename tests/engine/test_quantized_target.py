@@ -1,4 +1,5 @@
-"""A quantised target writes one text, its own: the same with every drafter, alone and in a batch, drawn and greedy."""
+"""A quantised target writes one text, its own: the same with every drafter, alone and in a batch,
+drawn and greedy."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
 
 _found = kernels()
-needs_kernels = pytest.mark.skipif(_found is None or not _found.int8, reason="there are no kernels for 8 bits here")
+needs_kernels = pytest.mark.skipif(
+    _found is None or not _found.int8, reason="there are no kernels for 8 bits here"
+)
 WAYS = [
     pytest.param("int8", None, id="int8"),
     pytest.param("int4", None, id="int4"),
@@ -44,9 +47,14 @@ def quantised(weights: str | None, cache: str | None, family: str = "llama") -> 
 
 
 @lru_cache(maxsize=32)
-def plain(weights: str | None, cache: str | None, temperature: float, family: str = "llama") -> list[tuple[list[int], str]]:
+def plain(
+    weights: str | None, cache: str | None, temperature: float, family: str = "llama"
+) -> list[tuple[list[int], str]]:
     """What it writes without a drafter."""
-    return texts(Engine(quantised(weights, cache, family)), ASKED, max_new_tokens=NEW, sampling=at(temperature))
+    return texts(
+        Engine(quantised(weights, cache, family)), ASKED, max_new_tokens=NEW,
+        sampling=at(temperature)
+    )
 
 
 def at(temperature: float) -> Sampling:
@@ -59,25 +67,35 @@ def at(temperature: float) -> Sampling:
 def test_same_text_with_any_drafter_in_few_bits(
     drafter: str, temperature: float, weights: str | None, cache: str | None
 ) -> None:
-    own, wanted, sampling = quantised(weights, cache), plain(weights, cache, temperature), at(temperature)
+    own, wanted, sampling = (
+        quantised(weights, cache), plain(weights, cache, temperature), at(temperature)
+    )
     engine = Engine(own, Watch(DRAFTERS[drafter](own)))
     assert texts(engine, ASKED, max_new_tokens=NEW, sampling=sampling) == wanted
     assert texts(engine, ASKED, max_new_tokens=NEW, sampling=sampling, batch_size=3) == wanted
-    assert [texts(engine, [text], max_new_tokens=NEW, sampling=sampling)[0] for text in ASKED[:2]] == wanted[:2]
+    assert [
+        texts(engine, [text], max_new_tokens=NEW, sampling=sampling)[0] for text in ASKED[:2]
+    ] == wanted[:2]
     fading = Engine(own, Watch(DRAFTERS[drafter](own)), budget=Fading(8))
     assert texts(fading, ASKED, max_new_tokens=NEW, sampling=sampling) == wanted
 
 
 @pytest.mark.parametrize(("weights", "cache"), WAYS)
-def test_the_text_is_that_of_the_bits_and_not_the_original(weights: str | None, cache: str | None) -> None:
+def test_the_text_is_that_of_the_bits_and_not_the_original(
+    weights: str | None, cache: str | None
+) -> None:
     """Else the tests above would test nothing; and drafts that know the text stand."""
     wanted, sampling = plain(weights, cache, DRAWN), at(DRAWN)
     if weights is not None:
         assert wanted != texts(Engine(target()), ASKED, max_new_tokens=NEW, sampling=sampling)
     assert len({tuple(tokens) for tokens, _ in wanted}) == len(ASKED)
     known = Oracle({tuple(text): tokens for text, (tokens, _) in zip(ASKED, wanted, strict=True)})
-    done = Engine(quantised(weights, cache), Watch(Hinted(known))).generate(ASKED, max_new_tokens=NEW, sampling=sampling)
-    assert [one.tokens for one in done] == [tokens for tokens, _ in wanted] and accepted_share(done) > 0.2
+    done = Engine(quantised(weights, cache), Watch(Hinted(known))).generate(
+        ASKED, max_new_tokens=NEW, sampling=sampling
+    )
+    assert [one.tokens for one in done] == [tokens for tokens, _ in wanted] and accepted_share(
+        done
+    ) > 0.2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2-sliding"])
@@ -88,12 +106,15 @@ def test_other_families_in_few_bits(family: str, weights: str | None, cache: str
         wanted = plain(weights, cache, temperature, family)
         for drafter in ("prompt-lookup", "target itself, tree", "guess"):
             engine = Engine(own, DRAFTERS[drafter](own))
-            assert texts(engine, ASKED, max_new_tokens=NEW, sampling=at(temperature)) == wanted, drafter
+            assert texts(engine, ASKED, max_new_tokens=NEW, sampling=at(temperature)) == wanted, (
+                drafter
+            )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_target_in_few_bits_accepts_itself_whole(rule: str) -> None:
-    """Draft and target read the same tokens in other shapes and caches: in integers that makes no difference."""
+    """Draft and target read the same tokens in other shapes and caches: in integers that makes no
+    difference."""
     own = quantised("int8", "int8")
     for sampling in (at(0.0), at(DRAWN)):
         engine = Engine(own, DRAFTERS["target itself"](own), acceptance=rule, budget=4)
@@ -108,20 +129,28 @@ def test_a_quantised_draft_never_changes_the_text() -> None:
     for kind, drafter in ((None, "demo-draft"), ("int8", "demo-draft"), ("int8", "self-layers:2")):
         drafted = load("demo", drafter=drafter, dtype="float64", quantize_draft=kind, budget=4)
         assert is_quantized(drafted.drafter.model.model) == (kind is not None)
-        assert [one.tokens for one in drafted.generate(asked, max_new_tokens=20, sampling=at(DRAWN))] == wanted
+        assert [
+            one.tokens for one in drafted.generate(asked, max_new_tokens=20, sampling=at(DRAWN))
+        ] == wanted
 
 
 @needs_kernels
-def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = ["Once upon a time", "The dog saw a big"]
 
     def drafts(named: Any, **how: Any) -> tuple[bool, list[str]]:
         engine = load("demo", assistant_model=named, budget=4, **how)
-        return is_quantized(engine.drafter.model.model), [one.text for one in engine.generate(asked, max_new_tokens=20)]
+        return is_quantized(engine.drafter.model.model), [
+            one.text for one in engine.generate(asked, max_new_tokens=20)
+        ]
 
     eight, written = drafts("demo-draft")
     whole = loading.load_model("demo-draft", None, None)
-    assert eight and drafts("demo-draft", quantize_draft="none") == drafts(whole) == (False, written)
+    assert eight and drafts("demo-draft", quantize_draft="none") == drafts(whole) == (
+        False, written
+    )
     assert not drafts("demo-draft", dtype="float32")[0] and not is_quantized(whole)
     monkeypatch.setattr("draftproof.model.target.DRAFT_KL_LIMIT", 0.0)
     assert drafts("demo-draft") == (False, written)
@@ -132,7 +161,10 @@ def test_loading_quantises_and_says_what_it_cost() -> None:
     loss = own.target.quantization
     assert loss is not None and loss.kind == "int8" and loss.tokens > 100
     assert 0 < loss.kl < 0.05 and loss.agreement > 0.85 and loss.after < 0.7 * loss.before
-    assert is_quantized(own.target.model) and own.target.position_bytes[0] < own.target.position_bytes[1]
+    assert (
+        is_quantized(own.target.model)
+        and own.target.position_bytes[0] < own.target.position_bytes[1]
+    )
     assert load("demo", drafter="none").target.quantization is None
 
 
@@ -140,7 +172,11 @@ def test_a_model_that_was_handed_in_is_never_changed() -> None:
     own = fresh("llama")
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     engine = load(own, quantize="int8", drafter="self-layers:1", quantize_draft="int8")
-    assert engine.target.model is not own and not is_quantized(own) and engine.target.quantization.tokens == 0
+    assert (
+        engine.target.model is not own
+        and not is_quantized(own)
+        and engine.target.quantization.tokens == 0
+    )
     engine.generate(ASKED, max_new_tokens=5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
 

@@ -1,4 +1,5 @@
-"""Closed shapes: the same text, from few graphs, with nothing read back but once a round; and what breaks that is seen."""
+"""Closed shapes: the same text, from few graphs, with nothing read back but once a round; and what
+breaks that is seen."""
 
 from __future__ import annotations
 
@@ -44,31 +45,43 @@ def single(layers: int = 2, seed: int = 0) -> Target:
 MAKERS: dict[str, Callable[[], Drafter]] = {
     "plain": Plain,
     "draft chain": lambda: DraftModel(single(1, 1), single().vocab_size),
-    "draft tree": lambda: DraftModel(single(1, 1), single().vocab_size, TreeShape.branching((2, 2))),
+    "draft tree": lambda: DraftModel(
+        single(1, 1), single().vocab_size, TreeShape.branching((2, 2))
+    ),
     "medusa": lambda: Medusa(medusa_head(), single()),
     "redrafter": lambda: ReDrafter(redrafter_head(), single(), width=3, length=3),
     "prompt-lookup": PromptLookup,
     "suffix": lambda: SuffixDrafter(memory=300),
     "recycling": lambda: TokenRecycling(memory=50),
-    "portfolio": lambda: Portfolio([PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]),
+    "portfolio": lambda: Portfolio(
+        [PromptLookup(), SuffixDrafter(memory=300), TokenRecycling(memory=50)]
+    ),
 }
 
 
-# The text -------------------------------------------------------------------------------------------------------------
+# The text -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "guess"])
 def test_closed_shapes_change_no_text(name: str) -> None:
-    """Ragged prompts, more than there are rows; rows that nobody needs do as others do and are not heard."""
+    """Ragged prompts, more than there are rows; rows that nobody needs do as others do and are not
+    heard."""
     asked = [*prompts(5), list(range(13)) * 11]
-    params = [Sampling(), WARM, *[Sampling(logprobs=True)] * 2, WARM, replace(WARM, repetition_penalty=1.3)]
+    params = [
+        Sampling(), WARM, *[Sampling(logprobs=True)] * 2, WARM,
+        replace(WARM, repetition_penalty=1.3)
+    ]
     plain = texts(Engine(target()), asked, max_new_tokens=9, sampling=params)
     closed = Engine(target(), DRAFTERS[name](target()), shapes=CLOSED)
     assert texts(closed, asked, max_new_tokens=9, sampling=params, batch_size=3) == plain
     if name not in LEARNERS:
-        opened = Engine(target(), DRAFTERS[name](target())).generate(asked, max_new_tokens=9, sampling=params, batch_size=3)
+        opened = Engine(target(), DRAFTERS[name](target())).generate(
+            asked, max_new_tokens=9, sampling=params, batch_size=3
+        )
         again = closed.generate(asked, max_new_tokens=9, sampling=params, batch_size=3)
-        assert [one.stats.accepted for one in opened] == [one.stats.accepted for one in again], "as much is accepted"
+        assert [one.stats.accepted for one in opened] == [one.stats.accepted for one in again], (
+            "as much is accepted"
+        )
 
 
 def test_long_prompts_are_read_in_chunks_of_closed_sizes() -> None:
@@ -76,14 +89,20 @@ def test_long_prompts_are_read_in_chunks_of_closed_sizes() -> None:
     asked = [list(range(40)) * 7, list(range(30)) * 19, [1, 2, 3]]
     plain = texts(Engine(long), asked, max_new_tokens=6)
     for name in ("draft chain", "medusa"):
-        assert texts(Engine(long, DRAFTERS[name](long), shapes=CLOSED), asked, max_new_tokens=6) == plain
+        assert (
+            texts(Engine(long, DRAFTERS[name](long), shapes=CLOSED), asked, max_new_tokens=6)
+            == plain
+        )
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_closed_shapes_draw_the_same(rule: str) -> None:
     drafter = DRAFTERS["draft chain"]
     runs = [
-        texts(Engine(target(), drafter(target()), acceptance=rule, shapes=shapes), prompts(4), max_new_tokens=9, sampling=WARM)
+        texts(
+            Engine(target(), drafter(target()), acceptance=rule, shapes=shapes), prompts(4),
+            max_new_tokens=9, sampling=WARM
+        )
         for shapes in (None, CLOSED)
     ]
     assert runs[0] == runs[1]
@@ -95,7 +114,10 @@ def test_samples_and_streams_in_closed_shapes() -> None:
         Engine(target()), prompts(2), n=3, max_new_tokens=6, sampling=WARM
     )
     last = [chunk.completion for chunk in closed.stream([1, 2, 3], max_new_tokens=5)][-1]
-    assert last is not None and last.tokens == Engine(target()).generate([1, 2, 3], max_new_tokens=5)[0].tokens
+    assert (
+        last is not None
+        and last.tokens == Engine(target()).generate([1, 2, 3], max_new_tokens=5)[0].tokens
+    )
 
 
 def test_a_pause_and_back_in_closed_shapes() -> None:
@@ -115,7 +137,7 @@ class Fading(Budget):
         return (3, 0, 0, 3, *[0] * 10, 1)[self.round % 15]
 
 
-# The set of shapes ----------------------------------------------------------------------------------------------------
+# The set of shapes --------------------------------------------------------------------------------
 
 
 def test_capacities_rows_and_chunks_come_from_a_small_set() -> None:
@@ -123,25 +145,36 @@ def test_capacities_rows_and_chunks_come_from_a_small_set() -> None:
     assert {CLOSED.rows(rows) for rows in range(1, 33)} == {1, 2, 4, 8, 16, 32}
     assert {CLOSED.chunk(tokens) for tokens in range(1, 2000)} == {32, 128, 256}
     assert CLOSED.sizes(10) == (0, 1, 3, 7, 10) and CLOSED.sizes(0) == (0,)
-    assert all(CLOSED.capacity(tokens) >= tokens and CLOSED.rows(tokens) >= tokens for tokens in range(1, 600))
-    assert ShapePolicy(True, bucket=100).capacity(1) == 128 and ShapePolicy(True, bucket=256).capacity(300) == 512
-    assert [ShapePolicy().capacity(300), ShapePolicy().rows(3), ShapePolicy().chunk(5)] == [384, 3, 5]
+    assert all(
+        CLOSED.capacity(tokens) >= tokens and CLOSED.rows(tokens) >= tokens
+        for tokens in range(1, 600)
+    )
+    assert (
+        ShapePolicy(True, bucket=100).capacity(1) == 128
+        and ShapePolicy(True, bucket=256).capacity(300) == 512
+    )
+    assert [ShapePolicy().capacity(300), ShapePolicy().rows(3), ShapePolicy().chunk(5)] == [
+        384, 3, 5
+    ]
     with pytest.raises(BadInput, match="bucket"):
         ShapePolicy(bucket=0)
 
 
 def test_a_closed_engine_tries_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftproof.engine.engine.usual_budget", lambda drafter: Adaptive(drafter.default_budget))
+    monkeypatch.setattr(
+        "draftproof.engine.engine.usual_budget", lambda drafter: Adaptive(drafter.default_budget)
+    )
     budget = Engine(target(), PromptLookup(), shapes=CLOSED).budget
     assert isinstance(budget, Adaptive) and budget.sizes == (0, 1, 3, 7)
 
 
-# The device emulation --------------------------------------------------------------------------------------------------------
+# The device emulation -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_drafter_passes_the_emulation(name: str) -> None:
-    """Twenty prompts of different lengths: one read a round, and a handful of graphs whatever their length."""
+    """Twenty prompts of different lengths: one read a round, and a handful of graphs whatever their
+    length."""
     assert len(set(LENGTHS)) == 20
     engine = Engine(single(), MAKERS[name]())
     found = emulate(engine, new_tokens=4, sampling=WARM)
@@ -160,18 +193,27 @@ def test_every_rule_passes_the_emulation(name: str, rule: str) -> None:
 
 
 def test_wishes_pass_the_emulation() -> None:
-    """Penalties, forbidden words and a minimum length copy nothing to the device in a round, and write through no view."""
+    """Penalties, forbidden words and a minimum length copy nothing to the device in a round, and
+    write through no view."""
     wish = Sampling(
-        temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, no_repeat_ngram=3,
-        logit_bias={3: 1.0}, banned_words=([1, 2], [4]), min_new_tokens=3, stop_tokens=(5,), logprobs=True,
+        temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
+        no_repeat_ngram=3, logit_bias={3: 1.0}, banned_words=([1, 2], [4]),
+        min_new_tokens=3, stop_tokens=(5,), logprobs=True,
     )  # fmt: skip
-    assert emulate(Engine(single(), PromptLookup()), new_tokens=3, lengths=(3, 9, 20), sampling=wish).reads > 0
+    assert (
+        emulate(
+            Engine(single(), PromptLookup()), new_tokens=3, lengths=(3, 9, 20), sampling=wish
+        ).reads
+        > 0
+    )
 
 
 def test_a_budget_that_chooses_passes_the_emulation() -> None:
     """With several sizes, pauses included, there are at most three graphs of a part for each."""
     budget = Adaptive(3, sizes=(0, 1, 3))
-    found = emulate(Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20)
+    found = emulate(
+        Engine(single(), MAKERS["draft chain"](), budget=budget), lengths=(3, 11, 30), new_tokens=20
+    )
     assert max(found.graphs.values()) <= 9 and found.reads == found.rounds
 
 
@@ -214,15 +256,22 @@ _TURN = 0
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [(_reads_back, "host"), (_cut_to_size, "depends on data"), (_writes_a_slice, "view"), (_by_length, "met a shape")],
+    [
+        (_reads_back, "host"), (_cut_to_size, "depends on data"), (_writes_a_slice, "view"),
+        (_by_length, "met a shape")
+    ],
 )
-def test_a_planted_fault_fails_the_emulation(fault: Callable[[Frontier, TokenTree], TokenTree], said: str) -> None:
+def test_a_planted_fault_fails_the_emulation(
+    fault: Callable[[Frontier, TokenTree], TokenTree], said: str
+) -> None:
     with pytest.raises(ForbiddenOnDevice, match=said):
         emulate(Engine(single(), Planted(fault)), new_tokens=12)
     emulate(Engine(single(), Planted(lambda frontier, tree: tree)), new_tokens=3, lengths=(3, 9))
 
 
-def test_a_drafter_that_moves_the_cache_fails_the_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_moves_the_cache_fails_the_emulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from draftproof.model.kv_cache import KVCache
 
     kept = KVCache.keep

@@ -1,4 +1,5 @@
-"""Where a text ends: end tokens, limits, the context, stop strings; wherever in a round they fall."""
+"""Where a text ends: end tokens, limits, the context, stop strings; wherever in a round they
+fall."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text(place: int) -> None:
     prompt = [3, 1, 4]
     answer = texts(Engine(target()), [prompt], max_new_tokens=20, sampling=WARM)[0][0]
     want = replace(WARM, stop_tokens=[answer[place]])
-    (done,) = Engine(target(), _knows(answer, prompt), budget=5).generate(prompt, max_new_tokens=20, sampling=want)
+    (done,) = Engine(target(), _knows(answer, prompt), budget=5).generate(
+        prompt, max_new_tokens=20, sampling=want
+    )
     assert done.tokens == answer[: answer.index(answer[place]) + 1] and done.finish_reason == "stop"
     assert_counts(done)
 
@@ -39,7 +42,9 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text(place: int) -> None:
 def test_max_new_tokens_cuts_an_accepted_run(limit: int) -> None:
     prompt = [3, 1, 4]
     answer = texts(Engine(target()), [prompt], max_new_tokens=20)[0][0]
-    (done,) = Engine(target(), _knows(answer, prompt), budget=5).generate(prompt, max_new_tokens=limit)
+    (done,) = Engine(target(), _knows(answer, prompt), budget=5).generate(
+        prompt, max_new_tokens=limit
+    )
     assert done.tokens == answer[:limit] and done.finish_reason == "length"
     assert done.stats.rounds == -(-(limit - 1) // 6)
     assert_counts(done)
@@ -49,7 +54,10 @@ def test_an_end_token_at_the_limit_is_a_stop() -> None:
     answer = texts(Engine(target()), [[3, 1, 4]], max_new_tokens=8)[0][0]
     first = answer.index(answer[5])
     assert (
-        texts(Engine(target()), [[3, 1, 4]], max_new_tokens=first + 1, sampling=Sampling(stop_tokens=[answer[5]]))[0][1]
+        texts(
+            Engine(target()), [[3, 1, 4]], max_new_tokens=first + 1,
+            sampling=Sampling(stop_tokens=[answer[5]])
+        )[0][1]
         == "stop"
     )
 
@@ -63,7 +71,9 @@ def test_the_context_ends_the_text(family: str, size: int) -> None:
     assert own.context == 32
     asked = [[index % VOCAB for index in range(size)], [7, 3]]
     wanted = texts(Engine(own), asked, max_new_tokens=500)
-    assert [len(text) for text, _ in wanted] == [32 - size, 30] and {reason for _, reason in wanted} == {"length"}
+    assert [len(text) for text, _ in wanted] == [32 - size, 30] and {
+        reason for _, reason in wanted
+    } == {"length"}
     for drafter in ("prompt-lookup", "target itself", "target itself, tree", "guess"):
         assert texts(Engine(own, DRAFTERS[drafter](own)), asked, max_new_tokens=500) == wanted
     with pytest.raises(ContextOverflow, match="32"):
@@ -72,9 +82,13 @@ def test_the_context_ends_the_text(family: str, size: int) -> None:
 
 def test_a_draft_of_smaller_context_only_drafts_worse() -> None:
     asked = prompts(3, seed=11)
-    for family, small in (("gpt2", {"n_positions": 16}), ("llama", {"max_position_embeddings": 16})):
+    for family, small in (
+        ("gpt2", {"n_positions": 16}), ("llama", {"max_position_embeddings": 16})
+    ):
         drafter = DraftModel(target(family, seed=1, **small), VOCAB)
-        assert texts(Engine(target(), drafter), asked, max_new_tokens=40) == texts(Engine(target()), asked, max_new_tokens=40)
+        assert texts(Engine(target(), drafter), asked, max_new_tokens=40) == texts(
+            Engine(target()), asked, max_new_tokens=40
+        )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +110,8 @@ def _cut(codec: Codec, prompt: list[int], tokens: list[int], stops: list[str]) -
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], seed: int) -> None:
-    """The first to be complete ends it, whether it lies in one token, in many, or across a round's border."""
+    """The first to be complete ends it, whether it lies in one token, in many, or across a round's
+    border."""
     own, codec = spoken
     want, prompt = Sampling(temperature=0.8, seed=seed), codec.encode("Once upon a time")
     (whole,) = Engine(own, codec=codec).generate([prompt], max_new_tokens=24, sampling=want)
@@ -111,7 +126,9 @@ def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], s
             for budget in (0, 3, 7):
                 drafter = oracle if budget else None
                 engine = Engine(own, drafter, codec=codec, budget=budget)
-                (done,) = engine.generate([prompt], max_new_tokens=24, sampling=replace(want, stop=stop))
+                (done,) = engine.generate(
+                    [prompt], max_new_tokens=24, sampling=replace(want, stop=stop)
+                )
                 assert (done.text, done.finish_reason) == (whole.text[:cut], "stop"), (stop, budget)
                 assert_counts(done)
 
@@ -125,23 +142,39 @@ def test_special_tokens_in_a_stop_string_end_the_text(shape: str) -> None:
     prompt = codec.encode("Once upon a time")
     first, second = codec.encode(" dog", special=False)[-1], codec.encode(" cat", special=False)[-1]
     end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    answer = [first, end, end, second, first] if shape == "{end}{end}" else [first, end, second, first]
+    answer = (
+        [first, end, end, second, first] if shape == "{end}{end}" else [first, end, second, first]
+    )
     stop = shape.format(end="<|im_end|>", before="og", after=" c")
     for split in ([answer], [[token] for token in answer]):
-        state = SequenceState(prompt, SamplingParams(Sampling(stop=[stop, "@"]), len(prompt)), 9, codec.stream(prompt))
+        state = SequenceState(
+            prompt, SamplingParams(Sampling(stop=[stop, "@"]), len(prompt)), 9, codec.stream(prompt)
+        )
         for tokens in split:
             if state.finish_reason is None:
                 state.extend(tokens, None, 0)
         assert state.finish_reason == "stop"
         assert state.text == (" d" if shape == "{before}{end}" else " dog")
         assert "".join(piece for piece, _ in state.pieces()) == state.text
-        assert state.tokens == answer[: answer.index(second) + 1 if "after" in shape else 3 if shape == "{end}{end}" else 2]
+        assert (
+            state.tokens
+            == answer[
+                : answer.index(second) + 1
+                if "after" in shape
+                else 3
+                if shape == "{end}{end}"
+                else 2
+            ]
+        )
 
 
 def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
     codec = Codec(load_tokenizer(embedded("demo")))
     end, word = next(iter(codec.special_tokens)), codec.encode(" dog", special=False)[-1]
-    state = SequenceState([1], SamplingParams(Sampling(stop=[codec.special_tokens[end] + "!"]), 1), 3, codec.stream([1]))
+    state = SequenceState(
+        [1], SamplingParams(Sampling(stop=[codec.special_tokens[end] + "!"]), 1), 3,
+        codec.stream([1])
+    )
     state.extend([word, end, word], None, 0)
     assert (state.text, state.finish_reason) == (" dog dog", "length")
 
@@ -154,10 +187,16 @@ def test_a_stream_says_what_generate_says(spoken: tuple[Target, Codec]) -> None:
         engine = Engine(own, DRAFTERS["target itself"](own), codec=codec)
         (whole,) = engine.generate("Once upon", max_new_tokens=30, sampling=want)
         for stop in ((), (whole.text[len(whole.text) // 2 :][:5],)):
-            (wanted,) = engine.generate("Once upon", max_new_tokens=30, sampling=replace(want, stop=stop))
-            chunks = list(engine.stream("Once upon", max_new_tokens=30, sampling=replace(want, stop=stop)))
+            (wanted,) = engine.generate(
+                "Once upon", max_new_tokens=30, sampling=replace(want, stop=stop)
+            )
+            chunks = list(
+                engine.stream("Once upon", max_new_tokens=30, sampling=replace(want, stop=stop))
+            )
             assert "".join(chunk.text for chunk in chunks) == wanted.text
-            assert chunks[-1].completion is not None and chunks[-1].completion.tokens == wanted.tokens
+            assert (
+                chunks[-1].completion is not None and chunks[-1].completion.tokens == wanted.tokens
+            )
             assert all(chunk.completion is None for chunk in chunks[:-1])
 
 
@@ -170,6 +209,8 @@ def test_end_tokens_the_model_does_not_know_are_harmless() -> None:
 
 def test_a_drafter_that_knows_gets_the_whole_budget() -> None:
     answer = texts(Engine(target()), [[3, 1, 4]], max_new_tokens=25)[0][0]
-    (done,) = Engine(target(), _knows(answer, [3, 1, 4]), budget=5).generate([3, 1, 4], max_new_tokens=25)
+    (done,) = Engine(target(), _knows(answer, [3, 1, 4]), budget=5).generate(
+        [3, 1, 4], max_new_tokens=25
+    )
     assert (done.stats.rounds, done.stats.accepted, done.stats.emitted) == (4, 20, 24)
     assert done.stats.acceptance_by_position == [1.0] * 5 and done.stats.tokens_per_round == 6

@@ -77,7 +77,8 @@ def test_processors_and_ends_are_honoured(asked: dict[str, Any], rows: int) -> N
 
 @pytest.mark.parametrize("ends", [None, 38])
 def test_a_criterion_is_asked_behind_every_token(ends: int | None) -> None:
-    """transformers asks an assisted model once a round, and so keeps more than the criterion allows."""
+    """transformers asks an assisted model once a round, and so keeps more than the criterion
+    allows."""
     class Last:
         def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
             return torch.isin(input_ids[:, -1], torch.tensor([20, 32, 39]))
@@ -103,22 +104,33 @@ def test_an_assistant_drafts_and_a_batch_may_have_one() -> None:
 
 def test_samples_follow_the_seed_of_torch_and_no_drafter() -> None:
     own, inputs = model(), batch(2)
-    how = {**inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9,
-           "num_return_sequences": 3, "pad_token_id": PAD, "custom_generate": draftproof.generate}
+    how = {
+        **inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 9,
+        "top_p": 0.9, "num_return_sequences": 3, "pad_token_id": PAD,
+        "custom_generate": draftproof.generate
+    }
     texts = []
     for seed, drafter in ((1, model(seed=1)), (1, "none"), (2, "none")):
         torch.manual_seed(seed)
         texts.append(own.generate(**how, drafter=drafter))
-    assert texts[0].shape[0] == 6 and torch.equal(texts[0], texts[1]) and not torch.equal(texts[1], texts[2])
+    assert (
+        texts[0].shape[0] == 6
+        and torch.equal(texts[0], texts[1])
+        and not torch.equal(texts[1], texts[2])
+    )
     assert len({tuple(text.tolist()) for text in texts[0]}) > 2
 
 
 def test_scores_and_logits_are_those_of_transformers() -> None:
-    theirs, ours = both(model(), batch(4), return_dict_in_generate=True, output_scores=True, output_logits=True,
-                        repetition_penalty=1.4)
+    theirs, ours = both(
+        model(), batch(4), return_dict_in_generate=True, output_scores=True, output_logits=True,
+        repetition_penalty=1.4
+    )
     assert torch.equal(theirs.sequences, ours.sequences)
     for name in ("scores", "logits"):
-        torch.testing.assert_close(torch.stack(theirs[name]), torch.stack(ours[name]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.stack(theirs[name]), torch.stack(ours[name]), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_streamer_gets_every_token_once() -> None:
@@ -133,19 +145,25 @@ def test_a_streamer_gets_every_token_once() -> None:
             self.ended += 1
 
     streamer = Tokens()
-    text = model().generate(**batch(1), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD, streamer=streamer,
-                            custom_generate=draftproof.generate)
+    text = model().generate(
+        **batch(1), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD, streamer=streamer,
+        custom_generate=draftproof.generate
+    )
     assert streamer.tokens == text[0].tolist() and streamer.ended == 1
 
 
 @pytest.mark.parametrize(("asked", "word"), [
-    ({"num_beams": 2}, "num_beams"), ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    ({"num_beams": 2}, "num_beams"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     ({"guidance_scale": 1.5}, "state"), ({"drafter": "nonsense"}, "nonsense"),
-    ({"attention_mask": torch.tensor([[1, 0, 1, 1]]), "input_ids": torch.tensor([[1, 2, 3, 4]])}, "attention mask"),
-    ({"position_ids": torch.tensor([[5, 6, 7]]), "input_ids": torch.tensor([[1, 2, 3]])}, "position_ids"),
+    ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention mask"),
+    ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
-    how = {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD}
+    how = {
+        "input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4, "do_sample": False,
+        "pad_token_id": PAD
+    }
     with pytest.raises(BadInput, match=word):
         model().generate(**{**how, **asked}, custom_generate=draftproof.generate)
 
@@ -155,7 +173,10 @@ def test_a_number_of_draft_tokens_is_taken_and_transformers_default_is_not() -> 
     for asked, most in (({}, None), ({"num_assistant_tokens": 3}, 3),
                         ({"generation_config": GenerationConfig(num_assistant_tokens=4)}, 4)):
         own.__dict__.pop("_draftproof", None)
-        own.generate(**inputs, **asked, max_new_tokens=4, pad_token_id=PAD, custom_generate=draftproof.generate)
+        own.generate(
+            **inputs, **asked, max_new_tokens=4, pad_token_id=PAD,
+            custom_generate=draftproof.generate
+        )
         (engine,) = own._draftproof.values()
         assert engine.budget.most == (most or engine.drafter.default_budget)
 

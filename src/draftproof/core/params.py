@@ -149,7 +149,9 @@ def _is_text(value: object) -> bool:
 def _is_word(value: object) -> bool:
     if _is_text(value):
         return True
-    return _is_list(value) and bool(value) and all(map(_is_token, value))  # type: ignore[call-overload]
+    return isinstance(value, Collection) and len(value) > 0 and _is_list(value) and all(
+        map(_is_token, value)
+    )
 
 
 _LISTED: tuple[tuple[str, Callable[[object], bool], str], ...] = (

@@ -1,0 +1,55 @@
+"""Random pools of nodes, and whether two trees are alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
+
+
+def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
+    """Of one row the drafted texts, and their odds."""
+    assert tree.confidence is not None
+    texts = [
+        tuple(token for token in text if token != NO_TOKEN) for text in tree.texts[row].tolist()
+    ]
+    there = tree.present[row].tolist()
+    return {
+        text: confidence
+        for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True)
+        if here
+    }
+
+
+def assert_alike(one: TokenTree, other: TokenTree) -> None:
+    """The same nodes with the same odds, but for which of several with equal odds came last; in
+    falling order."""
+    for row in range(len(one.tokens)):
+        ours, theirs = spread(one, row), spread(other, row)
+        assert list(ours.values()) == sorted(ours.values(), reverse=True)
+        torch.testing.assert_close(
+            torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), rtol=1e-5,
+            atol=1e-7
+        )
+        assert {
+            text for text, confidence in ours.items() if confidence > min(ours.values()) * 1.0001
+        } <= set(theirs)
+        for text in ours.keys() & theirs.keys():
+            assert ours[text] == pytest.approx(theirs[text], rel=1e-5)
+
+
+def pools(
+    dice: torch.Generator, rows: int, size: int, vocab: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random forests: tokens, parents, and odds that fall along every path; some nodes, and all
+    below them, are not there."""
+    tokens = torch.randint(vocab, (rows, size), generator=dice)
+    parents = (torch.rand(rows, size, generator=dice) * torch.arange(size)).long()
+    confidence = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)
+    confidence[torch.rand(rows, size, generator=dice) < 0.1] = 0
+    confidence[:, 0], parents[:, 0] = 1, -1
+    for node in range(1, size):
+        confidence[:, node] *= confidence[:, :node].gather(1, parents[:, node, None])[:, 0]
+    return torch.where(confidence > 0, tokens, ABSENT), parents, confidence
