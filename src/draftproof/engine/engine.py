@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from threading import RLock
 from typing import TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
@@ -20,14 +23,17 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Adaptive, Budget, Fixed
+from draftproof.engine.completion import Chunk as Chunk
+from draftproof.engine.completion import Completion as Completion
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prompts import Prompt as Prompt
+from draftproof.engine.prompts import without_padding
 from draftproof.engine.ranks import LedBudget, LedDrafter, led_rule
 from draftproof.engine.request import RequestReader
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.stats import Clock, RoundStats, State
-from draftproof.errors import BadInput, DraftproofError
+from draftproof.errors import BadInput
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
@@ -56,46 +62,6 @@ class Options(TypedDict, total=False):
     batch_size: int | None
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What came of one prompt, or of one sample of it.
-
-    tokens: the new tokens, an end token included. text: without special tokens and stop string.
-    finish_reason: "stop" (an end token or a stop string), "length", or "error": there was no next
-        token, and `error` says why; the text up to there is what it would have been.
-    logprobs: natural logarithms under the unprocessed model, one per token, or None.
-    prompt, sample: which of the prompts, which of its samples.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    logprobs: list[float] | None
-    stats: RoundStats
-    prompt: int = 0
-    sample: int = 0
-    error: DraftproofError | None = None
-
-    def checked(self) -> Completion:
-        """Itself; raises the error that ended it, if one did."""
-        if self.error is not None:
-            raise self.error
-        return self
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """New text of a stream: pieces, each with whether its token was drafted. The last carries the
-    completion."""
-
-    pieces: list[tuple[str, bool]]
-    completion: Completion | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(piece for piece, _ in self.pieces)
-
-
 class Engine:
     """Writes text with a target and a drafter: the text that the target would have written alone.
 
@@ -111,6 +77,8 @@ class Engine:
     shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves it
         to the device.
     Calls may run at the same time, also from several threads: their rounds take turns.
+    stats: of all calls together; `seconds` are wall time. As a context manager, an engine lets go
+    of its models at the end.
     """
 
     def __init__(
@@ -131,6 +99,7 @@ class Engine:
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.clock = Clock()            # where the seconds went of the call that began last
         self.lock = RLock()             # held while a prompt is checked, and in each round
+        self.stats, self._thread = RoundStats(), ThreadPoolExecutor(1, "draftproof")
         if self.budget.most >= target.context:
             asked = f"{self.budget.most} draft tokens per round"
             raise BadInput(f"{asked} do not fit a context of {target.context}; draft fewer")
@@ -139,6 +108,21 @@ class Engine:
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
         return RequestReader(self.target, self.codec, self.stop_tokens)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the models and refuse later calls; what runs already may go on."""
+        self.__dict__.pop("target", None)
+        self.drafter = Plain()
+
+    def _check_open(self) -> None:
+        if "target" not in self.__dict__:
+            raise BadInput("the engine was closed; load another one")
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
@@ -150,6 +134,22 @@ class Engine:
         """
         done = self.as_completed(prompts, **options)
         return sorted(done, key=lambda completion: (completion.prompt, completion.sample))
+
+    def generate_ids(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[Options]
+    ) -> Tensor:
+        """Token ids [B, S], padded on the left, with what follows them: [B * n, S + new].
+
+        As ``model.generate`` returns them: the samples of a prompt side by side, rows that end
+        early filled with the tokenizer's padding (or end) token, or 0.
+        """
+        ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+        done = self.generate(without_padding(ids, attention_mask), **options)
+        new = [one.checked().tokens for one in done]
+        longest, pad = max(map(len, new), default=0), self.codec.pad_token if self.codec else 0
+        rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in new]
+        prompts = ids.repeat_interleave(options.get("n", 1), 0)
+        return torch.cat([prompts, torch.tensor(rows).to(ids)], 1)
 
     def as_completed(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
@@ -186,7 +186,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop
         string may take back."""
         rounds = self._run(self._read([prompt], max_new_tokens, sampling), 1)
@@ -195,24 +195,45 @@ class Engine:
             for (row,) in rounds
         )
 
+    async def astream(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for asyncio: the rounds run in a thread of the engine's.
+
+        Several streams take turns there. One that is cancelled, or closed, ends with the round that
+        runs, and its row is free.
+        """
+        loop = asyncio.get_running_loop()
+        begin = self._thread.submit(
+            self.stream, prompt, max_new_tokens=max_new_tokens, sampling=sampling
+        )
+        chunks = await asyncio.wrap_future(begin)
+        try:
+            while (chunk := await loop.run_in_executor(self._thread, next, chunks, None)) is not None:
+                yield chunk
+        finally:
+            self._thread.submit(chunks.close)
+
     def _read(
         self, prompts: Prompt | Sequence[Prompt], limit: int | None, sampling: Wanted, n: int = 1
     ) -> list[Request]:
+        self._check_open()
         wanted = self.sampling if sampling is None else sampling
         with self.lock:
             return self.requests.read(prompts, limit, wanted, n)
 
     def _run(self, requests: list[Request], rows: int) -> Iterator[list[SequenceState]]:
         """Run all of them, at most `rows` rows at a time; see `rounds`."""
-        waiting, left = deque(requests), [row for request in requests for row in request]
+        waiting, all_rows = deque(requests), [row for request in requests for row in request]
         if not waiting:
             return
+        left = all_rows
         decoder = self.decoder(rows, max(len(row.prompt) + row.limit for row in left))
         batch, clock = decoder.batch, decoder.clock
         self.clock = clock
         started: list[tuple[SequenceState, dict[str, float]]] = []
         try:
-            with self.target.group.intact():
+            with decoder.target.group.intact():
                 while waiting or batch.running:
                     count = decoder.admissible(waiting) if waiting else 0
                     joining = [waiting.popleft() for _ in range(count)]
@@ -229,6 +250,10 @@ class Engine:
                         started = _clocked(started, clock)
         finally:
             _clocked(started, clock)                    # also where nobody listens to the end
+            with self.lock:
+                for row in all_rows:
+                    self.stats.add(replace(row.stats, seconds={}))
+                self.stats.add(RoundStats(seconds=clock.seconds))
 
     def warm_up(
         self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None
@@ -256,6 +281,7 @@ class Engine:
 
     def decoder(self, rows: int, tokens: int) -> Decoder:
         """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds."""
+        self._check_open()
         capacity = self.shapes.capacity(tokens + self.budget.most + 2)
         with self.lock:
             return self._decoder(self.budget, self.shapes.rows(rows), capacity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
@@ -51,6 +52,18 @@ def one(given: Any) -> str | list[int] | list[Any]:
             "numbers, a chat is a list of messages"
         )
     return parts
+
+
+def without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The text of each row of [B, S], padded on the left. Raises BadInput for other padding."""
+    there = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
+    if there.shape != ids.shape or bool((there[:, 1:] < there[:, :-1]).any()):
+        raise BadInput(
+            f"the attention mask, of shape {list(there.shape)}, has zeros behind the first one of "
+            f"a row, or another shape than the ids, {list(ids.shape)}; pad batches on the left"
+        )
+    lengths = there.sum(1).tolist()
+    return [row[len(row) - size :] for row, size in zip(ids.tolist(), lengths, strict=True)]
 
 
 def _plain(given: Any) -> Any:

@@ -31,6 +31,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
+from draftproof.engine.prompts import without_padding
 from draftproof.errors import BadInput
 
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
@@ -131,14 +132,16 @@ class _Batch:
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> _Batch:
         """Raises BadInput where a row is padded anywhere but before its text."""
+        texts = without_padding(ids, mask)
         there = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
-        if there.shape != ids.shape or bool((there[:, 1:] < there[:, :-1]).any()):
-            raise BadInput("the attention mask has zeros behind the first one of a row; pad batches on the left")
         counted = (there.cumsum(1) - 1).clamp(min=0)
-        if positions is not None and not torch.equal((positions * there).to(ids.device), counted * there):
-            raise BadInput("position_ids other than those of the attention mask were given; leave them out")
-        lengths = there.sum(1).tolist()
-        return cls(ids, [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)])
+        if positions is not None and not torch.equal(
+            (positions * there).to(ids.device), counted * there
+        ):
+            raise BadInput(
+                "position_ids other than those of the attention mask were given; leave them out"
+            )
+        return cls(ids, texts)
 
     def limit(self, criteria: list[Any], config: Any) -> int:
         """New tokens that the lengths among the criteria, taken out of them, allow."""

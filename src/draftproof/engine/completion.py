@@ -1,0 +1,48 @@
+"""What the engine hands out: completions, and chunks of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftproof.engine.stats import RoundStats
+from draftproof.errors import DraftproofError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of one prompt, or of one sample of it.
+
+    tokens: the new tokens, an end token included. text: without special tokens and stop string.
+    finish_reason: "stop" (an end token or a stop string), "length", or "error": there was no next
+        token, and `error` says why; the text up to there is what it would have been.
+    logprobs: natural logarithms under the unprocessed model, one per token, or None.
+    prompt, sample: which of the prompts, which of its samples.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+    stats: RoundStats
+    prompt: int = 0
+    sample: int = 0
+    error: DraftproofError | None = None
+
+    def checked(self) -> Completion:
+        """Itself; raises the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New text of a stream: pieces, each with whether its token was drafted. The last carries the
+    completion."""
+
+    pieces: list[tuple[str, bool]]
+    completion: Completion | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
