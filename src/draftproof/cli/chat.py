@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Completion, Engine
 
-HELP = "/reset forgets the conversation, /stats tells the figures of the last answer, /exit or Ctrl-D leaves"
+HELP = (
+    "/reset forgets the conversation, /stats tells the figures of the last answer, /exit or Ctrl-D "
+    "leaves"
+)
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")]
 
 
 @opt.with_options(engine=None, sampling=None)
 def chat(
-    model: opt.Model, system: System = None, color: opt.When = opt.Color.auto, bf16: opt.Bf16 = False,
-    *, engine: dict[str, Any], sampling: dict[str, Any],
+    model: opt.Model, system: System = None, color: opt.When = opt.Color.auto,
+    bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C ends an answer, and not the conversation."""
     config = EngineConfig(model, **gaudi_words(engine, bf16))
@@ -34,7 +37,8 @@ def chat(
     loaded = engine_of(config)
     wanted = replace(loaded.sampling, **sampling)
     begin = [{"role": "system", "content": system}] if system else []
-    loaded.check([*begin, {"role": "user", "content": "Hello"}], sampling=wanted)           # has it a template?
+    hello = [*begin, {"role": "user", "content": "Hello"}]
+    loaded.check(hello, sampling=wanted)                                # has it a template?
     turns, last = list(begin), None
     show.note(HELP)
     while True:
@@ -55,11 +59,12 @@ def chat(
             show.note(HELP)
         elif said:
             try:
-                answer, last = _answer(loaded, [*turns, {"role": "user", "content": said}], wanted, color)
-            except BadInput as error:                                   # the context is full, perhaps
+                asked = [*turns, {"role": "user", "content": said}]
+                answer, last = _answer(loaded, asked, wanted, color)
+            except BadInput as error:                           # the context is full, perhaps
                 show.note(f"{error}; /reset begins anew", style="yellow")
                 continue
-            turns += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+            turns = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(

@@ -18,15 +18,20 @@ from draftproof.cli.setup import engine_of, gaudi_words
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
-Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.", rich_help_panel="Server")]
-Port = Annotated[int, typer.Option(min=0, max=65535, rich_help_panel="Server")]
-MaxBatch = Annotated[int, typer.Option(min=1, metavar="B", help="Rows that run at a time.", rich_help_panel="Server")]
-MaxQueue = Annotated[int, typer.Option(min=1, metavar="N", help="Requests that may wait; more get 429.", rich_help_panel="Server")]
-MaxLength = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer together.", rich_help_panel="Server")]
-Timeout = Annotated[float | None, typer.Option(min=0, metavar="S", help="Seconds that a request may take.", rich_help_panel="Server")]
-Key = Annotated[str | None, typer.Option(envvar="DRAFTPROOF_API_KEY", help="Clients must send this key.", rich_help_panel="Server")]
-Name = Annotated[str | None, typer.Option(metavar="NAME", help="What clients call the model.", rich_help_panel="Server")]
-Price = Annotated[float | None, typer.Option(min=0, help="Of this machine; gives cost per token.", rich_help_panel="Server")]
+
+def _option(text: str | None = None, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Server", **more)
+
+
+Host = Annotated[str, _option("Address to listen at; 0.0.0.0 for all.")]
+Port = Annotated[int, _option(min=0, max=65535)]
+MaxBatch = Annotated[int, _option("Rows that run at a time.", min=1, metavar="B")]
+MaxQueue = Annotated[int, _option("Requests that may wait; more get 429.", min=1, metavar="N")]
+MaxLength = Annotated[int, _option("Tokens of a prompt and its answer.", min=2, metavar="N")]
+Timeout = Annotated[float | None, _option("Seconds that a request may take.", min=0, metavar="S")]
+Key = Annotated[str | None, _option("Clients must send it.", envvar="DRAFTPROOF_API_KEY")]
+Name = Annotated[str | None, _option("What clients call the model.", metavar="NAME")]
+Price = Annotated[float | None, _option("Of this machine; gives cost per token.", min=0)]
 
 
 @opt.with_options(engine=None)
@@ -57,12 +62,14 @@ def serve(
         engine_of(config), served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
         length=max_model_len, timeout=timeout, key=api_key, price=price_per_hour,
     )  # fmt: skip
-    show.note(f"serving {server.model} at http://{host}:{port}/ (page), /v1 (API), /metrics; Ctrl-C ends it")
+    where = f"http://{host}:{port}/ (page), /v1 (API), /metrics"
+    show.note(f"serving {server.model} at {where}; Ctrl-C ends it")
     asyncio.run(_until_told(server, host, port))
 
 
 async def _until_told(server: Any, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; then finish what runs, while new requests get 503. The second signal ends at once."""
+    """Serve until SIGINT or SIGTERM; then finish what runs, while new requests get 503. The second
+    signal ends at once."""
     import uvicorn
 
     class Uvicorn(uvicorn.Server):
@@ -70,7 +77,8 @@ async def _until_told(server: Any, host: str, port: int) -> None:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    listener = Uvicorn(uvicorn.Config(server.app(), host=host, port=port, log_level="warning", access_log=False))
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False}
+    listener = Uvicorn(uvicorn.Config(server.app(), host=host, port=port, **quiet))
     loop = asyncio.get_running_loop()
 
     async def drain() -> None:

@@ -5,7 +5,7 @@ Knows no drafting method by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Deferred
 from draftproof.engine.prefill import Prompts
-from draftproof.engine.row_output import logprobs, row_outputs
+from draftproof.engine.row_output import RowOutput, logprobs, row_outputs
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
 from draftproof.engine.stats import Clock, Round, State
@@ -28,6 +28,8 @@ from draftproof.errors import DrafterMismatch
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 
+Watch = Callable[[TokenTree, Sequence[SequenceState], Sequence[RowOutput]], None]
+"""Told each round what was verified, and what each row accepted of it."""
 BEYOND = 2
 """Tokens by which a row may draft more than a batch's rows on average; or half, if that is more."""
 
@@ -36,7 +38,7 @@ class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
     `admit` reads prompts, `step` is one round for every running row; finished rows leave by
-    themselves. ops: None takes those of the target's device.
+    themselves. ops: None takes those of the target's device. watch: may be set to see drafts.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Decoder:
         self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops)
         self.prompts = Prompts(target, self.drafter, self.batch.cache, shapes, self.ops)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
+        self.watch: Watch | None = None
         self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
 
     @property
@@ -159,6 +162,8 @@ class Decoder:
         shared = tree.budget_rank.tolist() if tree.budget_rank is not None else None
         total, rows, nodes = 0, self.batch.running, list[int]()
         outputs = row_outputs(tree, accepted, new, scored, self.ops)            # padding behind
+        if self.watch is not None:
+            self.watch(tree, rows, outputs)
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
             path = out.path[1:]
             nodes += path if shared is None else [shared[place][node] for node in path]

@@ -4,6 +4,7 @@ tokenizers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from draftproof.errors import BadInput
 _CONTEXT = 8
 """Prompt tokens a stream starts from, so that the first new token keeps its leading space."""
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]
 
 
 class Codec:
@@ -38,8 +39,10 @@ class Codec:
             )
         return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a chat in the model's own template, ready for the assistant's answer."""
+    def encode_chat(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of a chat in the model's own template, ready for the assistant's answer.
+
+        tools: functions it may call, as OpenAI's clients describe them."""
         if not self.tokenizer.chat_template:
             raise BadInput(
                 f"the tokenizer of {self.name} has no chat template; give plain text, or a chat "
@@ -47,7 +50,7 @@ class Codec:
             )
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
             )
         # templates are programs: they raise anything
         except Exception as error:

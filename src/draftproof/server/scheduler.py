@@ -1,71 +1,193 @@
-"""Continuous batching: requests join and leave the running batch between rounds; one thread owns torch."""
+"""Continuous batching: requests join and leave a running batch between rounds; one thread owns
+torch."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftproof.core.tree import TokenTree
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.row_output import RowOutput
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 
+Tree = list[tuple[int, int, bool]]
+"""The nodes of a row's draft: token, parent, and whether it was accepted; node 0 is the root."""
+
 
 class Progress(NamedTuple):
-    """What a round brought to one sample of a request. completion: with the last one."""
+    """What a round brought to one sample of a request.
+
+    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had if
+    asked for. completion: with the last one. tree: what the round verified, if asked for.
+    """
 
     sample: int
-    pieces: list[tuple[str, bool]]      # new text, and whether its tokens were drafted
-    new: list[int]                      # new tokens,
-    logprobs: list[float]               # and what they had, if asked for
+    pieces: list[tuple[str, bool]]
+    new: list[int]
+    logprobs: list[float]
     completion: Completion | None
+    tree: Tree | None = None
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits or runs. listener: called in the decoding thread, for each of its rows in each round."""
+    """A request that waits or runs. listener: called in the decoding thread, for each of its rows
+    in each round. trees: it wants to see them."""
 
     rows: list[SequenceState]
     listener: Callable[[Progress], None]
+    trees: bool = False
     told: dict[int, int] = field(default_factory=dict)
     cancelled: bool = False
 
 
-class Scheduler:
-    """Runs requests as they come, at most `rows` rows of `length` tokens at a time; as many more as `queue` may wait.
+class Lane:
+    """One engine's running batch of at most `rows` rows of `length` tokens, and what waits for it.
 
-    A row's text is the one it has alone. `close` lets what runs finish. A request that cannot be run
-    fails alone; if a whole round fails, what ran in it fails and the next one begins anew.
+    A request that cannot be run fails alone; if a whole round fails, what ran in it fails and the
+    next one begins anew.
     """
 
-    def __init__(self, engine: Engine, *, rows: int, queue: int, length: int) -> None:
-        self.engine, self.rows, self.queue = engine, rows, queue
-        self.length = min(length, engine.target.context)
+    def __init__(self, engine: Engine, rows: int, length: int) -> None:
+        self.engine, self.rows, self.length = engine, rows, length
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
+        self.decoder: Decoder | None = None
+        self._trees: dict[int, Tree] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def round(self, lock: threading.Condition) -> None:
+        """Let who waits join, and run a round. lock: of what waits."""
+        try:
+            if self.decoder is None:
+                self.decoder = self.engine.decoder(self.rows, self.length)
+            self._round(self.decoder, lock)
+        except (DraftproofError, RuntimeError, MemoryError) as error:   # out of memory: Runtime
+            if self.decoder is None:                                    # there is no room for it
+                self.running += [self.waiting.popleft()]
+            for row in (row for one in self.running for row in one.rows):
+                if row.finish_reason is None:
+                    row.fail(error if isinstance(error, DraftproofError) else Unavailable(
+                        f"the round failed: {' '.join(str(error).split())[:200]}", 500))
+            self._tell()
+            self.decoder = None
+
+    def _round(self, decoder: Decoder, lock: threading.Condition) -> None:
+        gone = [row for one in self.running if one.cancelled for row in one.rows
+                if row.finish_reason is None]
+        for row in gone:
+            row.finish_reason = "cancelled"
+        self.running = [one for one in self.running if not one.cancelled]
+        if gone:
+            decoder.batch.retire()
+        with lock:
+            waiting = [one for one in self.waiting if not one.cancelled]
+            count = decoder.admissible([one.rows for one in waiting]) if waiting else 0
+            joining, self.waiting = waiting[:count], deque(waiting[count:])
+        self.running += joining
+        requests: list[Sequence[SequenceState]] = [one.rows for one in joining]
+        if not self.running:
+            return
+        decoder.watch = self._see if any(one.trees for one in self.running) else None
+        with self.engine.lock:
+            if requests and not decoder.takes(requests):
+                decoder.admit(*requests)
+            else:
+                decoder.step(requests)
+        self._tell()
+
+    def _see(self, tree: TokenTree, rows: Sequence[SequenceState],
+             outputs: Sequence[RowOutput]) -> None:  # fmt: skip
+        columns = zip(rows, outputs, tree.tokens.tolist(), tree.parents.tolist(), strict=False)
+        for row, out, tokens, parents in columns:
+            accepted = set(out.path)
+            nodes = enumerate(zip(tokens, parents, strict=True))
+            self._trees[id(row)] = [(*node, place in accepted) for place, node in nodes]
+
+    def _tell(self) -> None:
+        """Hand out what is new; whoever has all of its rows' texts is done."""
+        for one in self.running:
+            for row in one.rows:
+                sample, before = row.params.sample, one.told.get(row.params.sample, 0)
+                ended = row.finish_reason is not None
+                if before >= 0 and (ended or len(row.tokens) > before):
+                    one.told[sample] = -1 if ended else len(row.tokens)
+                    completion = self.engine.completion(row) if ended else None
+                    tree = self._trees.get(id(row)) if one.trees else None
+                    tokens, scores = row.tokens[before:], row.logprobs[before:]
+                    one.listener(Progress(sample, row.pieces(), tokens, scores, completion, tree))
+        self._trees.clear()
+        self.running = [one for one in self.running
+                        if any(row.finish_reason is None for row in one.rows)]
+
+
+class Scheduler:
+    """Runs requests as they come, at most `rows` rows of `length` tokens at a time; as many more
+    as `queue` may wait.
+
+    A row's text is the one it has alone. others: engines of the same target with other drafters,
+    by name; each runs one row at a time. `close` lets what runs finish.
+    """
+
+    def __init__(
+        self, engine: Engine, *, rows: int, queue: int, length: int,
+        others: Mapping[str, Engine] | None = None,
+    ) -> None:  # fmt: skip
+        self.rows, self.queue, self.length = rows, queue, min(length, engine.target.context)
+        self.lanes = {"": Lane(engine, rows, self.length)}
+        for name, other in (others or {}).items():
+            self.lanes[name] = Lane(other, 1, self.length)
         self.closing = False
         self._awake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
 
-    def submit(self, rows: list[SequenceState], listener: Callable[[Progress], None]) -> Ticket:
-        """Queue the samples of a prompt. Raises Unavailable if the queue is full or the server stops."""
-        if len(rows) > self.rows:
-            raise BadInput(f"n was {len(rows)}; this server runs at most {self.rows} rows")
+    @property
+    def running(self) -> list[Ticket]:
+        """Requests that run."""
+        return [one for lane in self.lanes.values() for one in list(lane.running)]
+
+    @property
+    def waiting(self) -> list[Ticket]:
+        """Requests that wait."""
+        return [one for lane in self.lanes.values() for one in list(lane.waiting)]
+
+    def submit(
+        self, rows: list[SequenceState], listener: Callable[[Progress], None], *,
+        drafter: str = "", trees: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """Queue the samples of a prompt. Raises Unavailable if the queue is full or the server
+        stops."""
+        lane = self.lanes.get(drafter)
+        if lane is None:
+            there = ", ".join(name for name in self.lanes if name)
+            raise BadInput(f"there is no drafter {drafter[:99]!r} here; there are {there}")
+        if len(rows) > lane.rows:
+            raise BadInput(f"n was {len(rows)}; this server runs at most {lane.rows} rows")
         if len(rows[0].prompt) + 1 > self.length:
-            raise BadInput(f"the prompt has {len(rows[0].prompt)} tokens and this server reads at most {self.length - 1}")
+            raise BadInput(
+                f"the prompt has {len(rows[0].prompt)} tokens and this server reads at most "
+                f"{self.length - 1}"
+            )
         for row in rows:
             row.limit = min(row.limit, self.length - len(row.prompt))
         with self._awake:
             if self.closing:
                 raise Unavailable("the server is stopping; ask another one", 503)
             if len(self.waiting) >= self.queue:
-                raise Unavailable(f"{len(self.waiting)} requests wait already; try again later", 429)
-            ticket = Ticket(rows, listener)
-            self.waiting.append(ticket)
+                raise Unavailable(f"{self.queue} requests wait already; try again later", 429)
+            ticket = Ticket(rows, listener, trees)
+            lane.waiting.append(ticket)
             self._awake.notify()
         return ticket
 
@@ -83,63 +205,17 @@ class Scheduler:
     @property
     def tokens_held(self) -> float:
         """Share of the KV cache's positions that running rows use."""
-        held = sum(len(row.prompt) + len(row.tokens) for one in list(self.running) for row in one.rows)
-        return held / (self.rows * self.length)
+        rows = (row for one in self.running for row in one.rows)
+        return sum(len(row.prompt) + len(row.tokens) for row in rows) / (self.rows * self.length)
 
     def _run(self) -> None:
-        decoder = self._decoder()
+        lanes = self.lanes.values()
         while True:
             with self._awake:
-                while not (self.waiting or self.running or self.closing):
+                while not (self.closing or any(lane.busy for lane in lanes)):
                     self._awake.wait()
-                if not (self.waiting or self.running):
+                if not any(lane.busy for lane in lanes):
                     return
-                for one in [one for one in self.waiting if one.cancelled]:
-                    self.waiting.remove(one)
-            try:
-                self._round(decoder)
-            except (DraftproofError, RuntimeError, MemoryError) as error:   # out of memory is a RuntimeError
-                for one in self.running:
-                    for row in one.rows:
-                        if row.finish_reason is None:
-                            row.fail(error if isinstance(error, DraftproofError) else Unavailable(
-                                f"the round failed: {' '.join(str(error).split())[:200]}", 500))
-                self._tell()
-                decoder = self._decoder()
-
-    def _round(self, decoder: Decoder) -> None:
-        gone = [row for one in self.running if one.cancelled for row in one.rows if row.finish_reason is None]
-        for row in gone:
-            row.finish_reason = "cancelled"
-        self.running = [one for one in self.running if not one.cancelled]
-        if gone:
-            decoder.batch.retire()
-        with self._awake:
-            count = decoder.admissible([one.rows for one in self.waiting]) if self.waiting else 0
-            joining = [self.waiting.popleft() for _ in range(count)]
-        self.running += joining
-        requests: list[Sequence[SequenceState]] = [one.rows for one in joining]
-        if not self.running:
-            return
-        with self.engine.lock:
-            if requests and not decoder.takes(requests):
-                decoder.admit(*requests)
-            else:
-                decoder.step(requests)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Hand out what is new; whoever has all of its rows' texts is done."""
-        for one in self.running:
-            for row in one.rows:
-                sample, before = row.params.sample, one.told.get(row.params.sample, 0)
-                ended = row.finish_reason is not None
-                if before >= 0 and (ended or len(row.tokens) > before):
-                    one.told[sample] = -1 if ended else len(row.tokens)
-                    completion = self.engine.completion(row) if ended else None
-                    new = slice(before, None)
-                    one.listener(Progress(sample, row.pieces(), row.tokens[new], row.logprobs[new], completion))
-        self.running = [one for one in self.running if any(row.finish_reason is None for row in one.rows)]
-
-    def _decoder(self) -> Decoder:
-        return self.engine.decoder(self.rows, self.length)
+            for lane in lanes:
+                if lane.busy:
+                    lane.round(self._awake)

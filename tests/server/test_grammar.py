@@ -1,0 +1,155 @@
+"""Grammars and tool calls: the mask is a function of each node's text; the same text with and
+without drafting; calls are read wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+import torch
+from asking import PROMPTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+import draftproof as dp
+from draftproof.core.params import RuleRequest
+from draftproof.server.grammar import Grammars
+from draftproof.server.tools import FORMS, CallReader
+
+pytest.importorskip("llguidance")
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["who", "age", "likes"],
+    "properties": {
+        "who": {"enum": ["Lily", "Tom", "the big red dog", "the big red ball"]},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "likes": {"type": "array", "maxItems": 3, "items": {"type": "string", "maxLength": 12}},
+    },
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "additionalProperties": False, "required": ["place"],
+        "properties": {"place": {"enum": ["park", "house"]}}}}} for name in ("go", "look")
+]  # fmt: skip
+HERMES = (
+    "{% for tool in tools %}{{ tool.function.name }} in <tool_call> {% endfor %}"
+    "{% for one in messages %}{{ one.content }}{% for call in one.tool_calls or [] %}"
+    "{{ call.function.arguments.place }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def grammars(server: Any) -> Grammars:
+    return Grammars(server.engine.codec, server.engine.target.vocab_size, (0,))
+
+
+def test_a_mask_depends_on_the_text_alone(grammars: Grammars) -> None:
+    """Asked about the nodes of any tree, in any order, it says what a fresh one says."""
+    dice, request = Random(1), RuleRequest([1, 2, 3], 99, (0,), torch.device("cpu"))
+    rule, scores = grammars.json(SCHEMA), torch.zeros(1, grammars.vocab)
+    asked, text = rule.make(request), [1, 2, 3]
+    for _ in range(150):
+        fresh = rule.make(request)(torch.tensor([text]), scores)
+        assert torch.equal(asked(torch.tensor([text]), scores), fresh)
+        allowed = fresh[0].isfinite().nonzero()[:, 0].tolist()
+        assert allowed
+        strange = dice.random() < 0.1
+        text = [*text, dice.randrange(4096) if strange else dice.choice(allowed)]
+        if dice.random() < 0.4 or len(allowed) == grammars.vocab:       # or behind what is wrong
+            text = text[: 3 + dice.randrange(len(text) - 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("acceptance", ["match", "block"])
+@pytest.mark.parametrize("drafter", ["demo-draft", "demo-medusa", "demo-redrafter"])
+def test_the_same_text_with_and_without_drafting(
+    grammars: Grammars, server: Any, drafter: str, acceptance: str, temperature: float
+) -> None:
+    known = {"assistant_model": drafter} if drafter == "demo-draft" else {"drafter": drafter}
+    engine = dp.load("demo", budget=5, acceptance=acceptance, **known)      # type: ignore[arg-type]
+    plain = dp.Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
+    sampling = dp.Sampling(temperature=temperature, seed=7, logits_rules=[grammars.json(SCHEMA)])
+    drafted = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling)
+    alone = plain.generate(PROMPTS, max_new_tokens=60, sampling=sampling)
+    if acceptance == "match" or temperature == 0:
+        assert [one.tokens for one in drafted] == [one.tokens for one in alone]
+    assert sum(one.stats.accepted for one in drafted) > 15
+    for done in (*drafted, *alone):
+        said = json.loads(done.text)
+        assert done.finish_reason == "stop" and set(said) == set(SCHEMA["required"])
+        assert said["who"] in SCHEMA["properties"]["who"]["enum"] and 1 <= said["age"] <= 99
+
+
+def test_a_response_keeps_to_the_schema_it_was_asked_for(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA}}
+    done = client.completions.create(model="demo", prompt=PROMPTS[0], max_tokens=90, temperature=1,
+                                     n=3, extra_body={"response_format": wanted})
+    assert all(json.loads(choice.text)["age"] for choice in done.choices)
+    cut = client.completions.create(model="demo", prompt=PROMPTS[0], max_tokens=6, temperature=0,
+                                    extra_body={"response_format": {"type": "json_object"}})
+    assert cut.choices[0].text.startswith("{") and cut.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_tools_are_called_whole_and_streamed(
+    server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", HERMES)
+    messages: Any = [
+        {"role": "user", "content": PROMPTS[0]},
+        {"role": "assistant", "content": None, "tool_calls": [{
+            "id": "a", "type": "function", "function": {
+                "name": "go", "arguments": '{"place": "park"}'}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "done"},
+    ]
+    asked: dict[str, Any] = {"model": "demo", "messages": messages, "tools": TOOLS, "seed": 3,
+                             "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 90}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function" and call.function.name in ("go", "look")
+    assert json.loads(call.function.arguments)["place"] in ("park", "house")
+    if choice != "required":
+        assert call.function.name == "look"
+    news = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True)]
+    (streamed,) = [one for new in news for one in new.delta.tool_calls or []]
+    assert streamed.function and streamed.index == 0 and streamed.id
+    assert streamed.function.model_dump() == call.function.model_dump()
+    assert news[-1].finish_reason == "tool_calls" and not any(new.delta.content for new in news)
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(**(asked | {"tool_choice": {"function": {"name": "no"}}}))
+    monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", "{{ messages }}")
+    with pytest.raises(openai.BadRequestError, match="template"):
+        client.chat.completions.create(**asked)
+
+
+CALL = '{"name": "go", "arguments": {"place": "päark"}}'
+SAID = [
+    (0, "Just text < tool_ {\n ", "Just text < tool_ {\n ", 0),
+    (0, f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>", "I look.", 2),
+    (0, f"<tool_call>\n{CALL}", "", 1),
+    (0, "<tool_call>\nno JSON\n</tool_call> so", "<tool_call>\nno JSON\n</tool_call> so", 0),
+    (0, "a <tool_call>{", "a <tool_call>{", 0),
+    (1, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
+    (1, "[a list]", "[a list]", 0),
+    (2, CALL.replace("arguments", "parameters"), "", 1),
+    (2, '{"name": 3}', '{"name": 3}', 0),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), SAID)
+@given(cuts=st.lists(st.integers(0, 60), max_size=9))
+def test_calls_are_read_wherever_the_text_is_cut(
+    form: int, text: str, said: str, calls: int, cuts: list[int]
+) -> None:
+    reader, out, found = CallReader(FORMS[form]), "", []
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for start, stop in pairwise(places):
+        more, new = reader.push(text[start:stop])
+        out, found = out + more, found + new
+    more, new = reader.push("", last=True)
+    assert out + more == said and len(found + new) == calls
+    assert all(call == ("go", '{"place": "päark"}') for call in found + new)
