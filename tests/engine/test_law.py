@@ -15,12 +15,14 @@ import pytest
 import torch
 from scipy.stats import chi2
 from tiny import target
+from two_tokenizers import five
 
 from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.draft_other_tokenizer import OtherTokenizer
 from draftproof.engine.deferred import DrafterWrapper
 from draftproof.engine.engine import Engine
 
@@ -104,6 +106,13 @@ def test_the_text_has_the_law_of_the_target(rule: str, shape: str) -> None:
 
 def test_the_law_under_a_filter() -> None:
     assert p_value(draft(), "block", Sampling(temperature=0.9, top_k=3, seed=3), budget=2) > ALARM
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_of_a_draft_with_another_tokenizer(rule: str) -> None:
+    shared, size = five()
+    other = OtherTokenizer(target(seed=1, **{**OWN, "vocab_size": size}), shared)
+    assert p_value(other, rule, budget=3) > ALARM
 
 
 class Boastful(DrafterWrapper):

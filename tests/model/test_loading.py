@@ -17,7 +17,6 @@ from draftproof.errors import (
     BadInput,
     DraftproofError,
     ModelNotFound,
-    TokenizerMismatch,
     UnsupportedModel,
 )
 from draftproof.model import loading
@@ -167,10 +166,16 @@ def test_a_drafter_that_does_not_fit_is_refused(folder: Path) -> None:
         load(folder, drafter="nonsense")
     with pytest.raises(BadInput, match="give one"):
         load(folder, drafter="none", assistant_model=folder)
+
+
+def test_a_draft_with_another_tokenizer_drafts(caplog: pytest.LogCaptureFixture) -> None:
     from tiny import shared
 
-    with pytest.raises(TokenizerMismatch, match="tokenizers"):
-        load("demo", assistant_model=shared("models", "slm-4096-gpt2"))
+    engine = load("demo", assistant_model=shared("models", "slm-4096-gpt2"), budget=3)
+    assert "another tokenizer" in caplog.text
+    wanted = load("demo", drafter="none").generate("Once upon a time", max_new_tokens=20)[0]
+    done = engine.generate("Once upon a time", max_new_tokens=20)[0]
+    assert done.tokens == wanted.tokens and done.stats.accepted > 0
 
 
 def test_loading_asks_for_a_tokenizer_only_where_there_is_one(folder: Path) -> None:

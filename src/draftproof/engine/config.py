@@ -61,7 +61,7 @@ class EngineConfig:
     """What an engine is made of. Raises BadInput for what can be refused before anything is loaded.
 
     model, assistant_model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model;
-        both share one tokenizer.
+        with different tokenizers, the tokens that both share are drafted.
     drafter: a name, a folder of draft heads or of a draft model, or a `Drafter`; "a+b" merges.
     budget: draft tokens per round (`--num-assistant-tokens`), or a `Budget`; None measures what
         pays, zero included.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from draftproof.core.tree import TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.checkpoints import is_head, read_head
 from draftproof.drafters.draft_model import SELF, DraftModel, SelfDraft, self_draft_options
+from draftproof.drafters.draft_other_tokenizer import OtherTokenizer
+from draftproof.drafters.draft_vocabulary import SharedVocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.plain import Plain
@@ -27,7 +30,6 @@ from draftproof.errors import (
     BadInput,
     DrafterMismatch,
     ModelNotFound,
-    TokenizerMismatch,
     UnsupportedModel,
 )  # fmt: skip
 from draftproof.model import loading
@@ -39,6 +41,8 @@ from draftproof.model.parallel import ALONE, ProcessGroup, check_engine, form_gr
 from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
+
+log = logging.getLogger("draftproof")
 
 
 def training_free() -> Drafter:
@@ -214,14 +218,13 @@ def _draft_model(
         places = f"the draft model is on {draft.device}, the target on {target.device}"
         raise DrafterMismatch(f"{places}; put both on one device")
     own = _codec(None, name, draft, config.trust_remote_code)
-    if codec and own and not codec.same_ids(own):
-        raise TokenizerMismatch(
-            f"the draft model {own.name} and the target {codec.name} have different tokenizers "
-            f"({len(own.tokenizer)} and {len(codec.tokenizer)} tokens); choose a draft that shares "
-            "the target's"
-        )
     named = isinstance(name, (str, Path))
     reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
+    if codec and own and not codec.same_ids(own):
+        shared = SharedVocabulary(codec, own, target.vocab_size, reader.vocab_size)
+        log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
+                    "shared, and drafted", own.name, shared.count)
+        return OtherTokenizer(reader, shared.to(target.device), _shape(config.tree))
     return DraftModel(reader, target.vocab_size, _shape(config.tree))
 
 

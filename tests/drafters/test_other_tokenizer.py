@@ -1,0 +1,157 @@
+"""A draft model with another tokenizer: the text stays, and its distribution, by four conditions.
+
+The draft's probabilities are those its tokens were drawn from, over the target's tokens and zero
+elsewhere; each drafted token is one token of the target, and tokens that mean the same add up; the
+draft may read another text than was written; special tokens are drafted only if both have them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drafting import accepted_share, texts
+from tiny import prompts
+from torch import Tensor
+from two_tokenizers import LETTERS, OURS, THEIRS, codec, pair, shared
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.drafters.draft_other_tokenizer import OtherTokenizer, SharedTokens
+from draftproof.drafters.draft_vocabulary import SharedVocabulary
+from draftproof.engine.engine import Engine
+from draftproof.errors import TokenizerMismatch
+
+
+def drafter(shape: TreeShape | None = None) -> OtherTokenizer:
+    return OtherTokenizer(pair()[1], shared(), shape)
+
+
+def test_tokens_are_shared_by_what_they_stand_for() -> None:
+    found = {
+        OURS[index]: THEIRS[int(own)]
+        for index, own in enumerate(shared().to_draft[: len(OURS)]) if own >= 0
+    }  # fmt: skip
+    same = {one: one for one in (*LETTERS, "th", "he", "<user>", "<s>")}
+    assert found == {**same, "Ġ": "▁", "<end>": "<eos>"}
+    assert shared().count == len(found)
+
+
+def test_tokens_of_one_meaning_add_up_and_the_others_have_no_chance() -> None:
+    logits = torch.randn(2, 3, len(THEIRS), dtype=torch.float64)
+    found, whole = shared().over_target(logits).softmax(-1), logits.softmax(-1)
+    assert found.shape[-1] == len(OURS) + 2
+    part = torch.zeros_like(found)
+    for place, token in enumerate(THEIRS):
+        ours = {"<0x61>": "a", "▁": "Ġ", "<eos>": "<end>"}.get(token, token)
+        if ours in OURS:
+            part[..., OURS.index(ours)] += whole[..., place]
+    torch.testing.assert_close(found, part / part.sum(-1, keepdim=True))
+
+
+def test_special_tokens_are_drafted_only_if_both_have_them() -> None:
+    ours, theirs = codec(OURS, "<end>", "<user>", "<s>"), codec(THEIRS, "<eos>", "<s>")
+    found = SharedVocabulary(ours, theirs, len(OURS), len(THEIRS))
+    assert found.to_draft[OURS.index("<user>")] == -1       # their <user> is a text as any other
+    assert found.to_draft[OURS.index("<end>")] == THEIRS.index("<eos>")
+
+
+def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
+    ours, theirs, both = OURS.index, THEIRS.index, shared()
+    prompt = [ours("<user>"), ours("th"), ours("i"), ours("in"), ours("Ġ"), ours("a")]
+    assert both.draft.said(both.begin(prompt)[1:]) == b"thiin a"
+    assert both.begin(prompt)[0] == theirs("<user>")
+    drafted = [theirs("th"), theirs("e")]
+    assert both.follow([ours("th"), ours("e"), ours("in")], drafted)[:2] == drafted
+    assert both.draft.said(both.follow([ours("th"), ours("er")], [theirs("▁t")])) == b"ther"
+    assert both.target.said(both.back([theirs("ing"), theirs("▁a")])) == b"ing a"
+    assert both.back([theirs("b"), theirs("<eos>")]) == [ours("b"), ours("<end>")]
+
+
+@pytest.mark.parametrize("shape", [None, TreeShape.branching((2, 2))], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=2)])
+def test_the_text_is_that_of_plain_decoding(shape: TreeShape | None, sampling: Sampling) -> None:
+    """Ragged prompts, in fewer rows than texts; under every rule where greedy, rules agree."""
+    own, asked = pair()[0], prompts(7, vocab=len(OURS))
+    options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
+    wanted = texts(Engine(own), asked, **options)
+    rules = RULES if sampling.temperature == 0 and shape is None else ("match",)
+    for rule in rules:
+        engine = Engine(own, drafter(shape), acceptance=rule, budget=6 if shape else 4)
+        assert texts(engine, asked, **options, batch_size=3) == wanted, rule
+
+
+def test_a_draft_that_forgets_the_beginning_changes_no_text() -> None:
+    """A text longer than the draft's context: it goes on from the last half."""
+    own, asked = pair()[0], prompts(3, vocab=len(OURS))
+    short = OtherTokenizer(pair(max_position_embeddings=24)[1], shared())
+    wanted = texts(Engine(own), asked, max_new_tokens=50)
+    assert texts(Engine(own, short, budget=3), asked, max_new_tokens=50) == wanted
+
+
+def test_the_cache_holds_what_was_read() -> None:
+    """What a draft goes on from is what a fresh one reads: the same proposals, hence acceptance."""
+
+    class Fresh(OtherTokenizer):
+        def _own_prefix(self, frontier: Any) -> Any:
+            prefix = super()._own_prefix(frontier)
+            for row in self.rows:
+                row.held = 0
+            self._cache(len(self.rows)).lengths.zero_()
+            self.lag = [len(row.tokens) - 1 for row in self.rows]
+            return prefix
+
+    own, asked = pair()[0], prompts(4, vocab=len(OURS))
+    for want in (Sampling(), Sampling(temperature=0.8, seed=5)):
+        shares = [
+            accepted_share(Engine(own, one, budget=4).generate(
+                asked, max_new_tokens=30, sampling=want))
+            for one in (drafter(), Fresh(pair()[1], shared()))
+        ]  # fmt: skip
+        assert shares[0] == shares[1]
+
+
+def test_what_is_attached_is_what_was_drawn() -> None:
+    """The draft's law of every node is that of its restricted logits after the text before it."""
+    own, asked = pair()[0], prompts(2, vocab=len(OURS), seed=3)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Kept(OtherTokenizer):
+        def propose(self, frontier: Any) -> Any:
+            tree = super().propose(frontier)
+            seen.append((tree.tokens, tree.draft_probs))
+            return tree
+
+    engine = Engine(own, Kept(pair()[1], shared()), acceptance="rejection", budget=3)
+    engine.generate(asked, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=4))
+    known = shared().to_draft >= 0
+    for tokens, law in seen:
+        if law is None:
+            continue
+        assert (law[:, 1:, ~known] == 0).all()
+        picked = law[:, 1:].gather(-1, tokens[:, 1:, None].clamp(min=0))[..., 0]
+        assert (picked[tokens[:, 1:] >= 0] > 0).all()
+        torch.testing.assert_close(law[:, 1:].sum(-1), torch.ones_like(picked))
+    assert seen
+
+
+def test_the_reads_are_those_of_the_draft() -> None:
+    """Over the target's tokens a drafted node reads as the draft's own token does."""
+    both, own = shared(), pair()[1]
+    wrapped, tree = SharedTokens(own, both), torch.tensor([[3, 5, 7]])
+    cache, other = wrapped.new_cache(1, 16), own.new_cache(1, 16)
+    ours = torch.cat([tree[:, :1], both.tokens[torch.tensor([[4, 6]])]], 1)
+    theirs = torch.cat([tree[:, :1], both.to_draft[ours[:, 1:]]], 1)
+    with torch.inference_mode():
+        wrapped.read(TokenTree.chain(ours[:, :1]), cache)
+        found = wrapped.read(TokenTree.chain(ours), cache, first=1).logits
+        wanted = own.read(TokenTree.chain(theirs), other).logits[:, 1:]
+    torch.testing.assert_close(found, both.over_target(wanted))
+
+
+def test_tokenizers_that_share_nothing_are_refused() -> None:
+    strange = codec(["Ġqq", "qqq", "<x>"], "<x>")
+    with pytest.raises(TokenizerMismatch, match="share"):
+        SharedVocabulary(codec(OURS, "<end>"), strange, len(OURS), 3)
