@@ -155,7 +155,7 @@ def test_a_streamer_gets_every_token_once() -> None:
 @pytest.mark.parametrize(("asked", "word"), [
     ({"num_beams": 2}, "num_beams"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    ({"guidance_scale": 1.5}, "state"), ({"drafter": "nonsense"}, "nonsense"),
+    ({"guidance_scale": 1.5}, "guidance_scale"), ({"drafter": "nonsense"}, "nonsense"),
     ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention mask"),
     ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids"),
 ])  # fmt: skip

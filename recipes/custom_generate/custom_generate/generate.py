@@ -5,12 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
 import draftproof
 
 
 def generate(
-    model: Any, assistant_model: Any = None, drafter: Any = None, streamer: Any = None, **asked: Any
-) -> Any:
-    """As `model.generate`; see `draftproof.generate`."""
-    decode = partial(draftproof.generate, assistant_model=assistant_model, drafter=drafter, streamer=streamer)
-    return model.generate(custom_generate=decode, assistant_model=assistant_model, streamer=streamer, **asked)
+    model: Any, assistant_model: Any = None, drafter: Any = None, streamer: Any = None,
+    tokenizer: Any = None, stop_strings: Any = None, stopping_criteria: Any = None, **asked: Any,
+) -> Any:  # fmt: skip
+    """As `model.generate`; see `draftproof.generate`. With `stop_strings` and `tokenizer`, and with
+    `num_return_sequences` beside an assistant, which `custom_generate=` of a function lacks."""
+    criteria = StoppingCriteriaList(stopping_criteria or ())
+    if stop_strings is not None:
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    draft = assistant_model if drafter is None else drafter
+    decode = partial(draftproof.generate, drafter=draft, streamer=streamer)
+    return model.generate(
+        custom_generate=decode, stopping_criteria=criteria, streamer=streamer, **asked
+    )

@@ -161,12 +161,12 @@ class Engine:
     def rounds(
         self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None,
         sampling: Wanted = None, n: int = 1, batch_size: int | None = None,
-    ) -> Iterator[list[SequenceState]]:  # fmt: skip
+    ) -> Generator[list[SequenceState], None, None]:  # fmt: skip
         """As `generate`, a step at a time: after every prefill and every round the rows that had
         not ended before it.
 
         Those that wait are among them, and the first time all are. They are the engine's own: look,
-        and change nothing.
+        and change nothing but a `finish_reason` that is None, which ends a row.
         """
         if n < 1:
             raise BadInput(f"n was {n}; ask for at least 1 sample")
@@ -222,7 +222,9 @@ class Engine:
         with self.lock:
             return self.requests.read(prompts, limit, wanted, n)
 
-    def _run(self, requests: list[Request], rows: int) -> Iterator[list[SequenceState]]:
+    def _run(
+        self, requests: list[Request], rows: int
+    ) -> Generator[list[SequenceState], None, None]:
         """Run all of them, at most `rows` rows at a time; see `rounds`."""
         waiting, all_rows = deque(requests), [row for request in requests for row in request]
         if not waiting:
@@ -245,6 +247,7 @@ class Engine:
                         else:
                             decoder.step(joining)
                     yield left
+                    batch.retire()                      # rows that the caller ended
                     if len(batch.running) < len(started):
                         left = [row for row in left if row.finish_reason is None]
                         started = _clocked(started, clock)

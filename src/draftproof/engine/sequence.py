@@ -75,6 +75,11 @@ class SequenceState:
         self._end("error")
         self.error = error
 
+    def checked(self) -> None:
+        """Raise the error that ended it, if one did."""
+        if self.error is not None:
+            raise self.error
+
     def pieces(self) -> list[tuple[str, bool]]:
         """Text that is certain and was not handed out yet, by piece, and whether it was drafted."""
         out, self._pieces = self._pieces, []

@@ -84,13 +84,18 @@ def _rules(config: GenerationConfig, sampled: bool) -> list[LogitsRule]:
         for name in asked
         if sampled or name not in WARPERS
     ]
-    known = {*FIELDS, *WITHOUT_EFFECT, *RULES}
     refused = [
-        LogitsRule(name, "usual", partial(_refuse, name, getattr(config, name)))
-        for name in GenerationConfig().to_dict()
-        if name not in known and _asks(name, getattr(config, name, None))
+        LogitsRule(one, "usual", partial(_refuse, one)) for one in asked_and_unknown(config)
     ]
     return refused + rules
+
+
+def asked_and_unknown(config: GenerationConfig) -> list[str]:
+    """What a configuration asks for that is not honoured here, as ``name=value``."""
+    known = {*FIELDS, *WITHOUT_EFFECT, *RULES}
+    names = [name for name in GenerationConfig().to_dict() if name not in known]
+    values = {name: getattr(config, name, None) for name in names}
+    return [f"{name}={value!r}" for name, value in values.items() if _asks(name, value)]
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -101,9 +106,9 @@ def _asks(name: str, value: Any) -> bool:
     return not empty and value != NEUTRAL.get(name)
 
 
-def _refuse(name: str, value: Any, request: RuleRequest) -> LogitsProcessor:
+def _refuse(asked: str, request: RuleRequest) -> LogitsProcessor:
     raise BadInput(
-        f"the model's generation_config asks for {name}={value!r}, which is not honoured here; "
+        f"the model's generation_config asks for {asked}, which is not honoured here; "
         "remove it there, or give a sampling of your own"
     )
 
