@@ -15,6 +15,7 @@ import uvicorn
 from asking import KEY
 
 import draftproof as dp
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.server.api import Server
 
 
@@ -22,6 +23,7 @@ from draftproof.server.api import Server
 def server() -> Iterator[Any]:
     """Running; its address is `server.url`."""
     engine = dp.load("demo", assistant_model="demo-draft", budget=4)
+    engine.prefixes = PrefixCache(8 << 20)
     made: Any = Server(engine, "demo", rows=4, queue=40, length=256, key=KEY, price=1.0)
     listener = uvicorn.Server(uvicorn.Config(made.app(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))

@@ -12,12 +12,15 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, gaudi_words
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.engine.engine import Completion, Engine
 
+MEMORY = 512 << 20
+"""Bytes for the keys and values of what was said, so that it is read once."""
 HELP = (
     "/reset forgets the conversation, /stats tells the figures of the last answer, /exit or Ctrl-D "
     "leaves"
@@ -35,6 +38,7 @@ def chat(
     if config.parallel is not None:
         raise BadInput("a conversation runs in one process; leave --parallel out")
     loaded = engine_of(config)
+    loaded.prefixes = PrefixCache(MEMORY)
     wanted = replace(loaded.sampling, **sampling)
     begin = [{"role": "system", "content": system}] if system else []
     hello = [*begin, {"role": "user", "content": "Hello"}]

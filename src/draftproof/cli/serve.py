@@ -16,6 +16,7 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, gaudi_words
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import BadInput
 
 
@@ -31,6 +32,7 @@ MaxLength = Annotated[int, _option("Tokens of a prompt and its answer.", min=2, 
 Timeout = Annotated[float | None, _option("Seconds that a request may take.", min=0, metavar="S")]
 Key = Annotated[str | None, _option("Clients must send it.", envvar="DRAFTPROOF_API_KEY")]
 Name = Annotated[str | None, _option("What clients call the model.", metavar="NAME")]
+Prefixes = Annotated[int, _option("Memory for beginnings of prompts.", min=0, metavar="MiB")]
 Price = Annotated[float | None, _option("Of this machine; gives cost per token.", min=0)]
 
 
@@ -46,6 +48,7 @@ def serve(
     api_key: Key = None,
     served_model_name: Name = None,
     price_per_hour: Price = None,
+    prefix_cache: Prefixes = 512,
     bf16: opt.Bf16 = False,
     *,
     engine: dict[str, Any],
@@ -58,8 +61,10 @@ def serve(
         from draftproof.server.api import Server
     except ImportError as error:
         raise BadInput(f"a server needs {error.name}; pip install 'draftproof[server]'") from error
+    loaded = engine_of(config)
+    loaded.prefixes = PrefixCache(prefix_cache << 20) if prefix_cache else None
     server = Server(
-        engine_of(config), served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
+        loaded, served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
         length=max_model_len, timeout=timeout, key=api_key, price=price_per_hour,
     )  # fmt: skip
     where = f"http://{host}:{port}/ (page), /v1 (API), /metrics"

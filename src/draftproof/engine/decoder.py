@@ -19,7 +19,8 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Deferred
-from draftproof.engine.prefill import Prompts
+from draftproof.engine.prefill import SHORT, Prompts
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, logprobs, row_outputs
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
@@ -38,19 +39,22 @@ class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
     `admit` reads prompts, `step` is one round for every running row; finished rows leave by
-    themselves. ops: None takes those of the target's device. watch: may be set to see drafts.
+    themselves. ops: None takes those of the target's device. prefixes: what prompts may begin
+    with, unread. watch: may be set to see drafts.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int,
         capacity: int, shapes: ShapePolicy = OPEN, ops: Ops | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         self.target, self.rule, self.budget = target, rule, budget
         self.ops = ops or Device(target.device).ops(shapes.closed)
         own = Deferred.around(drafter) if self.ops.on_host else drafter
         self.drafter = own.for_run(rows, capacity, self.ops)
         self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops)
-        self.prompts = Prompts(target, self.drafter, self.batch.cache, shapes, self.ops)
+        cache = self.batch.cache
+        self.prompts = Prompts(target, self.drafter, cache, shapes, self.ops, prefixes)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
         self.watch: Watch | None = None
         self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
@@ -82,7 +86,7 @@ class Decoder:
         self.budget.record(done if joining else done._replace(seconds=self.clock.decide.took))
         if joining:
             self._join(joining, prompts)
-        self.batch.retire()
+        self._retire()
 
     def admissible(self, waiting: Iterable[Request]) -> int:
         """How many of the first requests that wait may be admitted at once: short ones together."""
@@ -98,7 +102,7 @@ class Decoder:
         with self.clock.prefill:
             self.batch.drop_padding()
             self._join(requests, None)
-            self.batch.retire()
+            self._retire()
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -181,8 +185,7 @@ class Decoder:
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:
         """Start the samples of requests; reading: what was read of their prompts already, if so."""
         first, prompts = len(self.batch.running), [samples[0].prompt for samples in requests]
-        given = () if reading is None else (reading,)
-        logits = (self.prompts.commit if given else self.prompts.read)(first, prompts, *given)
+        logits = self.prompts.join(first, prompts, reading)
         self.batch.add(requests)
         copies = [place for place, samples in enumerate(requests) for _ in samples]
         several = len(requests) > 1
@@ -207,8 +210,18 @@ class Decoder:
             else:
                 row.extend([token], score, drafted=0)
 
+    def _retire(self) -> None:
+        """Let finished rows go; what they hold may be the beginning of a prompt to come."""
+        if self.prompts.prefixes is not None:
+            for place, row in enumerate(self.batch.running):
+                if row.finish_reason is not None and row.error is None:
+                    alike = self.budget.most < SHORT        # wider drafts are read otherwise
+                    text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
+                    cache = self.batch.cache.rows(place, place + 1)
+                    self.prompts.remember(cache, text, len(row.prompt))
+        self.batch.retire()
+
     def _fail(self, place: int, logits: Tensor) -> None:
         """What broke a row may be NaN in the caches, which passes masks."""
         self.batch.fail(place, logits)
-        if self.prompts.prompt_cache is not None:
-            self.prompts.prompt_cache.clear()
+        self.prompts.forget()

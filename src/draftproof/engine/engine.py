@@ -26,6 +26,7 @@ from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.completion import Chunk as Chunk
 from draftproof.engine.completion import Completion as Completion
 from draftproof.engine.decoder import Decoder
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.prompts import Prompt as Prompt
 from draftproof.engine.prompts import without_padding
 from draftproof.engine.ranks import LedBudget, LedDrafter, led_rule
@@ -98,6 +99,7 @@ class Engine:
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.clock = Clock()            # where the seconds went of the call that began last
+        self.prefixes: PrefixCache | None = None    # texts whose beginnings are not read again
         self.lock = RLock()             # held while a prompt is checked, and in each round
         self.stats, self._thread = RoundStats(), ThreadPoolExecutor(1, "draftproof")
         if self.budget.most >= target.context:
@@ -302,7 +304,9 @@ class Engine:
         if not group.alone:
             drafter, rule = LedDrafter(drafter, group), led_rule(rule, group)
             budget = LedBudget(budget, group) if isinstance(budget, Adaptive) else budget
-        return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes)
+        return Decoder(
+            self.target, drafter, rule, budget, rows, capacity, self.shapes, None, self.prefixes
+        )
 
 
 class _Script(Budget):

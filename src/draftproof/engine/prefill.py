@@ -12,8 +12,9 @@ from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Reading
 from draftproof.core.ops import Ops
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import ABSENT, CHUNKS, TokenTree
 from draftproof.drafters.base import Drafter
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.model.kv_cache import KVCache
@@ -21,19 +22,27 @@ from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256
 """Tokens of a prompt that is read beside others, in one pass, and of all of these, each as long as
-the longest. Longer ones gain little, and fused layers, which skip padding, read no wider."""
+the longest. Longer ones gain little, and fused layers, which skip padding, read no wider: with them
+longer prompts are read so many at a time, sooner than by operators and with the bits of a round."""
 
 
 class Prompts:
     """Reads prompts into rows of a cache that nobody has yet, and lets the drafter observe them."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, ops: Ops
-    ) -> None:
+        self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, ops: Ops,
+        prefixes: PrefixCache | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.drafter, self.cache = target, drafter, cache
-        self.shapes, self.ops = shapes, ops
+        self.shapes, self.ops, self.prefixes = shapes, ops, prefixes
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
         self._hidden_layers = drafter.hidden_layers
+        self._known: list[int] = []         # tokens that need no reading, of what was read last
+        # one path reads drafts and prompts alike: what a text stores is the same however it came
+        self._alike = self.several and target.kv_cache is None
+        self._grain = 1 if self._alike else CHUNKS[-1]
+        if prefixes is not None:
+            prefixes.belong_to(target.weights)
 
     @property
     def several(self) -> bool:
@@ -44,55 +53,113 @@ class Prompts:
         """How many of the first requests that wait may have these free rows: several if short."""
         found, longest, several = 0, 0, self.several
         for samples in waiting:
-            free, longest = free - len(samples), max(longest, len(samples[0].prompt))
-            beside = several and longest <= min(SHORT, TOGETHER // (found + 1))
-            if free < 0 or (found and not beside):
+            free -= len(samples)
+            if free < 0:
+                break
+            longest = max(longest, self._unread(samples[0].prompt))
+            if found and not (several and longest <= min(SHORT, TOGETHER // (found + 1))):
                 break
             found += 1
         return found
 
     def may_join(self, requests: Sequence[Sequence[SequenceState]]) -> bool:
         """Whether these, as few as `admissible` says, may be read beside a round's draft."""
-        return self.several and all(len(samples[0].prompt) <= SHORT for samples in requests)
+        return self.several and all(self._unread(one[0].prompt) <= SHORT for one in requests)
 
     def beside(
         self, tree: TokenTree, view: KVCache, joining: Sequence[Sequence[SequenceState]]
     ) -> tuple[Reading, Reading | None]:
         """What the target says of a tree and, where possible, of the prompts of requests."""
-        if not joining:
-            return self.target.read(tree, view, hidden_layers=self._hidden_layers), None
+        rows, width = tree.tokens.shape
         prompts = [samples[0].prompt for samples in joining]
-        rows, width, longest = *tree.tokens.shape, max(map(len, prompts))
+        rests = self._rests(self.cache.rows(rows, rows + len(prompts)), prompts) if prompts else []
+        longest = max(map(len, rests), default=0)
         wide = max(width, longest)
-        if wide > SHORT or not self.cache.holds(wide):          # what is read otherwise differs
+        if not rests or wide > SHORT or not self.cache.holds(wide):     # read otherwise, it differs
             return self.target.read(tree, view, hidden_layers=self._hidden_layers), None
         all_rows = self.cache.rows(0, rows + len(prompts))
-        all_rows.lengths[rows:] = 0
-        rows_of_both = tree.stack(self._padded(prompts, longest))
+        rows_of_both = tree.stack(self._padded(rests, longest))
         both = self.target.read(rows_of_both, all_rows, hidden_layers=self._hidden_layers)
         return both.part(slice(rows), width), both.part(slice(rows, None), longest)
 
-    def read(self, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts in chunks into the rows from `first` on; return the logits at their ends,
-        [b, 1, V]."""
+    def join(
+        self, first: int, prompts: Sequence[Sequence[int]], reading: Reading | None
+    ) -> Tensor:
+        """Let prompts have the rows from `first` on; return the logits at their ends, [b, 1, V].
+
+        reading: what `beside` read of them; None reads them now, in chunks."""
         view = self._nest(first, len(prompts))
-        view.lengths.zero_()
-        start, longest = 0, max(len(prompt) for prompt in prompts)
+        if reading is not None:
+            pairs = zip(prompts, self._known, strict=True)
+            rests = [prompt[known:] for prompt, known in pairs]
+            self._observe_known(first, prompts)
+            return self._commit(first, rests, reading)
+        rests = self._rests(view, prompts)
+        self._observe_known(first, prompts)
+        start, longest, before = 0, max(map(len, rests)), max(self._known)
         while start < longest:
-            view.bound(self.cache.capacity if self.shapes.closed else start)
+            view.bound(self.cache.capacity if self.shapes.closed else before + start)
             width = self.shapes.chunk(longest - start)
-            texts = [prompt[start : start + width] for prompt in prompts]
+            width = min(width, SHORT) if self._alike else width
+            texts = [rest[start : start + width] for rest in rests]
             tree, start = TokenTree.chain(self._padded(texts, width)), start + width
             alone = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # no padding
             reading = self.target.read(
                 tree, view, last_only=alone, hidden_layers=self._hidden_layers
             )
-            logits = self.commit(first, texts, reading)
+            logits = self._commit(first, texts, reading)
+        if longest > SHORT:
+            self.remember(view, prompts[0], len(prompts[0]))
         if self.prompt_cache is not None:
             self.cache.take(torch.tensor([first], device=logits.device), self.prompt_cache)
         return logits
 
-    def commit(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
+    def remember(self, row: KVCache, text: Sequence[int], prompt: int) -> None:
+        """Keep what the one row of a cache holds of a text for prompts that begin like it; where
+        drafts are read in another way than prompts, of its prompt alone."""
+        if self.prefixes is not None:
+            count = len(text) if self._alike else prompt // self._grain * self._grain
+            self.prefixes.keep(text[:count], row)
+
+    def forget(self) -> None:
+        """Something that was read may be broken."""
+        if self.prompt_cache is not None:
+            self.prompt_cache.clear()
+
+    def _unread(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt must be read."""
+        if self.prefixes is None or len(prompt) <= SHORT:
+            return len(prompt)
+        return len(prompt) - self.prefixes.length(prompt, self._grain)
+
+    def _rests(self, view: KVCache, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """What must be read of prompts, behind what is known, which is put into their rows."""
+        view.lengths.zero_()
+        self._known = [0] * len(prompts)
+        if self.prefixes is not None:
+            for place, prompt in enumerate(prompts):
+                row = view.rows(place, place + 1)
+                self._known[place] = self.prefixes.reuse(prompt, row, self._grain)
+            view.reach(max(self._known))
+        return [prompt[known:] for prompt, known in zip(prompts, self._known, strict=True)]
+
+    def _observe_known(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Tell the drafter of what was not read. Of hidden states it needs the last one alone,
+        which comes with the rest."""
+        device, layers = self.cache.lengths.device, len(self._hidden_layers)
+        for place, (prompt, known) in enumerate(zip(prompts, self._known, strict=True)):
+            if not known:
+                continue
+            tokens = torch.tensor([prompt[:known]], device=device)
+            nodes, count = torch.arange(known, device=device)[None], torch.tensor([known])
+            hidden = None
+            if layers:
+                nothing = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=device)
+                hidden = nothing.expand(1, known, layers, self.target.hidden_size)
+            commit = Commit([first + place], tokens, nodes, count.to(device), hidden)
+            self.drafter.observe(commit)
+
+    def _commit(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
         """Commit parts of prompts that were read into the rows from `first` on; return the logits
         at their ends, [b, 1, V]."""
         logits, device = reading.logits, self.cache.lengths.device

@@ -112,6 +112,10 @@ class KVCache(transformers.Cache):
         """No row of this cache or its parent holds more than `longest` tokens."""
         self._reach.longest = longest
 
+    def reach(self, longest: int) -> None:
+        """Rows may hold so many tokens now."""
+        self._reach.longest = max(self._reach.longest, longest)
+
     def take(self, row: Tensor, other: KVCache) -> None:
         """Put the one row of another cache of this capacity into row `row` [1]."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):

@@ -226,6 +226,11 @@ class Target:
         return self._fast is not None and self._fast.fused is not None
 
     @property
+    def weights(self) -> object:
+        """Another object once the weights were changed and taken up."""
+        return self._seen
+
+    @property
     def is_fast(self) -> bool:
         """Whether a `FastForward` reads, in place of the model's own forward."""
         return self._fast is not None

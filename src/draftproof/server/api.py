@@ -50,7 +50,7 @@ class Server:
         self.engine, self.model, self.key = engine, model, key
         lanes = {"none": _plain(engine), **(others or {})}
         self.scheduler = Scheduler(engine, rows=rows, queue=queue, length=length, others=lanes)
-        self.metrics = Metrics(self.scheduler, model, price)
+        self.metrics = Metrics(self.scheduler, model, price, engine.prefixes)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
         self.service = Service(self.scheduler, self.metrics, engine.codec, model, timeout)
         self.created = int(time.time())
@@ -195,7 +195,7 @@ def _plain(engine: Engine) -> Engine:
     """The same target, with nothing drafted: what a speed is compared with."""
     exact = engine.acceptance if engine.lossy is None else "match"
     plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
-    plain.lock = engine.lock
+    plain.lock, plain.prefixes = engine.lock, engine.prefixes
     return plain
 
 

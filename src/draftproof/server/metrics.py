@@ -8,6 +8,7 @@ from collections.abc import Callable
 import prometheus_client as prometheus
 from prometheus_client import Counter, Histogram
 
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.stats import RoundStats
 from draftproof.server.scheduler import Scheduler
 
@@ -17,9 +18,13 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 6
 
 class Metrics:
     """Counters, gauges and histograms of one server. price: of an hour of the machine, in any
-    currency."""
+    currency. prefixes: what prompts begin with, unread."""
 
-    def __init__(self, scheduler: Scheduler, model: str, price: float | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: str, price: float | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:  # fmt: skip
+        self.prefixes, self._reused = prefixes, 0
         self.registry, self.started = prometheus.CollectorRegistry(), time.time()
         self.price, self._label, self._written = price, {"model_name": model}, 0
         count, time_, gauge = self._counter, self._histogram, self._gauge
@@ -30,6 +35,7 @@ class Metrics:
         self.at = count(f"{spec}_accepted_tokens_per_pos", "Accepted, by position.", "position")
         self.rounds = count("draftproof:target_forwards", "Rounds, plain ones included.")
         self.prompt_tokens = count("vllm:prompt_tokens", "Tokens of prompts.")
+        self.reused = count("vllm:prefix_cache_hits", "Tokens of prompts that were not read.")
         self.generated = count("vllm:generation_tokens", "New tokens.")
         self.ended = count("vllm:request_success", "Requests ended, by reason.", "finished_reason")
         self.first_token = time_("vllm:time_to_first_token", "From arrival to the first token.")
@@ -65,6 +71,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition format."""
+        if self.prefixes is not None:
+            reused, self._reused = self._reused, self.prefixes.reused
+            self.add(self.reused, self._reused - reused)
         return prometheus.generate_latest(self.registry)
 
     def _cost(self) -> float:

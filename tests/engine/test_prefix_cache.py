@@ -1,0 +1,108 @@
+"""Prefixes: what an earlier text held is not read again, and what is written is the same, bit for
+bit; memory stays within its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import target
+
+import draftproof as dp
+from draftproof.engine.engine import Engine
+from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.model.target import Target
+
+LONG = "One day, Lily and Tom went to the big park with a red ball and a small dog. " * 4
+HERE = "Tom said that he was happy."
+DRAFTERS: list[dict[str, str]] = [
+    {"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"}, {"drafter": "demo-redrafter"},
+    {"drafter": "none"}, {},
+]  # fmt: skip
+
+
+def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many tokens it has read since the last question."""
+    read, nodes = Target.read, list[int]()
+
+    def counting(self: Target, tree: object, *args: object, **more: object) -> object:
+        if self is target:
+            nodes.append(tree.tokens.numel())                           # type: ignore[attr-defined]
+        return read(self, tree, *args, **more)                          # type: ignore[arg-type]
+
+    def since() -> int:
+        count = sum(nodes)
+        nodes.clear()
+        return count
+
+    monkeypatch.setattr(Target, "read", counting)
+    return since
+
+
+@pytest.mark.parametrize("options", DRAFTERS)
+def test_a_conversation_is_the_same_and_read_once(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn is the last one's text with more behind it; then several side by side."""
+    with_it, without = (dp.load("demo", budget=5, **options) for _ in range(2))  # type: ignore[arg-type]
+    with_it.prefixes = PrefixCache(64 << 20)
+    sampling = dp.Sampling(temperature=0.8, seed=3, logprobs=True)
+    since, text = counted(with_it.target, monkeypatch), with_it.codec.encode(LONG)
+    for turn in range(3):
+        since()
+        done, alone = (one.generate(text, max_new_tokens=10, sampling=sampling)[0]
+                       for one in (with_it, without))
+        assert done.tokens == alone.tokens and done.logprobs == alone.logprobs
+        if turn and with_it.target.skips_absent:
+            assert since() < 10 * 6 + 20 < len(text)
+        text = [*text, *done.tokens, *with_it.codec.encode(HERE)]
+    several = [text[:60], [*text, 5, 6, 7], text[:100], [*text[:90], *text[:80]], text]
+    found, wanted = ([(one.tokens, one.logprobs) for one in engine.generate(
+        several, max_new_tokens=12, sampling=sampling, n=2, batch_size=4)]
+        for engine in (with_it, without))
+    assert found == wanted
+    assert with_it.prefixes.hits >= 2 and with_it.prefixes.nbytes <= with_it.prefixes.limit
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
+    kv_cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model without kernels of its own reads a prompt as it would have: the same reads are left
+    out, and none has another shape."""
+    model = target().model
+    engine, plain = (Engine(Target(model, kv_cache=kv_cache)) for _ in range(2))
+    for one in (engine, plain):
+        monkeypatch.setattr(type(one.target), "skips_absent", False)
+        monkeypatch.setattr(one.target, "context", 700)
+    engine.prefixes, text = PrefixCache(64 << 20), [2 + n * n % 29 for n in range(600)]
+    since, lengths = counted(engine.target, monkeypatch), [600, 600, 520, 300, 255]
+    for length, read in zip(lengths, [600, 88, 8, 44, 255], strict=True):
+        since()
+        done = engine.generate(text[:length], max_new_tokens=1)[0]
+        assert since() == read
+        assert done.tokens == plain.generate(text[:length], max_new_tokens=1)[0].tokens
+
+
+def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
+    engine = dp.load("demo", drafter="none")
+    texts = [engine.codec.encode(f"{name} and " + LONG) for name in ("Tom", "Lily", "Max", "Sue")]
+    engine.prefixes = PrefixCache(1 << 40)
+    engine.generate(texts[0], max_new_tokens=2)
+    each = engine.prefixes.nbytes
+    engine.prefixes = cache = PrefixCache(2 * each + each // 2)
+    for text in (*texts[:2], texts[0], texts[2]):                   # the second was not used longest
+        engine.generate(text, max_new_tokens=2)
+        assert 0 < cache.nbytes <= cache.limit
+    assert [cache.length(text, 1) > 50 for text in texts] == [True, False, True, False]
+    small = PrefixCache(each // 2)
+    engine.prefixes = small
+    engine.generate(texts[0], max_new_tokens=2)
+    assert small.nbytes == 0
+    engine.prefixes = cache
+    with torch.no_grad():
+        engine.target.model.model.layers[0].input_layernorm.weight.mul_(1.5)
+    plain = Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
+    done, alone = (one.generate(texts[0], max_new_tokens=20)[0] for one in (engine, plain))
+    assert done.tokens == alone.tokens
