@@ -12,7 +12,10 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = ("errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify", "bench", "server", "cli")
+FLOORS = (
+    "errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify", "bench",
+    "plan", "server", "cli",
+)
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
 
 

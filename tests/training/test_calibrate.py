@@ -17,19 +17,15 @@ from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
-from draftproof.training import calibrate
+from draftproof.training import calibrate, draft_trees
 from draftproof.training.calibrate import (
-    RANKS,
     CalibrateConfig,
     Calibration,
     Written,
-    complete,
-    expected,
-    grow,
     ranks_of,
-    rounds_of,
     write,
 )
+from draftproof.training.draft_trees import RANKS, complete, expected, grow, optimal, rounds_of
 
 HEADS, NEW = 3, 24
 
@@ -103,7 +99,7 @@ def worth(places: Tensor, tree: tuple[tuple[int, ...], ...]) -> float:
 
 
 def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "PRIOR", 1e-9)
+    monkeypatch.setattr(draft_trees, "PRIOR", 1e-9)
     places = torch.randint(3, (60, 2), generator=torch.Generator().manual_seed(1)) ** 2 // 2
     paths = [path for depth in (1, 2) for path in itertools.product(range(3), repeat=depth)]
     grown = grow(places, 6, widest=3)
@@ -112,6 +108,15 @@ def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) 
                   if all(p[:-1] in {(), *some} for p in some))
         best = max(worth(places, some) for some in closed)
         assert worth(places, grown[:nodes]) == pytest.approx(best)
+
+
+def test_the_tree_of_the_dynamic_programme_is_the_best_where_steps_are_independent() -> None:
+    pairs = [(first, second) for first in (0, 0, 0, 1, 1, 2) for second in (0, 0, 1, 2)]
+    places = torch.tensor(pairs)
+    for nodes in range(1, 10):
+        best, grown = optimal(places, nodes), grow(places, nodes)
+        assert len(set(best)) == nodes and all(path[:-1] in ((), *best) for path in best)
+        assert worth(places, best) == pytest.approx(worth(places, grown))
 
 
 def test_paths_too_rare_to_be_counted_are_valued_step_by_step() -> None:

@@ -22,6 +22,7 @@ from draftproof.cli.calibrate import calibrate
 from draftproof.cli.chat import chat
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
+from draftproof.cli.plan import plan
 from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.cli.serve import serve
@@ -72,6 +73,7 @@ app.command()(serve)
 app.command()(train)
 app.command()(calibrate)
 app.command()(demo)
+app.command()(plan)
 app.command()(bench)
 app.command()(doctor)
 app.command()(prove)

@@ -58,7 +58,7 @@ def bench(
     from draftproof.bench.workloads import GENERAL, STORIES, read_questions, select
     from draftproof.model.loading import embedded, resolve
 
-    batches, heats = _numbers("batch", batch, int), _numbers("temperature", temperature, float)
+    batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
     _check(ctx.params | {"batch": min(batches)})
     demo = resolve(model) == str(embedded("demo"))
     if not drafter and not assistant_model:
@@ -118,7 +118,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise BadInput("pictures need matplotlib; install it with: pip install 'draftproof[plots]'")
 
 
-def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
+def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
     """Several numbers from "1,4,8", each once."""
     try:
         values = list(dict.fromkeys(kind(part) for part in text.split(",")))

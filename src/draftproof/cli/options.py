@@ -147,6 +147,9 @@ Prompts = Annotated[
     Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".', "--prompts")
 ]
 Out = Annotated[Path | None, _many("JSONL", "For results, in order; resumed if there.", "--out")]
+Plan = Annotated[
+    Path | None, option("Drafting", "FILE", "Begin as plan --json FILE found best.", "--plan")
+]
 BatchSize = Annotated[int | None, _many("B", "Rows at a time; 8 if not given.", "--batch-size")]
 Ray = Annotated[
     int | None, _many("WORKERS", "On Ray workers, a model each; RAY_ADDRESS says where.", "--ray")

@@ -19,6 +19,7 @@ from draftproof.cli.setup import (
     lost,
     main_process_only,
     plain_engine,
+    planned,
 )  # fmt: skip
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
@@ -37,10 +38,11 @@ def run(
     prompt_file: opt.PromptFile = None, chat: opt.Chat = False, n: opt.Samples = 1,
     prompts: opt.Prompts = None, out: opt.Out = None, batch_size: opt.BatchSize = None,
     ray: opt.Ray = None, compare: opt.Compare = False, json_: opt.Json = False,
-    color: opt.When = opt.Color.auto, bf16: opt.Bf16 = False,
+    color: opt.When = opt.Color.auto, bf16: opt.Bf16 = False, plan: opt.Plan = None,
     *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Complete a prompt, or a file of prompts."""
+    engine = {**engine, **planned(plan, engine)} if plan is not None else engine
     config = EngineConfig(model, **gaudi_words(engine, bf16))
     many = any(option is not None for option in (prompts, out, batch_size, ray))
     with main_process_only(config) as group:

@@ -67,6 +67,16 @@ def gaudi_words(given: dict[str, Any], bf16: bool) -> dict[str, Any]:
     return {**given, **said}
 
 
+def planned(file: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The drafter and the budget of a saved plan."""
+    from draftproof.plan.report import read_start
+
+    for name in ("drafter", "assistant_model", "budget"):
+        if name in given:
+            raise BadInput(f"both a plan and {name} were given; the plan says it, leave one out")
+    return read_start(file)
+
+
 def plain_engine(engine: Engine) -> Engine:
     """Plain decoding with the same target and defaults; nothing is loaded twice."""
     from draftproof.drafters.plain import Plain

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from draftproof.engine.stats import Round, State
 from draftproof.errors import BadInput
@@ -121,6 +122,24 @@ class Adaptive(Budget):
     def debt(self) -> float:
         """Plain steps by which drafting is behind plain decoding, as plain steps are now."""
         return self.owed + (self.spent / self.now.mean[0] - self.earned if self.spent else 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """What was learned, for `learned`."""
+        costs = [[*shape, one.mean, one.seen] for shape, one in self.costs.items()]
+        names = ("most", "sizes", "accepted", "offered", "hits", "tries", "chain", "per_unread")
+        return {name: getattr(self, name) for name in names} | {"costs": costs}
+
+    @classmethod
+    def learned(cls, found: Mapping[str, Any]) -> Adaptive:
+        """One that begins with what another had learned, as `as_json` wrote it."""
+        made = cls(found["most"], sizes=found["sizes"])
+        for name in ("accepted", "offered", "hits", "tries", "chain", "per_unread"):
+            setattr(made, name, found[name])
+        for rows, context, mean, seen in found["costs"]:
+            one = made.costs[rows, context] = Costs(made.sizes)
+            one.mean, one.seen = list(mean), list(seen)
+            made.now = one
+        return made
 
     def choose(self, state: State) -> int:
         self.unread = state.unread if state.unread > CATCH_UP * state.rows else 0

@@ -1,0 +1,104 @@
+"""``draftproof plan``: does drafting pay, with which drafter, and how much; before it is run."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from draftproof.cli import options as opt
+from draftproof.cli import show
+from draftproof.cli.bench import numbers
+from draftproof.engine.rows import prompt_of
+from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+    from draftproof.plan.replay import Text
+
+ENGINE = ("dtype", "device", "quantize", "quantize_draft", "kv_cache")
+Names = list[str] | None
+_ask, _file = partial(opt.option, "What is planned"), partial(opt.option, "Output")
+Logs = Annotated[Path | None, _ask("FILE", "Texts it has written: prompts with completions.")]
+Machine = Annotated[str | None, _ask(
+    "FILE|NAME", "A saved plan, figures, or h100, a100, l4, gaudi2, gaudi3, ...; not this one.")]
+
+
+@opt.with_options(engine=ENGINE)
+def plan(
+    model: opt.Model, prompts: opt.Prompts = None, logs: Logs = None,
+    assistant_model: Annotated[Names, _ask("MODEL", "A draft model; repeatable.")] = None,
+    drafter: Annotated[Names, _ask("NAME", "As in run; repeatable.", "--drafter")] = None,
+    batch: Annotated[str, _ask("1,4,8", "Rows side by side.")] = "1",
+    temperature: Annotated[str, _ask("0,0.7", "0 is greedy.")] = "0",
+    tokens: Annotated[int, _ask("N", "New tokens per prompt that the target writes.")] = 64,
+    max_prompts: Annotated[int, _ask("N", "At most so many prompts, and logs.")] = 8,
+    machine: Machine = None, chat: opt.Chat = False,
+    price_per_hour: Annotated[float | None, _ask("X", "Of the machine; adds a column.")] = None,
+    watts: Annotated[float | None, _ask("W", "Of the machine; adds a column.")] = None,
+    inflate: Annotated[str | None, _ask("0.5B", "Make the model as heavy as that.")] = None,
+    json_: Annotated[Path | None, _file("FILE", "Everything; for run --plan.", "--json")] = None,
+    plots: Annotated[Path | None, _file("FOLDER", "For the picture, plan.png.")] = None,
+    *, engine: dict[str, Any],
+) -> None:  # fmt: skip
+    """Predict speed, cost and memory of drafters on your prompts, without running them."""
+    from draftproof.bench.methods import load_methods
+    from draftproof.bench.workloads import GENERAL, STORIES, read_questions
+    from draftproof.model.loading import embedded, resolve
+    from draftproof.plan import report
+    from draftproof.plan.planner import PlanConfig, make_plan
+
+    batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
+    for name, value in (("batch", min(batches)), ("tokens", tokens), ("max_prompts", max_prompts),
+                        ("price_per_hour", price_per_hour), ("watts", watts)):  # fmt: skip
+        if value is not None and not value > 0:
+            raise BadInput(f"{name} was {value}; it must be above 0")
+    if plots is not None and find_spec("matplotlib") is None:
+        raise BadInput("pictures need matplotlib; install it: pip install 'draftproof[plots]'")
+    demo = resolve(model) == str(embedded("demo"))
+    drafters, assistants = drafter or [], assistant_model or []
+    if not drafters and not assistants:
+        drafters = ["portfolio", "medusa", "redrafter", "demo-draft"] if demo else ["portfolio"]
+    file = prompts or (None if logs else STORIES if demo else GENERAL)
+    rows = read_questions(file, lambda row: prompt_of(row, chat)) if file else []
+    with show.status("loading ...") as status:
+        plain, methods = load_methods(model, drafters, assistants, inflate, False, **engine)
+        asked = [plain.requests.tokens(one.prompt) for one in rows]
+        fitting = [some for some in asked if len(some) + tokens <= plain.target.context]
+        if rows and not fitting:
+            raise BadInput(f"no prompt leaves room for {tokens} new tokens; ask for fewer")
+        written = _logs(logs, plain, chat)[:max_prompts] if logs else []
+        named = {one.name: one.engine.drafter for one in methods[1:]}  # type: ignore[attr-defined]
+        config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, watts, machine)
+        found = make_plan(plain, named, fitting[:max_prompts], written, config, status.update)
+    console = show.page()
+    console.print(report.verdict(found), style="bold", markup=False)
+    console.print(report.table(found))
+    console.print("\n".join(report.notes(found)), style="dim", markup=False)
+    if json_ is not None:
+        options = {"assistant_model": assistants, "drafter": drafters, **engine}
+        json_.write_text(report.as_json(found, options), encoding="utf-8")
+    if plots is not None:
+        plots.mkdir(exist_ok=True)
+        (plots / "plan.png").write_bytes(report.picture(found))
+
+
+def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
+    """Texts with the prompts before them; of plain texts the beginning is the prompt."""
+    from draftproof.plan.replay import Text
+    from draftproof.training.rows import OPENING, tokenized
+    from draftproof.training.texts import read
+
+    if plain.codec is None:
+        raise BadInput(f"{plain.target.name} has no tokenizer; it is needed to read the logs")
+    found = []
+    for document in read([file], chat, note=show.note):
+        for tokens, mask in tokenized(document, plain.codec, None):
+            first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+            prompt = first or min(OPENING, end // 2)
+            if end - prompt > 1 and end < plain.target.context:
+                found.append(Text(tokens[:end], prompt, plain.sampling))
+    if not found:
+        raise BadInput(f"{file} has no text behind a prompt; give rows with prompt and completion")
+    return found

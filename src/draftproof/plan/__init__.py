@@ -1,0 +1,1 @@
+"""Does drafting pay, with which drafter, and how much: predicted before anything is bought."""

@@ -1,0 +1,88 @@
+"""``draftproof plan``: a verdict, a table and a file that ``run --plan`` begins with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof.plan import probe
+
+Call = Callable[..., Any]
+SMALL = ("--tokens", "12", "--max-prompts", "3")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed here is not believed."""
+    monkeypatch.setattr(probe, "TIMES", 1)
+    monkeypatch.setattr(probe, "LONG", 40)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    rows = ["Once upon a", "One day a dog", "The cat sat on the"]
+    file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    return str(file)
+
+
+def test_a_plan_is_whole_and_a_run_begins_with_it(
+    call: Call, target: str, draft: str, prompts: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.json"
+    said = call("plan", target, "--prompts", prompts, "--assistant-model", draft, "--drafter",
+                "portfolio", "--batch", "1,2", "--temperature", "0,0.7", "--price-per-hour", "2",
+                "--watts", "50", "--json", str(file), "--plots", str(tmp_path), *SMALL)
+    assert said.code == 0, said.err
+    assert said.out.startswith("drafting ") and "not trained yet" in said.out
+    assert "nats per token" in said.out and "optimal" in said.out
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    found = json.loads(file.read_text())
+    names = {one["drafter"] for one in found["predictions"]}
+    assert names == {"none", "portfolio", draft}
+    for one in found["predictions"]:
+        assert one["low"] <= one["speed_up"] <= one["high"] and one["tokens_per_round"] >= 1
+        assert one["cost"] > 0 and one["energy"] > 0 and one["memory"] > 0
+    assert {one["speed_up"] for one in found["predictions"] if one["drafter"] == "none"} == {1.0}
+    found["best"] |= {"drafter": draft, "speed_up": 2.0}
+    file.write_text(json.dumps(found))
+    run = ("run", target, "-p", "Once", "--max-new-tokens", "8", "--json")
+    planned, plain = call(*run, "--plan", str(file)), call(*run, "--drafter", "none")
+    assert planned.code == 0, planned.err
+    planned, plain = json.loads(planned.out), json.loads(plain.out)
+    assert planned["tokens"] == plain["tokens"]
+    assert planned["settings"]["drafter"] == "draft-model"
+    assert call(*run, "--plan", str(file), "--drafter", "none").code == 1
+
+
+def test_logs_are_planned_for_a_machine_that_is_not_here(
+    call: Call, target: str, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs.jsonl"
+    row = {"prompt": "Once upon a time", "completion": " there was a dog and a dog and a dog."}
+    logs.write_text(json.dumps(row) + "\n")
+    said = call("plan", target, "--logs", str(logs), "--machine", "gaudi3")
+    assert said.code == 0, said.err
+    assert "gaudi3 by figures, not measured" in said.out
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    (("--batch", "0"), "batch was 0"), (("--tokens", "0"), "tokens was 0"),
+    (("--machine", "abacus"), "abacus"), (("--logs", "nowhere.jsonl"), "nowhere.jsonl"),
+])  # fmt: skip
+def test_what_cannot_be_planned_is_refused(
+    call: Call, target: str, options: tuple[str, ...], why: str
+) -> None:
+    said = call("plan", target, *SMALL, *options)
+    assert said.code == 1 and why in said.err and said.err.count("\n") == 1
+
+
+def test_a_file_that_is_no_plan_is_refused(call: Call, target: str, prompts: str) -> None:
+    for file in (prompts, "nowhere.json"):
+        said = call("run", target, "-p", "Once", "--plan", file)
+        assert said.code == 1 and "plan" in said.err

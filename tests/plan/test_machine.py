@@ -1,0 +1,59 @@
+"""What a round costs: between what was timed, and by a data sheet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftproof.errors import BadInput
+from draftproof.plan.machine import PRESETS, Probe, Size, Timed, as_json, read_machine
+
+TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + nodes))
+              for rows in (1, 4) for nodes in (0, 2, 8))  # fmt: skip
+PROBE = Probe("here", "model", TIMED, (Timed("draft", False, 1, 1, 3.0),),
+              ((0, 1.0), (10, 2.0)), 100, 0.5, {"draft": 0.25})  # fmt: skip
+BIG = Size(14e9, 7e9, 1e5)
+
+
+def test_rounds_lie_on_lines_between_those_that_were_timed() -> None:
+    assert PROBE.round(False, 1, 5, 100) == 15
+    assert PROBE.round(False, 2, 2, 100) == 22
+    assert PROBE.round(False, 4, 10, 100) == 50                 # beyond the last
+    assert PROBE.round(True, 1, 0, 100) == 10                   # not timed: as greedy
+    assert PROBE.round(False, 2, 0, 110) == 20 + 0.5 * 2 * 10
+    assert PROBE.prompt(5) == 1.5 and PROBE.unread("draft", 8) == 2
+    assert PROBE.draft("draft", False, 2, 3, 0.1) == 3 and PROBE.draft("other", False, 1, 1, 7) == 7
+
+
+def test_a_data_sheet_bounds_a_round_by_memory_or_by_compute() -> None:
+    card = read_machine("H100", "model", BIG, {"draft": Size(1e9, 5e8)})
+    plain = card.round(False, 1, 0, 1000)
+    assert 14e9 / 3.35e12 < plain < 2.5 * 14e9 / 3.35e12 and not card.measured
+    assert card.round(False, 1, 7, 1000) == plain               # memory-bound: eight for one
+    assert card.round(False, 512, 7, 1000) > 5 * plain
+    assert 0 < card.draft("draft", False, 1, 1, 9.0) < plain / 2
+    assert card.draft("portfolio", False, 1, 1, 9.0) == 9.0
+    assert {"gaudi2", "gaudi3"} <= PRESETS.keys()
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"machine": as_json(PROBE)}))
+    assert read_machine(str(file), "model", BIG, {}) == PROBE
+    file.write_text(json.dumps({"bandwidth": 1e11, "compute": 1e12, "name": "board"}))
+    board = read_machine(str(file), "model", BIG, {})
+    assert board.name == "board" and board.round(False, 1, 0, 0) > 14e9 / 1e11
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "give a file, or one of"), ("{", "says no machine"), ('{"bandwidth": 1}', "compute"),
+    (json.dumps(as_json(PROBE) | {"model": "other"}), "was timed with other"),
+])  # fmt: skip
+def test_what_is_no_machine_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(BadInput, match=said):
+        read_machine(str(file), "model", BIG, {})

@@ -1,0 +1,115 @@
+"""Replays: the rounds counted without a target are those an engine takes; seconds are a machine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import model, prompts, target
+
+from draftproof.core.params import Sampling
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.medusa import MedusaHead
+from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.redrafter import ReDrafterHead
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.budget import Adaptive, Budget, Fixed
+from draftproof.engine.engine import Engine
+from draftproof.model.target import Target
+from draftproof.plan.machine import Probe, Timed
+from draftproof.plan.replay import (
+    PlayedDraft,
+    PlayedDrafter,
+    Text,
+    drafts_of,
+    known_text,
+    replay,
+)  # fmt: skip
+
+NEW = 24
+ONE = Probe("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))
+"""Where each round takes a second and nothing else takes any."""
+
+
+def medusa() -> Drafter:
+    torch.manual_seed(0)
+    made = MedusaHead.fresh(target(), num_heads=3)
+    for parameter in made.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return made.drafter(target())
+
+
+def alike() -> DraftModel:
+    """Nearly the target, so that some drafts are accepted."""
+    draft = model("llama", seed=0, initializer_range=0.4001)
+    return DraftModel(Target(draft), target().vocab_size)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "prompt-lookup": PromptLookup, "merged": lambda: Portfolio([PromptLookup(), SuffixDrafter()]),
+    "medusa": medusa, "redrafter": lambda: ReDrafterHead.fresh(target()).drafter(target()),
+    "draft model": alike,
+}  # fmt: skip
+
+
+def texts_of(heat: float, ends: tuple[int, ...], layers: tuple[int, ...] = ()) -> list[Text]:
+    """What the target writes behind some prompts."""
+    engine = Engine(target(), Plain(), stop_tokens=ends)
+    asked = prompts(5, seed=4)
+    samplings = [Sampling(temperature=heat, seed=seed) for seed in range(len(asked))]
+    done = engine.generate(asked, sampling=samplings, max_new_tokens=NEW)
+    rows = zip(asked, done, samplings, strict=True)
+    return [known_text(engine, Text(prompt + one.tokens, len(prompt), sampling), layers)
+            for prompt, one, sampling in rows]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float, rows: int) -> None:
+    ends, drafter = (3, 7), DRAFTERS[name]()
+    texts = texts_of(heat, ends, drafter.hidden_layers)
+    plain = Engine(target(), Plain(), stop_tokens=ends)
+    for size in (1, 4):
+        engine = Engine(target(), DRAFTERS[name](), budget=size, stop_tokens=ends)
+        asked, samplings = ([text.tokens[: text.prompt] for text in texts],
+                            [text.sampling for text in texts])
+        real = engine.generate(asked, sampling=samplings, max_new_tokens=NEW, batch_size=rows)
+        played: Drafter
+        if isinstance(drafter, DraftModel):
+            found = [drafts_of(plain, text, drafter.model) for text in texts]
+            played = PlayedDraft(texts, found, drafter)
+        else:
+            played = PlayedDrafter(texts, DRAFTERS[name]())
+        seconds, done = replay(plain, played, texts, Fixed(size), ONE, rows, name)
+        assert [one.tokens for one in done] == [one.tokens for one in real]
+        assert [one.stats.by_width for one in done] == [one.stats.by_width for one in real]
+        assert [one.stats.accepted for one in done] == [one.stats.accepted for one in real]
+        rounds = [one.stats.rounds for one in done]
+        assert max(rounds) <= seconds <= sum(rounds) + 5        # drafts are made, and take a little
+        assert rows > 1 or seconds > sum(rounds) - 1e-6
+
+
+def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:
+    texts, heard = texts_of(0.0, ()), list[float]()
+
+    class Hears(Adaptive):
+        def record(self, done: object) -> None:
+            heard.append(done.seconds)                          # type: ignore[attr-defined]
+            super().record(done)                                # type: ignore[arg-type]
+
+    slow = replace(ONE, rounds=(Timed("", False, 1, 0, 100.0), Timed("", False, 1, 4, 500.0)))
+    budget: Budget = Hears(4)
+    seconds, _ = replay(Engine(target()), PlayedDrafter(texts, PromptLookup()), texts, budget, slow,
+                        1, "prompt-lookup")  # fmt: skip
+    assert set(heard) >= {100.0} and min(heard) == 100.0
+    assert seconds == pytest.approx(sum(heard), rel=1e-3)
+    assert isinstance(budget, Adaptive)
+    learned = Adaptive.learned(budget.as_json())
+    assert learned.as_json() == budget.as_json()
