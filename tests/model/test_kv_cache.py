@@ -132,7 +132,7 @@ def test_a_path_may_overlap_its_destination() -> None:
     """Nodes 1, 2, 4, 5 move to 1, 2, 3, 4: each from where it lay before the move."""
     store = torch.arange(8, dtype=torch.float64).view(1, 1, -1, 1).repeat(1, 1, 1, 2)
     layer = KVLayer(store, store.clone())
-    cache = KVCache([layer], torch.tensor([2]))
+    cache = KVCache([layer], torch.tensor([2]), 8)
     cache.keep(torch.tensor([[0, 2, 3, 5]]), torch.tensor([4]))
     assert layer.keys[0, 0, :, 0].tolist() == [
         0, 1, 2, 4, 5, 7, 6, 7

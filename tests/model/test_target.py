@@ -152,42 +152,6 @@ def test_a_context_beyond_which_positions_are_rescaled_is_told(
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ALiBi, Bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "ALiBi, Falcon": (
-        "FalconConfig",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
-    ),
-    "recurrent, Mamba": (
-        "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    ),
-    "hybrid, Jamba": (
-        "JambaConfig",
-        {
-            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 2,
-            "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
-            "use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4
-        }
-    ),
-    "hybrid, Qwen3-Next": (
-        "Qwen3NextConfig",
-        {
-            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8
-        }
-    ),
-    "chunked attention, Llama 4": (
-        "Llama4TextConfig",
-        {
-            "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 8, "num_local_experts": 1, "attention_chunk_size": 16,
-            "layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 1],
-        },
-    ),
     "local attention, GPT-Neo": (
         "GPTNeoConfig",
         {

@@ -21,6 +21,14 @@ class Reading(NamedTuple):
     logits: Tensor
     hidden: Tensor | None = None
 
+    def gather(self, logits: Tensor, hidden: Tensor) -> Reading:
+        """The logits at places [B, n], and the hidden states at places of theirs."""
+        taken = self.logits.gather(1, logits[..., None].expand(-1, -1, self.logits.shape[-1]))
+        if self.hidden is None:
+            return Reading(taken)
+        index = hidden[..., None, None].expand(-1, -1, *self.hidden.shape[2:])
+        return Reading(taken, self.hidden.gather(1, index))
+
     def part(self, rows: slice, width: int) -> Reading:
         """Of these rows, and of their first nodes."""
         hidden = self.hidden[rows, :width] if self.hidden is not None else None

@@ -137,7 +137,8 @@ class Decoder:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
-        return tree.within_budget(budget) if drafted > budget and ranked is None else tree
+        tree = tree.within_budget(budget) if drafted > budget and ranked is None else tree
+        return self.batch.view.fitted(tree)
 
     def _check(self, tree: TokenTree, rows: int) -> None:
         """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""

@@ -17,6 +17,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.errors import BadInput
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
@@ -34,7 +35,13 @@ class Prompts:
         prefixes: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.cache = target, drafter, cache
-        self.shapes, self.ops, self.prefixes = shapes, ops, prefixes
+        self.shapes, self.ops = shapes, ops
+        self.prefixes = None if target.has_states else prefixes     # states have no beginnings
+        if shapes.closed and target.has_states:
+            raise BadInput(
+                f"{target.name} keeps states, which static shapes would pad; leave graphs, "
+                "compilation and static shapes out"
+            )
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
         self._hidden_layers = drafter.hidden_layers
         self._known: list[int] = []         # tokens that need no reading, of what was read last

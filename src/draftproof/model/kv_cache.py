@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, Self
 
 import torch
 import transformers
 from torch import Tensor
 
 from draftproof.core.tree import TokenTree
-from draftproof.model.kv_layer import KVLayer, LayerShape, write
+from draftproof.model.kv_layer import EmptyLayer, IndexedLayer, KVLayer, LayerShape, write
 from draftproof.native.kernels import Stores
 
 SPAN = 64
@@ -31,6 +32,15 @@ class _Reach:
     read: int = 0
 
 
+class Layer(Protocol):
+    """What the cache needs of its layers."""
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]: ...
+    def rows(self, start: int, stop: int) -> Self: ...
+    def point_at(self, slots: Tensor, span: int) -> None: ...
+
+
 class KVCache(transformers.Cache):
     """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with
     its parent.
@@ -41,11 +51,11 @@ class KVCache(transformers.Cache):
     """
 
     def __init__(
-        self, layers: Sequence[KVLayer], lengths: Tensor, reach: _Reach | None = None
+        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, reach: _Reach | None = None
     ) -> None:
         super().__init__(layers=list(layers))
         self.lengths = lengths                           # [B] int64
-        self.capacity = int(layers[0].keys.shape[2])     # positions per row, scratch included
+        self.capacity = capacity                         # positions per row, scratch included
         self._reach = reach or _Reach()                  # of a cache and all its views
         self._views: dict[tuple[int, int], KVCache] = {}
 
@@ -55,8 +65,8 @@ class KVCache(transformers.Cache):
         device: torch.device, layer: type[KVLayer] = KVLayer
     ) -> KVCache:
         """Storage for `rows` rows of `capacity` positions, in layers of this class."""
-        layers = [layer.empty(shape, rows, capacity, dtype, device) for shape in shapes]
-        return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device))
+        layers = [empty_layer(shape, rows, capacity, dtype, device, layer) for shape in shapes]
+        return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device), capacity)
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +81,7 @@ class KVCache(transformers.Cache):
         if not self.holds(nodes):                            # padding alone lies so far out
             slots = slots.clamp(max=self.capacity - 1)
         for layer in self.layers:
-            layer.slots, layer.span = slots, span
+            layer.point_at(slots, span)
         return span
 
     def holds(self, nodes: int) -> bool:
@@ -144,11 +154,16 @@ class KVCache(transformers.Cache):
         if (start, stop) == (0, len(self.lengths)):
             return self
         if (start, stop) not in self._views:
-            layers = [
-                type(layer)(*(store[start:stop] for store in layer.stores)) for layer in self.layers
-            ]
-            self._views[start, stop] = KVCache(layers, self.lengths[start:stop], self._reach)
+            self._views[start, stop] = self._view(start, stop)
         return self._views[start, stop]
+
+    def fitted(self, tree: TokenTree) -> TokenTree:
+        """What of a tree can be read in one pass: all of it."""
+        return tree
+
+    def _view(self, start: int, stop: int) -> Self:
+        layers = [layer.rows(start, stop) for layer in self.layers]
+        return type(self)(layers, self.lengths[start:stop], self.capacity, self._reach)
 
     def _bring(self, nodes: Tensor) -> None:
         """Move nodes [B, D] of the scratch to its front."""
@@ -160,6 +175,17 @@ class KVCache(transformers.Cache):
         for layer in self.layers:
             for store in layer.stores:
                 write(store, target, _read(store, source))
+
+
+def empty_layer(
+    shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    layer: type[KVLayer]
+) -> Layer:
+    """Storage of one layer; `layer`: the class of those that store keys and values alone."""
+    if not shape.heads:
+        return EmptyLayer()
+    kind = IndexedLayer if shape.index_dim else layer
+    return kind.empty(shape, rows, capacity, dtype, device)
 
 
 def _in_turn(changed: Sequence[tuple[int, int]]) -> bool:
@@ -181,30 +207,39 @@ def _read(store: Tensor, slots: Tensor) -> Tensor:
     return store.transpose(1, 2)[rows, slots].transpose(1, 2)
 
 
+def key_depths(tree: TokenTree, lengths: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """[B, S] of each slot: which node lies there (below 0: a committed token), and how many
+    positions behind `lengths` it is."""
+    node = torch.arange(span, device=lengths.device) - lengths[:, None]
+    nodes = tree.tokens.shape[1]
+    inside = (node >= 0) & (node < nodes)
+    return node, torch.where(inside, tree.depths.gather(1, node.clamp(0, nodes - 1)), node)
+
+
 def tree_mask(
     tree: TokenTree, lengths: Tensor, span: int, dtype: torch.dtype, first: int = 0,
-    window: int | None = None
+    window: int | None = None, chunked: bool = False
 ) -> Tensor:
     """[B, 1, N - first, span]: 0 where a node sees a cache slot, the dtype's minimum elsewhere.
 
     Node i of row b lies in slot ``lengths[b] + i`` and sees the slots below ``lengths[b]`` and its
     own ancestors.
-    window: see only that many positions back, itself included (sliding attention). Additive: a
-    boolean mask is added to the scores, silently, by eager attention in transformers 5. No host
-    synchronisation.
+    window: see only that many positions back, itself included (sliding attention); chunked: only
+    positions of its own chunk of `window` (chunked attention). Additive: a boolean mask is added to
+    the scores, silently, by eager attention in transformers 5. No host synchronisation.
     """
-    slots = torch.arange(span, device=lengths.device)
     nodes = tree.tokens.shape[1]
-    # [B, S] which node a slot holds
-    node = slots - lengths[:, None]
+    node, depth = key_depths(tree, lengths, span)
     inside = (node >= 0) & (node < nodes)
     index = node.clamp(0, nodes - 1)[:, None].expand(-1, nodes - first, -1)
     sees = tree.ancestors[:, first:].gather(2, index) & inside[:, None]       # [B, n, S]
     sees = sees | (node < 0)[:, None]
-    if window is not None:
-        # relative to lengths
-        depth = torch.where(inside, tree.depths.gather(1, node.clamp(0, nodes - 1)), node)
-        sees = sees & (tree.depths[:, first:, None] - depth[:, None] < window)
+    own = tree.depths[:, first:, None]
+    if window is not None and chunked:
+        chunk = (lengths[:, None, None] + own) // window
+        sees = sees & ((lengths[:, None] + depth)[:, None] // window == chunk)
+    elif window is not None:
+        sees = sees & (own - depth[:, None] < window)
     blocked = torch.finfo(dtype).min
     return torch.zeros(
         sees.shape, dtype=dtype, device=lengths.device

@@ -10,15 +10,19 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores per position."""
+    """What one attention layer stores per position; no heads: nothing, as where keys are shared.
+
+    index_dim: of the keys by which an indexer chooses what attention may see, if there is one.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
+    index_dim: int = 0
 
 
 class KVLayer(CacheLayerMixin):
@@ -55,6 +59,14 @@ class KVLayer(CacheLayerMixin):
         """All that is stored, [B, heads, capacity, ...] each; what makes a layer anew."""
         return self.keys, self.values
 
+    def rows(self, start: int, stop: int) -> Self:
+        """A view of some rows."""
+        return type(self)(*(store[start:stop] for store in self.stores))
+
+    def point_at(self, slots: Tensor, span: int) -> None:
+        """Let the next forward write at `slots` [B, W] and see the first `span`."""
+        self.slots, self.span = slots, span
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -75,6 +87,44 @@ class KVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
+
+
+class IndexedLayer(KVLayer):
+    """With the keys of an indexer, [B, 1, capacity, index_dim]."""
+
+    def __init__(self, keys: Tensor, values: Tensor, indexer_keys: Tensor) -> None:
+        super().__init__(keys, values)
+        self.indexer_keys = indexer_keys
+
+    @classmethod
+    def empty(
+        cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        plain = KVLayer.empty(shape, rows, capacity, dtype, device)
+        size = (rows, 1, capacity, shape.index_dim)
+        return cls(plain.keys, plain.values, torch.zeros(size, dtype=dtype, device=device))
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values, self.indexer_keys
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write [B, W, dim] at `slots`; return what may be seen."""
+        assert self.slots is not None
+        write(self.indexer_keys, self.slots, indexer_key_states[:, None])
+        return self.indexer_keys[:, 0, : self.span]
+
+
+class EmptyLayer(DummyLayer):
+    """A layer that stores nothing: it has no attention, or takes the keys of another."""
+
+    stores: tuple[Tensor, ...] = ()
+
+    def rows(self, start: int, stop: int) -> Self:
+        return self
+
+    def point_at(self, slots: Tensor, span: int) -> None:
+        """Nothing is written."""
 
 
 class QuantizedKVLayer(KVLayer):

@@ -23,6 +23,7 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
+from draftproof.model.alibi import has_alibi, with_positions
 from draftproof.model.copies import first_layers
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
@@ -30,15 +31,13 @@ from draftproof.model.inspection import (
     CHECK_TREE,
     TOLERANCES,
     CheckedRead,
-    Layout,
     LogitScaling,
-    context_of,
     examined,
-    layout_of,
 )
 from draftproof.model.kept import kept
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LAYERS, KVLayer
+from draftproof.model.layout import STATES, Layout, context_of, layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.quantize import (
     Quantization,
@@ -46,7 +45,9 @@ from draftproof.model.quantize import (
     quantized,
     quantized_and_compared,
 )
+from draftproof.model.selective_scan import forget_handed, hands_states
 from draftproof.model.snapshot import Snapshot, check_state
+from draftproof.model.state_cache import StateCache
 from draftproof.native.kernels import Chains, kernels
 
 DRAFT_KL_LIMIT = 0.02
@@ -88,19 +89,27 @@ class Target:
             torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype
         ]
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.steps = True               # states may go on by single tokens
         self._fast: FastForward | None = None
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
         known = kept(model, "check", changed=True) if group.alone else None
         verdict = known.read() if known is not None else None
         fits = group.alone and FastForward.fits(model)
+        self._alibi = has_alibi(model)
+        hands_states(model)
         with torch.inference_mode():
             if verdict is None or not self._recall(verdict[0], fits):
                 with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
                     self._layout = layout_of(model)
                     self.vocab_size = self._layout.vocab
                     self._examine(self._fast_forward() if fits else None)
-                    facts |= {"layout": self._layout.told(), "reads_trees": self.reads_trees,
-                              "fast": self.is_fast, "fused": self.skips_absent}
+                    facts |= {"layout": self._layout.as_json(), "reads_trees": self.reads_trees,
+                              "fast": self.is_fast, "fused": self.skips_absent,
+                              "steps": self.steps}
+        if self.has_states and not group.alone:
+            raise UnsupportedModel(
+                f"{self.name} keeps states, which are not sharded here; run it on one device"
+            )
         self._seen = Snapshot.of(model)
 
     def _fast_forward(self) -> FastForward:
@@ -109,9 +118,9 @@ class Target:
     def _recall(self, facts: dict[str, Any], fits: bool) -> bool:
         """Take over what an earlier check of this model found; False if it cannot be understood."""
         try:
-            self._layout = Layout.of(facts["layout"])
+            self._layout = Layout.from_json(facts["layout"])
             self.vocab_size, self.reads_trees = self._layout.vocab, bool(facts["reads_trees"])
-            fast, fused = facts["fast"], facts["fused"]
+            fast, fused, self.steps = facts["fast"], facts["fused"], bool(facts["steps"])
         except (KeyError, TypeError, ValueError, AttributeError):
             return False
         self._fast = self._fast_forward() if fits and fast else None
@@ -214,7 +223,8 @@ class Target:
         norm and head."""
         other = copy.copy(self)
         other.model = first_layers(self.model, count)
-        other._layout = self._layout._replace(shapes=self._layout.shapes[:count])
+        shapes, states = self._layout.shapes[:count], self._layout.states[:count]
+        other._layout = self._layout._replace(shapes=shapes, states=states)
         other._fast = self._fast.of(other.model) if self._fast is not None else None
         other._original, other._seen = None, Snapshot.of(other.model)
         return other
@@ -229,6 +239,12 @@ class Target:
     def weights(self) -> object:
         """Another object once the weights were changed and taken up."""
         return self._seen
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states, as recurrent and convolutional ones do: chains are read, and
+        what waits is read again."""
+        return any(self._layout.states)
 
     @property
     def is_fast(self) -> bool:
@@ -253,20 +269,51 @@ class Target:
         Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H]
         or None.
         """
+        if isinstance(cache, StateCache):
+            return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
         tokens = tree.tokens[:, first:] if first else tree.tokens
         if self._fast is not None:
             logits, hidden = self._fast(tokens, tree, first, cache, last_only, hidden_layers)
             return Reading(self._scaling.apply(logits), hidden)
         span = cache.write_at(first, tree.tokens.shape[1])
+        positions = tree.positions(cache.lengths, self.context)[:, first:]
+        masks = self._masks(tree, cache.lengths, span, first)
+        return self._forward(tokens, masks, positions, cache, 1 if last_only else 0, hidden_layers)
+
+    def _read_behind_states(
+        self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
+        hidden_layers: tuple[int, ...]
+    ) -> Reading:
+        """As `read`: a block of every row is read, and what was asked for is taken from it."""
+        block = cache.block(tree, first)
+        chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
+        positions = chain.positions(block.start, self.context)
+        masks = self._masks(chain, block.start, cache.reserve(width), 0)
+        asked = range(tree.tokens.shape[1] - first)[-1 if last_only else 0 :]
+        place = torch.tensor([[before + node for node in asked] for before in block.skipped])
+        place = place.clamp(max=width - 1).to(self.device)
+        since = min(block.skipped) + asked[0] if self._trims else 0
+        kept = width - since
+        try:
+            reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
+        finally:
+            forget_handed()
+        cache.was_read(block, first)
+        return reading.gather(place - (width - reading.logits.shape[1]), place)
+
+    def _forward(
+        self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
+        hidden_layers: tuple[int, ...]
+    ) -> Reading:
+        """The model's own forward; last: how many of the last tokens' logits are wanted; 0: all."""
         out: Any = self.model(
-            input_ids=tokens.clamp(0, self.vocab_size - 1),
-            attention_mask=self._masks(tree, cache.lengths, span, first),
-            position_ids=tree.positions(cache.lengths, self.context)[:, first:],
-            past_key_values=cache, use_cache=True, output_hidden_states=bool(hidden_layers),
-            **({"logits_to_keep": 1} if last_only and self._trims else {})
+            input_ids=tokens.clamp(0, self.vocab_size - 1), attention_mask=masks,
+            position_ids=positions, use_cache=True, output_hidden_states=bool(hidden_layers),
+            **{self._layout.cache_name: cache},
+            **({"logits_to_keep": last} if last and self._trims else {})
         )
-        logits = out.logits[:, -1:] if last_only else out.logits
         states = [out.hidden_states[layer] for layer in hidden_layers]
+        logits = out.logits[:, -last:] if last else out.logits
         return Reading(logits, torch.stack(states, 2) if states else None)
 
     def chain(
@@ -331,17 +378,27 @@ class Target:
 
     def _masks(
         self, tree: TokenTree, lengths: Tensor, span: int, first: int
-    ) -> Tensor | dict[str, Tensor]:
-        def mask(window: int | None) -> Tensor:
-            return tree_mask(tree, lengths, span, self.dtype, first, window)
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        def mask(kind: str, window: int | None) -> Tensor:
+            chunked = kind == "chunked_attention"
+            seen = tree_mask(tree, lengths, span, self.dtype, first, window, chunked)
+            return with_positions(seen, tree, lengths) if self._alibi else seen
 
-        kinds = {kind: mask(window) for kind, window in self._layout.windows.items()}
-        return kinds if len(kinds) > 1 else next(iter(kinds.values()))
+        kinds: dict[str, Tensor | None] = {
+            kind: mask(kind, window) for kind, window in self._layout.windows.items()
+        }
+        if len(kinds) < 2:
+            return next(iter(kinds.values()), None)
+        return kinds | dict.fromkeys(STATES) if self.has_states else kinds
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
         """One that holds keys and values as the model computes them."""
-        shapes, dtype = self._layout.shapes, self._layout.dtype
-        return KVCache.empty(shapes, rows, size, dtype, self.device, layer)
+        shapes, states, dtype = self._layout.shapes, self._layout.states, self._layout.dtype
+        if not self.has_states:
+            return KVCache.empty(shapes, rows, size, dtype, self.device, layer)
+        return StateCache.for_states(
+            shapes, states, rows, size, dtype, self.device, layer, self.steps
+        )
 
     def _examine(self, fast: FastForward | None) -> None:
         """Find out whether trees are read exactly, and by which forward."""

@@ -1,0 +1,204 @@
+"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by tokens.
+
+States are those of each row before its last few committed tokens, which wait: a read reads these
+again, in one pass with what it was asked for. States move on where everything that was read was
+committed. Nothing is read twice by keys and values' account: they are written again as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.model.kv_cache import KVCache, Layer, empty_layer
+from draftproof.model.kv_layer import KVLayer, LayerShape
+from draftproof.model.state_layer import HybridLayer, StateLayer, StateShape
+
+BLOCK = 16
+"""Tokens of a row that are read in one pass, if a draft is not longer: those that wait, the root,
+and as much of the draft as fits. A row whose draft does not fit moves on, so rows wait no longer."""
+
+
+class Block(NamedTuple):
+    """What is read in one pass, the same number of tokens in every row.
+
+    tokens: [B, L], junk behind those that are there. start: [B] their first positions. skipped: of
+    each row, how many come before the first node that was asked for.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    skipped: list[int]
+
+
+class _Mark(NamedTuple):
+    """States that a read went through: behind how many nodes of each row's tree (0: none of this
+    row), layer by layer."""
+
+    nodes: list[int]
+    states: list[tuple[Tensor, ...]]
+
+
+@dataclass
+class _Reads:
+    """What a cache and its views know of the reads since the last commit: states on their way, and
+    how many nodes each row had."""
+
+    marks: list[_Mark] = field(default_factory=list)
+    present: list[int] = field(default_factory=list)
+
+
+class StateCache(KVCache):
+    """A `KVCache` with states; chains only.
+
+    waiting: [B], on the host, how many committed tokens of each row its states lack. text: [B,
+    capacity] the tokens of each row. steps: single tokens may be read from a state; otherwise two
+    at least, since a family rounds single steps otherwise.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, waiting: Tensor, text: Tensor,
+        steps: bool
+    ) -> None:
+        super().__init__(layers, lengths, capacity)
+        self.waiting, self.text, self.steps = waiting, text, steps
+        self._stateful = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._reads = _Reads()
+
+    @classmethod
+    def for_states(
+        cls, shapes: Sequence[LayerShape], states: Sequence[tuple[StateShape, ...]], rows: int,
+        capacity: int, dtype: torch.dtype, device: torch.device, layer: type[KVLayer], steps: bool
+    ) -> StateCache:
+        """Storage of layers of these shapes, states in some."""
+        layers = list[Layer]()
+        for shape, own in zip(shapes, states, strict=True):
+            keys = empty_layer(shape, rows, capacity, dtype, device, layer)
+            if own:
+                made = tuple(state.empty(rows, device) for state in own)
+                two = (own, made)
+                keys = HybridLayer(*two, keys) if isinstance(keys, KVLayer) else StateLayer(*two)
+            layers.append(keys)
+        lengths, text = (
+            torch.zeros(*size, dtype=torch.int64, device=device)
+            for size in ((rows,), (rows, capacity))
+        )
+        return cls(layers, lengths, capacity, torch.zeros(rows, dtype=torch.int64), text, steps)
+
+    @cached_property
+    def stores(self) -> None:
+        """States are moved by torch's operators."""
+
+    def fitted(self, tree: TokenTree) -> TokenTree:
+        """The chains without the nodes that do not fit into a block behind what waits."""
+        nodes = tree.tokens.shape[1]
+        room = max(BLOCK, nodes) - self.waiting
+        if nodes <= int(room.min()):
+            return tree
+        fits = torch.arange(nodes) < room[:, None]
+        return replace(tree, tokens=torch.where(fits.to(tree.tokens.device), tree.tokens, ABSENT))
+
+    def block(self, tree: TokenTree, first: int) -> Block:
+        """What to read for the nodes `first:` of a chain; states and keys are pointed there."""
+        rows, nodes = tree.tokens.shape
+        device, new = self.text.device, tree.tokens[:, first:]
+        place = self.lengths[:, None] + torch.arange(first, nodes, device=device)
+        self.text.scatter_(1, place.clamp(max=self.capacity - 1), new.clamp(min=0))
+        self._reads.present = (tree.tokens != ABSENT).sum(1).tolist()
+        known = self._known(first) if first and (self.steps or nodes - first > 1) else None
+        if known is None:
+            self._reads.marks = self._reads.marks if first else []
+            skipped = [waiting + first for waiting in self.waiting.tolist()]
+            start, known = self.lengths - self.waiting.to(device), self._states()
+        else:
+            start, skipped = self.lengths + first, [0] * rows
+        there = (before + n - first for before, n in zip(skipped, self._reads.present, strict=True))
+        length = max(1 if self.steps else 2, *there)
+        slots = start[:, None] + torch.arange(length, device=device)
+        slots = slots.clamp(max=self.capacity - 1)          # junk alone lies so far out
+        span = self.reserve(length)
+        for layer in self.layers:
+            layer.point_at(slots, span)
+        for layer, states in zip(self._stateful, known, strict=True):
+            layer.begin(states)
+        return Block(self.text.gather(1, slots), start, skipped)
+
+    def was_read(self, block: Block, first: int) -> None:
+        """Note the states behind a block, in rows where they are those behind a node."""
+        ends = [block.tokens.shape[1] - before + first for before in block.skipped]
+        pairs = zip(ends, self._reads.present, strict=True)
+        nodes = [end if 0 < end <= there else 0 for end, there in pairs]
+        if any(nodes):
+            self._reads.marks.append(_Mark(nodes, [layer.found() for layer in self._stateful]))
+
+    def keep(self, nodes: Tensor | None, count: Tensor) -> None:
+        """Commit `count` [B] nodes of chains: states move on as far as some are known."""
+        counts = count.tolist()
+        best = [self._behind(row, most) for row, most in enumerate(counts)]
+        for number, mark in enumerate(self._reads.marks):
+            rows = [row for row, (_, which) in enumerate(best) if which == number]
+            self._take(mark, rows)
+        moved = torch.tensor([there for there, _ in best])
+        waited = torch.where(moved > 0, 0, self.waiting)
+        self.waiting.copy_(waited + torch.tensor(counts) - moved)
+        left = [[max(0, at - n) for at, n in zip(mark.nodes, counts, strict=True)]
+                for mark in self._reads.marks]
+        pairs = zip(left, self._reads.marks, strict=True)
+        self._reads.marks = [_Mark(at, mark.states) for at, mark in pairs if any(at)]
+        super().keep(None, count)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        order = list(rows)
+        self._reads.marks = []
+        for store in (self.waiting, self.text):
+            store[: len(order)] = store[order]
+        self.waiting[len(order) :] = 0
+        for layer in self._stateful:
+            for state in layer.states:
+                state[len(order) :] = 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.waiting.zero_()
+
+    def _view(self, start: int, stop: int) -> Self:
+        layers = [layer.rows(start, stop) for layer in self.layers]
+        lengths, waiting, text = (
+            part[start:stop] for part in (self.lengths, self.waiting, self.text)
+        )
+        view = type(self)(layers, lengths, self.capacity, waiting, text, self.steps)
+        view._reach, view._reads = self._reach, self._reads
+        return view
+
+    def _states(self) -> list[tuple[Tensor, ...]]:
+        return [layer.states for layer in self._stateful]
+
+    def _known(self, first: int) -> list[tuple[Tensor, ...]] | None:
+        """The states behind the first nodes of every row that goes on, if all are known."""
+        found = None
+        for mark in self._reads.marks:
+            pairs = zip(mark.nodes, self._reads.present, strict=True)
+            if all(nodes == first or there <= first for nodes, there in pairs):
+                found = mark.states
+        return found
+
+    def _behind(self, row: int, most: int) -> tuple[int, int]:
+        """Behind how many nodes of a row, at most `most`, states are known, and in which mark."""
+        places = [(mark.nodes[row], number) for number, mark in enumerate(self._reads.marks)]
+        return max((place for place in places if 0 < place[0] <= most), default=(0, -1))
+
+    def _take(self, mark: _Mark, rows: Sequence[int]) -> None:
+        """Make the states of a mark those of these rows."""
+        if not rows:
+            return
+        index = torch.tensor(rows, device=self.lengths.device)
+        for layer, states in zip(self._stateful, mark.states, strict=True):
+            for own, new in zip(layer.states, states, strict=True):
+                own.index_copy_(0, index, new.index_select(0, index).to(own.dtype))
