@@ -108,13 +108,20 @@ class DraftModel(Drafter):
             for row in commit.rows:
                 self.lag[row] += width
             return
-        cache = self._cache(len(commit.rows))       # the commit answers the proposal: keep its part
+        lag = self._keep(self._cache(len(commit.rows)), commit)
+        self.lag, self.scratch = [lag] * len(self.lag), None
+
+    def _keep(self, cache: Cache, commit: Commit) -> int:
+        """Keep what was read of the proposal that this commit answers; return how many tokens of a
+        row may be lacking."""
+        assert self.scratch is not None
         if self.chains:
             cache.keep(None, commit.count.clamp(max=self.scratch))
         else:
-            accepted = torch.arange(width, device=commit.nodes.device) < commit.count[:, None]
+            places = torch.arange(commit.tokens.shape[1], device=commit.nodes.device)
+            accepted = places < commit.count[:, None]
             cache.keep(commit.nodes, ((commit.nodes < self.scratch) & accepted).sum(1))
-        self.lag, self.scratch = [1] * len(self.lag), None
+        return 1
 
     def propose(self, frontier: Frontier) -> TokenTree:
         most = frontier.max_nodes if self.chains else frontier.budget

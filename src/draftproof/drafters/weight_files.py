@@ -74,6 +74,21 @@ def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[st
     return {ours: read[theirs] for ours, theirs in names.items()}
 
 
+def all_files(folder: Path) -> dict[str, Path]:
+    """By name of each tensor in a folder's .safetensors, or else in its pickles, its file; raises
+    ModelNotFound if there is none."""
+    for files in weight_files(folder):
+        if where := tensor_files(folder, files):
+            return where
+    raise ModelNotFound(f"there are no weights in {folder}; give the folder that holds them")
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of `all_files`."""
+    where = all_files(folder)
+    return read_tensors({name: name for name in where}, where)
+
+
 def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     """The tensors of these names in a file; None: all names, without values where that is cheap."""
     try:

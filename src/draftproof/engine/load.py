@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from draftproof.core.tree import TreeShape
+from draftproof.drafters import eagle3, mtp, weight_files
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.checkpoints import is_head, read_head
 from draftproof.drafters.draft_model import SELF, DraftModel, SelfDraft, self_draft_options
@@ -33,6 +34,7 @@ from draftproof.errors import (
     UnsupportedModel,
 )  # fmt: skip
 from draftproof.model import loading
+from draftproof.model.draft_layers import layer_count
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay
 from draftproof.model.loading import PreTrainedModel
@@ -61,6 +63,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 DEFAULT = "portfolio"
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
+
+
+PUBLISHED = (eagle3,)
+"""Drafters that come in folders of their own: which one, its config.json says."""
+NATIVE = "mtp"
+"""The drafter in a model's own checkpoint."""
 
 
 def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
@@ -174,6 +182,11 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
         return _heads(name, target, tree)
+    if name == NATIVE:
+        return mtp.load(target, _shape(tree))
+    if (kind := _published(name)) is not None:
+        drafter: Drafter = kind.load(Path(name), target, layer_count(target.model), _shape(tree))
+        return drafter
     if "+" in name:
         parts = name.split("+")
         alone = next((part for part in parts if _is_model(part)), None)
@@ -185,7 +198,7 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
         found = [_by_name(part, target, tree) for part in parts]
         lists = (one.members if isinstance(one, Portfolio) else (one,) for one in found)
         return Portfolio([member for members in lists for member in members])
-    names = ", ".join([*DRAFTERS, *HEADS, "self-int8", "self-int4", "self-layers:N"])
+    names = ", ".join([*DRAFTERS, *HEADS, NATIVE, "self-int8", "self-int4", "self-layers:N"])
     known = f"{names}, or the folder of draft heads or of a draft model"
     raise BadInput(f"drafter was {name!r}; give {known}")
 
@@ -252,12 +265,27 @@ def _shape(tree: TreeShape | str | None) -> TreeShape | None:
     return TreeShape(CHOICES[tree]) if isinstance(tree, str) else tree
 
 
+def _published(name: str) -> Any:
+    """The module that reads a folder of a published drafter; None if it is none."""
+    if not Path(name, "config.json").is_file():
+        return None
+    settings = weight_files.read_settings(Path(name))
+    found = next((kind for kind in PUBLISHED if kind.recognises(settings)), None)
+    if found is None and "speculators_model_type" in settings:
+        raise BadInput(
+            f"{name} is a {settings['speculators_model_type']!r} drafter of speculators, which is "
+            "not known here; give one of eagle3 or dflash"
+        )
+    return found
+
+
 def _is_model(drafter: object) -> TypeGuard[str | Path]:
     """Whether a drafter is the name of a draft model."""
     if not isinstance(drafter, (str, Path)) or str(drafter) in HEADS:
         return False
     folder = loading.resolve(drafter)
     named = Path(folder, "config.json").is_file() and not is_head(folder)
+    named = named and _published(folder) is None
     return folder.endswith(".gguf") or named
 
 

@@ -1,0 +1,216 @@
+"""Drafting from the target's hidden states with layers and a KV cache of one's own (EAGLE-3, MTP).
+
+A `Network` pairs the features of token t with token t + 1 and says what token t + 2 may be; what it
+makes of a pair is the feature of the next, drafted one. `FeatureDrafter` drafts with any: the
+likeliest nodes of a beam search (EAGLE-2, 2406.16858) where nodes are chosen, a chain or a fixed
+tree where they are drawn. Features of drafted tokens are dropped when the target's own are known.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from math import log
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftproof.core.messages import Commit, Frontier, Reading
+from draftproof.core.ops import Ops
+from draftproof.core.prefix import Paths
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.drafters.base import Vocabulary
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.errors import DrafterMismatch
+from draftproof.model.draft_layers import DraftLayers, Mask, masks
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.kv_layer import KVLayer, LayerShape, write
+from draftproof.model.packed_linear import pack_linears
+
+WIDTH, DEEPEST, NODES = 4, 7, 16
+"""Nodes that a search reads per level, levels it has at most, and draft tokens per round when
+nobody says."""
+
+
+class Network(nn.Module):
+    """What a method computes. Weights have the names of its published checkpoints.
+
+    width: numbers of a feature. hidden_layers: of the target that features are made of.
+    """
+
+    hidden_layers: tuple[int, ...]
+    width: int
+    layers: nn.ModuleList
+
+    def __init__(self, layers: DraftLayers, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.parts, self.vocabulary = layers, vocabulary
+        self.layers = nn.ModuleList(layers.layers)
+
+    @abstractmethod
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """[..., width] the feature of hidden states [..., T, H] of the target."""
+
+    @abstractmethod
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Mask, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """[B, N, H] what `logits` reads and the features [B, N, width] after pairs of a feature
+        and the token behind it, at the features' positions."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] over the target's tokens."""
+
+    def attention_width(self, number: int) -> int:
+        """Numbers that the attention of a layer reads."""
+        return int(self.parts.config.hidden_size)
+
+
+def fill(module: Network | nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str,
+         ignored: Collection[str] = ()) -> None:  # fmt: skip
+    """Load all these tensors, and nothing else, as the target's; refuse what is over or lacking."""
+    wanted = module.state_dict()
+    strange = sorted(tensors.keys() - wanted.keys() - set(ignored))
+    if strange:
+        raise DrafterMismatch(
+            f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
+            "and is not loaded"
+        )
+    for key, empty in wanted.items():
+        if key not in tensors:
+            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
+        if tensors[key].shape != empty.shape:
+            given, asked = tuple(tensors[key].shape), tuple(empty.shape)
+            raise DrafterMismatch(
+                f"{key} of {name} has shape {given}, {asked} was expected; it is for another model"
+            )
+    with torch.inference_mode(False):
+        state = {key: tensors[key].to(like.device, like.dtype, copy=True) for key in wanted}
+        module.load_state_dict(state, assign=True)
+    module.eval().requires_grad_(False)
+    pack_linears(module)
+
+
+class FeatureModel:
+    """A network as a draft model reads: slot s of its cache is for the token at position s, paired
+    with the feature of the one before. Slot 0 has none, and nobody sees it."""
+
+    reads_trees = True
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.network, self.name = network, name
+        vocabulary = network.vocabulary
+        self.vocab_size, self.context = vocabulary.vocab_size, vocabulary.context
+        self.shapes = network.parts.shapes(network.attention_width)
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Behind the layers' own, a store of features: as keys those of the text, as values those
+        that the network made."""
+        store, like = LayerShape(1, self.network.width, self.network.width), self.network.vocabulary
+        return KVCache.empty([*self.shapes, store], rows, capacity, like.dtype, like.device)
+
+    def read(
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
+    ) -> Reading:
+        nodes, vocabulary = tree.tokens.shape[1], self.network.vocabulary
+        span = cache.write_at(first, nodes)
+        store = cast(KVLayer, cache.layers[-1])
+        numbers = torch.arange(nodes, device=cache.lengths.device)
+        slots = (cache.lengths[:, None] + numbers).clamp(max=cache.capacity - 1)
+        if first:
+            above = slots.gather(1, tree.parents[:, first:].clamp(min=0))
+            features = _at(store.values, above)
+        else:
+            features = _at(store.keys, slots)
+        positions = (tree.positions(cache.lengths, self.context) - 1).clamp(min=0)[:, first:]
+        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
+        mask = masks(tree, cache, span, vocabulary.dtype, first, hidden=1)
+        hidden, made = self.network(features, tokens, positions, mask, cache)
+        write(store.values, slots[:, first:], made[:, None])
+        return Reading(self.network.logits(hidden[:, -1:] if last_only else hidden))
+
+
+class FeatureDrafter(DraftModel):
+    """Drafts with a network. shape: a fixed tree; None searches for the likeliest nodes."""
+
+    has_kv_cache = False
+    default_budget = NODES
+
+    def __init__(self, network: Network, name: str, shape: TreeShape | None = None) -> None:
+        model = FeatureModel(network, name)
+        super().__init__(model, model.vocab_size, shape)
+        self.network, self.name = network, name
+        self.hidden_layers = network.hidden_layers
+        if shape is None and not network.vocabulary.reads_trees:
+            self.default_budget = DEEPEST
+
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
+        device = self.network.vocabulary.device
+        self.known = torch.zeros(rows, dtype=torch.int64, device=device)    # committed tokens
+
+    def observe(self, commit: Commit) -> None:
+        assert commit.hidden is not None, "it reads the target's hidden states"
+        rows = slice(commit.rows[0], commit.rows[-1] + 1)
+        self.known[len(self.lag) : rows.stop] = 0
+        cache: Any = self._cache(rows.stop, rows.start)
+        places = torch.arange(commit.tokens.shape[1], device=self.known.device)
+        slots = (self.known[rows, None] + 1 + places).clamp(max=cache.capacity - 1)
+        features = self.network.fuse(commit.hidden)
+        write(cache.layers[-1].keys, slots, features[:, None])
+        self.known[rows] += commit.count
+        super().observe(commit)
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        searches = self.shape is None and frontier.trees and not frontier.drawn
+        if searches and frontier.budget > 1:
+            return self._search(frontier)
+        return super().propose(frontier)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.known[: len(rows)] = self.known[list(rows)]
+
+    def _keep(self, cache: Any, commit: Commit) -> int:
+        """Of what was read for the last proposal, the root is what the target made of it."""
+        cache.keep(None, torch.ones_like(commit.count))
+        return commit.tokens.shape[1] - 1
+
+    def _search(self, frontier: Frontier) -> TokenTree:
+        """The likeliest nodes of all that a beam search weighs."""
+        budget, prefix = frontier.budget, frontier.prefix
+        width = min(WIDTH, budget, self.vocab_size)
+        deepest = min(DEEPEST, budget, 1 + budget // width)     # what is read fits into the scratch
+        nodes = prefix.root[:, None]
+        place, parents = torch.zeros_like(nodes), torch.full_like(nodes, -1)
+        above = torch.zeros(nodes.shape, device=nodes.device)
+        pool, size, first = [(nodes, place, above)], 1, 0
+        logits = self._read_root(prefix, budget)
+        for depth in range(1, deepest + 1):
+            tree = TokenTree(nodes, parents, depth - 1)
+            steps, tokens = frontier.sampler.best(logits, Paths(prefix, tree, first), width)
+            scores = (above[..., None] + steps).flatten(1)
+            drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
+            pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
+            best = scores.topk(width, 1)
+            hopeless = frontier.floor and float(best.values.amax()) < log(frontier.floor)
+            if depth == deepest or hopeless:
+                break
+            nodes = torch.cat([nodes, drafted.gather(1, best.indices)], 1)
+            parents = torch.cat([parents, first + best.indices // width], 1)
+            place, above = size + best.indices, best.values
+            size, first = size + scores.shape[1], nodes.shape[1] - width
+            tree = TokenTree(nodes, parents, depth)
+            logits = self.model.read(tree, self._cache(len(nodes)), first=first).logits
+            self.scratch = nodes.shape[1]
+        found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+        return self.ops.run(
+            TokenTree.likeliest, found, origins, scores.exp(), budget + 1, deepest
+        )
+
+
+def _at(store: Tensor, slots: Tensor) -> Tensor:
+    """[B, N, width] what a store [B, 1, capacity, width] holds at slots [B, N]."""
+    return store[:, 0].gather(1, slots[..., None].expand(-1, -1, store.shape[-1]))

@@ -1,0 +1,90 @@
+"""Tiny checkpoints of drafters in their published layouts, and the pieces of a forward of one's own.
+
+Nothing here uses the package's own layers: rotation, norms and attention are written out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+LAYER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 40,
+    "max_position_embeddings": 256, "rope_theta": 1000.0, "hidden_act": "silu",
+}  # fmt: skip
+DEEP = {"num_hidden_layers": 7, "initializer_range": 0.3}
+"""Of a target of which several layers are read."""
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Norms near one, the others small."""
+    dice = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=dice, dtype=torch.float64)
+        norm = len(shape) == 1 and "bias" not in name
+        made[name] = 1 + 0.3 * values if norm else 0.2 * values
+    return made
+
+
+def attention_shapes(prefix: str, wide: int = 32, head_norms: bool = False) -> dict[str, Any]:
+    names = {"q_proj": (32, wide), "k_proj": (16, wide), "v_proj": (16, wide), "o_proj": (32, 32)}
+    found = {f"{prefix}.{name}.weight": shape for name, shape in names.items()}
+    norms = {f"{prefix}.{name}.weight": (8,) for name in ("q_norm", "k_norm")}
+    return {**found, **(norms if head_norms else {})}
+
+
+def mlp_shapes(prefix: str) -> dict[str, Any]:
+    names = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in names.items()}
+
+
+def write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float = 1000.0) -> Tensor:
+    """x [N, heads, D], all of D rotated."""
+    half = x.shape[-1] // 2
+    rates = theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    angle = (positions[:, None].float() * rates).double()[:, None]
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def attend(
+    weights: dict[str, Tensor], prefix: str, queries: Tensor, keys_from: Tensor,
+    positions: Tensor, key_positions: Tensor, sees: Tensor,
+) -> Tensor:  # fmt: skip
+    """[N, 32] attention of `queries` [N, .] over `keys_from` [S, .], where `sees` [N, S]."""
+    q = (queries @ weights[f"{prefix}.q_proj.weight"].T).view(-1, 4, 8)
+    k = (keys_from @ weights[f"{prefix}.k_proj.weight"].T).view(-1, 2, 8)
+    v = (keys_from @ weights[f"{prefix}.v_proj.weight"].T).view(-1, 2, 8)
+    if f"{prefix}.q_norm.weight" in weights:
+        q = norm(q, weights[f"{prefix}.q_norm.weight"])
+        k = norm(k, weights[f"{prefix}.k_norm.weight"])
+    q, k = rotated(q, positions), rotated(k, key_positions)
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.einsum("nhd,shd->hns", q, k) / 8**0.5
+    scores = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    out = torch.einsum("hns,shd->nhd", scores, v).flatten(1)
+    return out @ weights[f"{prefix}.o_proj.weight"].T
+
+
+def swiglu(weights: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    gate, up = (x @ weights[f"{prefix}.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (F.silu(gate) * up) @ weights[f"{prefix}.down_proj.weight"].T
