@@ -182,7 +182,7 @@ class DraftModel(Drafter):
             there = (steps > -torch.inf) & (parents != ABSENT) & live
             tokens = torch.cat([tokens, torch.where(there, children, ABSENT)], 1)
             if frontier.drawn:
-                laws.append(sampler.probs(logits, paths)[:, place])
+                laws.append(sampler.probs(logits, paths)[:, place].nan_to_num(0))   # none possible
             elif floor and self.chains:
                 steps = torch.where(there, scores[:, -1:] + steps, -torch.inf)
                 scores = torch.cat([scores, steps], 1)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from draftproof.core.tree import TreeShape
 from draftproof.drafters import weight_files
-from draftproof.drafters.base import PADDING, Vocabulary, over_vocabulary
-from draftproof.drafters.features import FeatureDrafter, Network, fill
+from draftproof.drafters.base import Vocabulary, over_vocabulary
+from draftproof.drafters.features import FeatureDrafter, Network, fill, token_map
 from draftproof.errors import DrafterMismatch
 from draftproof.model.draft_layers import DraftLayers, Mask, layers_of, refuse_unknown
 from draftproof.model.kv_cache import KVCache
@@ -81,7 +81,8 @@ class Eagle3Config:
         flags = {name: values.get(name) or False for name in FLAGS}
         wrong = next((name for name, flag in flags.items() if not isinstance(flag, bool)), None)
         if wrong:
-            raise DrafterMismatch(f"{wrong} of the drafter is {flags[wrong]!r}; it is true or false")
+            given = flags[wrong]
+            raise DrafterMismatch(f"{wrong} of the drafter is {given!r}; it is true or false")
         fused = values.get("use_aux_hidden_state", True) is not False
         taps = values.get(LAYERS) or (2, depth // 2, depth - 3)
         taps = tuple(int(one) for one in taps) if fused else (-1,)
@@ -144,7 +145,7 @@ class Eagle3(Network):
         self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Mask, cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         own = hasattr(self, "embed_tokens")
-        embedded = self.embed_tokens(tokens) if own else self.vocabulary.embed(tokens)
+        embedded = self.embed_tokens(tokens) if own else self.vocabulary.embed(tokens, raw=True)
         angles, first = self.parts.angles(features, positions), cast(Any, self.layers[0])
         normed = first.hidden_norm(features)
         both = torch.cat([first.input_layernorm(embedded), normed], -1)
@@ -189,7 +190,7 @@ def load(
         raise DrafterMismatch(f"{name} lacks the embeddings it was trained with; fetch it again")
     with torch.device("meta"):
         network = Eagle3(form, layers, vocabulary, embeds)
-    network.token_map = _token_map(tensors, form.draft_vocab_size, vocabulary, name)
+    network.token_map = token_map(tensors, form.draft_vocab_size, vocabulary, name)
     fill(network, tensors, vocabulary, name)
     return FeatureDrafter(network, "eagle3", shape)
 
@@ -197,28 +198,3 @@ def load(
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = {key: key.removeprefix("model.").replace("midlayer.", "layers.0.") for key in tensors}
     return {new: tensors[old] for old, new in names.items() if "rotary_emb." not in new}
-
-
-def _token_map(
-    tensors: dict[str, Tensor], size: int, vocabulary: Vocabulary, name: str
-) -> Tensor | None:
-    """The target's token of each of the draft's, by what the file says of it (`d2t`, `t2d`)."""
-    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    vocab_size, most = vocabulary.vocab_size, max(PADDING, vocabulary.vocab_size // 100)
-    if offsets is None:
-        if abs(size - vocab_size) > most:
-            raise DrafterMismatch(
-                f"{name} has {size} tokens, {vocabulary.name} {vocab_size}, and no map (d2t) "
-                "between them; fetch it again"
-            )
-        return None
-    ids = torch.arange(len(offsets)) + offsets.long().cpu()
-    several = len(torch.unique(ids))
-    if not len(ids) == several == size or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise DrafterMismatch(
-            f"{name} maps its {size} tokens to {several} tokens up to {int(ids.max())}, "
-            f"{vocabulary.name} has {vocab_size}; use one trained for this target"
-        )
-    if mask is not None and not torch.equal(mask.bool().nonzero().flatten(), ids.sort().values):
-        raise DrafterMismatch(f"{name} names other tokens in t2d than in d2t; fetch it again")
-    return ids.to(vocabulary.device)

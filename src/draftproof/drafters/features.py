@@ -9,7 +9,7 @@ tree where they are drawn. Features of drafted tokens are dropped when the targe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import log
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.base import Vocabulary
+from draftproof.drafters.base import PADDING, Vocabulary
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.errors import DrafterMismatch
 from draftproof.model.draft_layers import DraftLayers, Mask, masks
@@ -180,35 +180,73 @@ class FeatureDrafter(DraftModel):
 
     def _search(self, frontier: Frontier) -> TokenTree:
         """The likeliest nodes of all that a beam search weighs."""
-        budget, prefix = frontier.budget, frontier.prefix
+        budget = frontier.budget
         width = min(WIDTH, budget, self.vocab_size)
         deepest = min(DEEPEST, budget, 1 + budget // width)     # what is read fits into the scratch
-        nodes = prefix.root[:, None]
-        place, parents = torch.zeros_like(nodes), torch.full_like(nodes, -1)
-        above = torch.zeros(nodes.shape, device=nodes.device)
-        pool, size, first = [(nodes, place, above)], 1, 0
-        logits = self._read_root(prefix, budget)
-        for depth in range(1, deepest + 1):
-            tree = TokenTree(nodes, parents, depth - 1)
-            steps, tokens = frontier.sampler.best(logits, Paths(prefix, tree, first), width)
-            scores = (above[..., None] + steps).flatten(1)
-            drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
-            pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
-            best = scores.topk(width, 1)
-            hopeless = frontier.floor and float(best.values.amax()) < log(frontier.floor)
-            if depth == deepest or hopeless:
-                break
-            nodes = torch.cat([nodes, drafted.gather(1, best.indices)], 1)
-            parents = torch.cat([parents, first + best.indices // width], 1)
-            place, above = size + best.indices, best.values
-            size, first = size + scores.shape[1], nodes.shape[1] - width
-            tree = TokenTree(nodes, parents, depth)
-            logits = self.model.read(tree, self._cache(len(nodes)), first=first).logits
-            self.scratch = nodes.shape[1]
-        found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        return self.ops.run(
-            TokenTree.likeliest, found, origins, scores.exp(), budget + 1, deepest
+
+        def read(tree: TokenTree, first: int) -> Tensor:
+            if not first:
+                return self._read_root(frontier.prefix, budget)
+            self.scratch = tree.tokens.shape[1]
+            return self.model.read(tree, self._cache(len(tree.tokens)), first=first).logits
+
+        return beam_search(frontier, read, width, deepest)
+
+
+def beam_search(
+    frontier: Frontier, read: Callable[[TokenTree, int], Tensor], width: int, deepest: int
+) -> TokenTree:
+    """The likeliest `frontier.budget` nodes of those that a search with so many beams weighs.
+
+    read: logits [B, n, V] behind the nodes `first:` of a tree, for beams of one level at a time.
+    """
+    prefix, sampler = frontier.prefix, frontier.sampler
+    nodes = prefix.root[:, None]
+    place, parents = torch.zeros_like(nodes), torch.full_like(nodes, -1)
+    above = torch.zeros(nodes.shape, device=nodes.device)
+    pool, size, first = [(nodes, place, above)], 1, 0
+    for depth in range(1, deepest + 1):
+        tree = TokenTree(nodes, parents, depth - 1)
+        steps, tokens = sampler.best(read(tree, first), Paths(prefix, tree, first), width)
+        scores = (above[..., None] + steps).flatten(1)
+        drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
+        pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
+        best = scores.topk(width, 1)
+        if frontier.floor and float(best.values.amax()) < log(frontier.floor):
+            break
+        nodes = torch.cat([nodes, drafted.gather(1, best.indices)], 1)
+        parents = torch.cat([parents, first + best.indices // width], 1)
+        place, above = size + best.indices, best.values
+        size, first = size + scores.shape[1], nodes.shape[1] - width
+    found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+    pooled = (found, origins, scores.exp(), frontier.budget + 1, deepest)
+    return sampler.ops.run(TokenTree.likeliest, *pooled)
+
+
+def token_map(
+    tensors: dict[str, Tensor], size: int, vocabulary: Vocabulary, name: str
+) -> Tensor | None:
+    """The target's token of each of the draft's `size`, by what a file says of it (`d2t`, how far
+    on it is; `t2d`, which there are); both are taken out of `tensors`. None: they are the same."""
+    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    vocab_size, most = vocabulary.vocab_size, max(PADDING, vocabulary.vocab_size // 100)
+    if offsets is None:
+        if abs(size - vocab_size) > most or mask is not None:
+            raise DrafterMismatch(
+                f"{name} has {size} tokens, {vocabulary.name} {vocab_size}, and no map (d2t) "
+                "between them; fetch it again"
+            )
+        return None
+    ids = torch.arange(len(offsets)) + offsets.long().cpu()
+    several = len(torch.unique(ids))
+    if not len(ids) == several == size or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise DrafterMismatch(
+            f"{name} maps its {size} tokens to {several} tokens up to {int(ids.max())}, "
+            f"{vocabulary.name} has {vocab_size}; use one trained for this target"
         )
+    if mask is not None and not torch.equal(mask.bool().nonzero().flatten(), ids.sort().values):
+        raise DrafterMismatch(f"{name} names other tokens in t2d than in d2t; fetch it again")
+    return ids.to(vocabulary.device)
 
 
 def _at(store: Tensor, slots: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ def load(target: Target, shape: TreeShape | None = None) -> FeatureDrafter:
         )
     layout, names = found
     _check(folder, names, name)
-    tensors = weight_files.read_tensors({ours: theirs for ours, (theirs, _) in names.items()}, files)
+    wanted = {ours: theirs for ours, (theirs, _) in names.items()}
+    tensors = weight_files.read_tensors(wanted, files)
     _shared(tensors, files, name)
     with torch.device("meta"):
         network = MTP(layers_like(target.model, 1), target, layout)

@@ -89,6 +89,11 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     return read_tensors({name: name for name in where}, where)
 
 
+def read_file(file: Path) -> dict[str, Tensor]:
+    """Every tensor in one file."""
+    return _opened(file, list(_opened(file, None)))
+
+
 def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     """The tensors of these names in a file; None: all names, without values where that is cheap."""
     try:

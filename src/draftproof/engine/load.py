@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from draftproof.core.tree import TreeShape
-from draftproof.drafters import eagle3, mtp, weight_files
+from draftproof.drafters import dflash, eagle3, mtp, weight_files
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.checkpoints import is_head, read_head
 from draftproof.drafters.draft_model import SELF, DraftModel, SelfDraft, self_draft_options
@@ -65,7 +65,7 @@ HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
 
 
-PUBLISHED = (eagle3,)
+PUBLISHED = (eagle3, dflash)
 """Drafters that come in folders of their own: which one, its config.json says."""
 NATIVE = "mtp"
 """The drafter in a model's own checkpoint."""

@@ -76,6 +76,19 @@ class DraftLayers:
         )  # fmt: skip
         return cast(Tensor, out[0])
 
+    def keys_values(
+        self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """[B, heads, N, D] the keys and values that a layer's attention makes of `inputs`."""
+        attention = cast(Any, self.layers[number]).self_attn
+        heads = (*inputs.shape[:2], -1, attention.head_dim)
+        keys = attention.k_norm(attention.k_proj(inputs).view(heads)).transpose(1, 2)
+        cos, sin = (part[:, None] for part in angles)
+        half = keys.shape[-1] // 2
+        turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+        values = attention.v_proj(inputs).view(heads).transpose(1, 2)
+        return keys * cos + turned * sin, values
+
     def shapes(self, width: Callable[[int], int]) -> list[LayerShape]:
         """What each layer, whose attention reads `width(number)` numbers, stores of a token."""
         found, cache = list[LayerShape](), DynamicCache()

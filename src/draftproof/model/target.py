@@ -352,21 +352,22 @@ class Target:
         hidden = torch.stack([out.hidden_states[layer] for layer in hidden_layers], 2)
         return Features(tokens, hidden, weights, out.logits if logits else None)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
         """[..., H] the model's own token embeddings, without what some families do to them
-        afterwards."""
-        embedded: Tensor = self.model.get_input_embeddings()(tokens.clamp(0, self.vocab_size - 1))
-        return embedded
+        afterwards; raw: as their table has them."""
+        table: Any = self.model.get_input_embeddings()
+        tokens = tokens.clamp(0, self.vocab_size - 1)
+        return torch.nn.functional.embedding(tokens, table.weight) if raw else table(tokens)
 
-    def unembed(self, hidden: Tensor) -> Tensor:
+    def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
         """[..., V] logits of hidden states behind the final norm, scaled or capped where the
-        model's own are."""
+        model's own are; raw: as the head has them."""
         # packed weights know no gradients
         packed = self._fast if torch.is_inference_mode_enabled() else None
         head = packed.head if packed is not None else self.model.get_output_embeddings()
         # DeepSpeed's want three dimensions
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])
-        logits = self._scaling.apply(head(wide))
+        logits = head(wide) if raw else self._scaling.apply(head(wide))
         return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     @cached_property

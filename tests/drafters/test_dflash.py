@@ -1,0 +1,283 @@
+"""DFlash as published, in both versions: read as an independent forward reads it, no text changes,
+and every setting either changes what is drafted or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import drafting
+import published
+import pytest
+import torch
+from drafting import Watch, texts
+from published import DEEP, LAYER, attend, norm, swiglu
+from test_contract import Stage, long_enough
+from tiny import prompts, target
+from torch import Tensor
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.params import Sampling
+from draftproof.core.tree import TreeShape
+from draftproof.drafters import dflash
+from draftproof.drafters.dflash import DFlash
+from draftproof.engine.engine import Engine
+from draftproof.errors import BadInput, DrafterMismatch
+
+BLOCK, MASK, KERNEL, GROUP, RANK, TOP = 6, 39, 2, 8, 4, 5
+OWN = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [1, 3, 5]}
+SECOND = {"conv_kernel_size": KERNEL, "conv_group_size": GROUP, "selector_rank": RANK,
+          "selector_top_k": TOP}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+def deep() -> Any:
+    return target(**DEEP)
+
+
+def weights(second: bool = False, seed: int = 0, **tables: tuple[int, ...]) -> dict[str, Tensor]:
+    shapes: dict[str, Any] = {"fc.weight": (32, 96), "hidden_norm.weight": (32,),
+                              "norm.weight": (32,), **tables}  # fmt: skip
+    for number in range(2):
+        at = f"layers.{number}"
+        shapes |= published.attention_shapes(f"{at}.self_attn", head_norms=True)
+        shapes |= published.mlp_shapes(f"{at}.mlp")
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}.{name}.weight"] = (32,)
+        for name in ("attention_conv", "mlp_conv") if second else ():
+            shapes[f"{at}.{name}.base_kernel"] = (2, KERNEL, 32)
+            shapes[f"{at}.{name}.kernel_projection.weight"] = (2 * KERNEL * 32 // GROUP, 32)
+    if second:
+        shapes |= {f"candidate_selector.{one}_codebook": (40, RANK)
+                   for one in ("predecessor", "successor")}  # fmt: skip
+        shapes["candidate_selector.hidden_projection.weight"] = (RANK, 32)
+    return published.random_tensors(shapes, seed)
+
+
+def written(
+    folder: Path, tensors: dict[str, Tensor], speculators: bool = False, own: Any = None,
+    **extra: Any,
+) -> Path:  # fmt: skip
+    """extra: beside `dflash_config`, own: in it."""
+    layer = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2}
+    inner = {**OWN, **(own or {})}
+    if not speculators:
+        settings = {**layer, "architectures": ["DFlashDraftModel"], "num_target_layers": 7,
+                    "dflash_config": inner, **extra}  # fmt: skip
+        return published.write(folder, settings, tensors)
+    taps = [one + 1 for one in inner.pop("target_layer_ids")]
+    layer |= {key: extra.pop(key) for key in ("layer_types", "sliding_window") if key in extra}
+    settings = {
+        "speculators_model_type": "dflash2" if "selector_rank" in inner else "dflash", **inner,
+        "aux_hidden_state_layer_ids": taps, "transformer_layer_config": layer,
+        "draft_vocab_size": 40, "projector_type": "dflash", "emb_dim": 256, **extra,
+    }  # fmt: skip
+    return published.write(folder, settings, tensors)
+
+
+def loaded(folder: Path) -> DFlash:
+    return dflash.load(folder, deep(), 7)
+
+
+def convolved(w: dict[str, Tensor], at: str, x: Tensor, number: int, kernels: Tensor) -> Tensor:
+    """Place after place: what the last places hold times the kernel of this one."""
+    out = torch.zeros_like(x)
+    for place in range(len(x)):
+        for back in range(min(KERNEL, place + 1)):
+            added = kernels[place].view(2, KERNEL, -1)[number, back].repeat_interleave(GROUP)
+            out[place] += x[place - back] * (w[f"{at}.base_kernel"][number, back] + added)
+    return out
+
+
+def forward(w: dict[str, Tensor], settings: dict[str, Any], hidden: Tensor, root: int
+            ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """States and logits of the block behind a text with states [S, T, H] at the layers asked."""
+    size, model = len(hidden), deep().model
+    context = norm(hidden.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    table = w.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
+    x = table[torch.tensor([root] + [MASK] * (BLOCK - 1))] * settings.get("scale", 1.0)
+    places, before = torch.arange(size, size + BLOCK), torch.arange(size)
+    for number in range(2):
+        at, slots = f"layers.{number}", torch.cat([before, places])
+        causal, window = settings["layers"][number]
+        sees = (slots <= places[:, None]) if causal else torch.ones(BLOCK, len(slots)).bool()
+        sees = sees & ((places[:, None] - slots).abs() < (window or 1000))
+        y = norm(x, w[f"{at}.input_layernorm.weight"])
+        name = f"{at}.attention_conv.kernel_projection.weight"
+        if name in w:
+            kernels = y @ w[name].T
+            y = convolved(w, f"{at}.attention_conv", y, 0, kernels)
+        out = attend(w, f"{at}.self_attn", y, torch.cat([context, y]), places, slots, sees)
+        if name in w:
+            out = convolved(w, f"{at}.attention_conv", out, 1, kernels)
+        x = x + out
+        y = norm(x, w[f"{at}.post_attention_layernorm.weight"])
+        name = f"{at}.mlp_conv.kernel_projection.weight"
+        if name in w:
+            kernels = y @ w[name].T
+            y = convolved(w, f"{at}.mlp_conv", y, 0, kernels)
+        out = swiglu(w, f"{at}.mlp", y)
+        if name in w:
+            out = convolved(w, f"{at}.mlp_conv", out, 1, kernels)
+        x = x + out
+    x = norm(x, w["norm.weight"])
+    head = w.get("lm_head.weight", model.get_output_embeddings().weight.detach())
+    logits = x @ head.T * settings.get("output", 1.0)
+    cap = settings.get("cap")
+    return x, (logits / cap).tanh() * cap if cap else logits
+
+
+TEXT = [7, 3, 31, 2, 9, 4, 4, 1, 12]
+
+
+def observed(drafter: DFlash, text: list[int] = TEXT) -> Any:
+    """It has seen the text but for its root, in two pieces; and the frontier behind it."""
+    with torch.no_grad():
+        states = deep().model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+    hidden = torch.stack([states[one] for one in drafter.hidden_layers], 2)
+    drafter.start(1, 64, drafting.CPU)
+    for part in (slice(5), slice(5, None)):
+        piece = text[:-1][part]
+        drafter.observe(drafting.commit_of([0], [piece], hidden[:, : len(text) - 1][:, part]))
+    return hidden[0], drafting.frontier_of([text], 5)
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {"layers": [(False, None)] * 2}),
+    "sliding": (SLIDING, {}, {"layers": [(True, 4), (False, None)]}),
+    "is_causal": ({**SLIDING, "is_causal": False}, {}, {"layers": [(False, 4), (False, None)]}),
+    "causal": ({}, {"causal": True}, {"layers": [(True, None)] * 2}),
+    "use_swa": ({}, {"use_swa": True, "swa_window_size": 5}, {"layers": [(False, 5)] * 2}),
+    "scales": ({}, {"input_embedding_scale": 3.0, "output_multiplier": 0.5,
+                    "final_logit_softcapping": 2.0},
+               {"layers": [(False, None)] * 2, "scale": 3.0, "output": 0.5, "cap": 2.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("speculators", [False, True], ids=["z-lab", "speculators"])
+def test_it_reads_as_an_independent_forward(
+    tmp_path: Path, form: str, second: bool, speculators: bool
+) -> None:
+    extra, own, settings = FORMS[form]
+    w = weights(second)
+    own = {**own, **(SECOND if second else {})}
+    drafter = loaded(written(tmp_path, w, speculators, own, **extra))
+    assert drafter.hidden_layers == (2, 4, 6)
+    with torch.inference_mode():
+        hidden, frontier = observed(drafter)
+        found = drafter._block(frontier)[0]
+        states, wanted = forward(w, settings, hidden, TEXT[-1])
+        torch.testing.assert_close(found, states, rtol=0, atol=3e-5)
+        torch.testing.assert_close(drafter.network.logits(found), wanted, rtol=0, atol=3e-5)
+        chain = drafter._chain(frontier, *_reader(drafter, found[None])).tokens[0].tolist()
+    assert chain == [TEXT[-1], *(_selected(w, states, wanted) if second else wanted[1:].argmax(-1)
+                                 .tolist())]  # fmt: skip
+
+
+def _reader(drafter: DFlash, hidden: Tensor) -> tuple[Any, int]:
+    logits = drafter.network.logits(hidden[:, 1:])
+
+    def read(tree: Any, first: int) -> Tensor:
+        place, before = tree.depth_limit, tree.tokens[:, first:]
+        return drafter._given(logits[:, place], hidden[:, 1 + place], before)
+
+    return read, BLOCK - 1
+
+
+def _selected(w: dict[str, Tensor], states: Tensor, logits: Tensor) -> list[int]:
+    """The path that a selector walks, by its definition."""
+    path, before = list[int](), TEXT[-1]
+    for place in range(1, BLOCK):
+        best = logits[place].topk(TOP).indices.tolist()
+        gate = w["candidate_selector.hidden_projection.weight"] @ states[place]
+        gate = gate * w["candidate_selector.predecessor_codebook"][before]
+        codes = w["candidate_selector.successor_codebook"]
+        before = max(best, key=lambda token: float(logits[place, token] + gate @ codes[token]))
+        path.append(before)
+    return path
+
+
+def test_tables_of_its_own(tmp_path: Path) -> None:
+    """Embeddings, a head over some tokens, and a mask embedding beside them."""
+    tables = {"embed_tokens.weight": (40, 32), "lm_head.weight": (24, 32)}
+    w = weights(**tables)
+    ids = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:24].sort().values
+    folder = written(tmp_path, {**w, "d2t": ids - torch.arange(24)}, draft_vocab_size=24)
+    torch.save({"mask_token_id": MASK, "embedding": torch.ones(32)}, folder / dflash.MASK_FILE)
+    drafter, whole = loaded(folder), {**w}
+    whole["embed_tokens.weight"] = w["embed_tokens.weight"].clone()
+    whole["embed_tokens.weight"][MASK] = 1.0
+    with torch.inference_mode():
+        hidden, frontier = observed(drafter)
+        found = drafter.network.logits(drafter._block(frontier))[0]
+        _, logits = forward(whole, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
+    wanted = torch.full((BLOCK, 40), -torch.inf, dtype=torch.float64).index_copy(1, ids, logits)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"attention_sink_bias": True}, "attention_sink_bias"), ({}, {"another": 1}, "another"),
+    ({"is_neox_style": False}, {}, "is_neox_style"), ({"some_flag": True}, {}, "some_flag"),
+    ({"num_target_layers": 9}, {}, "9"), ({}, {"target_layer_ids": [1, 3, 11]}, "12"),
+    ({}, {"projector_type": "domino"}, "projector_type"), ({}, {"mask_token_id": 99}, "99"),
+    ({"layer_types": ["sliding_attention"] * 2}, {}, "window"), ({}, SECOND, "attention_conv"),
+    ({}, {"block_size": None}, "block_size"), ({"num_hidden_layers": 3}, {}, "layers"),
+    ({"use_aux_hidden_state": False}, {}, "use_aux"), ({"draft_vocab_size": 7000}, {}, "d2t"),
+    ({"target_hidden_size": 16}, {}, "16"), ({"attention_bias": True}, {}, "bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "own", "why"), REFUSED, ids=lambda one: str(one)[:30])
+def test_what_is_not_understood_is_refused(
+    tmp_path: Path, extra: dict[str, Any], own: dict[str, Any], why: str
+) -> None:
+    folder = written(tmp_path, weights(), own=own, **extra)
+    with pytest.raises(DrafterMismatch, match=why) as error:
+        loaded(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DrafterMismatch, match="which nothing here uses"):
+        loaded(written(tmp_path, weights(second=True)))
+    with pytest.raises(BadInput, match="tree"):
+        dflash.load(tmp_path, deep(), 7, TreeShape.chain(2))
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_no_text_changes(tmp_path: Path, second: bool, temperature: float) -> None:
+    folder = written(tmp_path, weights(second), own=SECOND if second else {}, **SLIDING)
+    drafter, asked = loaded(folder), prompts(6, seed=4)
+    want = Sampling(temperature=temperature, seed=3, repetition_penalty=1.1)
+    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
+    wanted = texts(Engine(deep()), asked, **options)
+    for rule in RULES if temperature == 0 else ("match",):
+        for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
+            engine = Engine(deep(), Watch(drafter), acceptance=rule, budget=budget)
+            assert texts(engine, asked, **options, batch_size=4) == wanted, rule
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_proposal_depends_on_the_text_alone(tmp_path: Path, second: bool, drawn: bool) -> None:
+    folder = written(tmp_path, weights(second), own=SECOND if second else {})
+    one = Stage(loaded(folder), long_enough(3, 1), drawn)
+    for round_, budget in enumerate((4, 9, 0, 3, 1, 9)):
+        tree = one.propose(budget)
+        other = Stage(loaded(folder), one.texts(), drawn)
+        other.sampler = one.sampler
+        fresh = other.propose(budget)
+        assert torch.equal(tree.tokens, fresh.tokens), round_
+        assert torch.equal(tree.parents, fresh.parents), round_
+        if drawn and budget:
+            assert tree.draft_probs is not None
+            law = tree.draft_probs[:, 1:]
+            torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
+            picked = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
+            assert (picked[tree.present[:, 1:]] > 0).all()
+        one.commit(tree, seed=round_)
+        if round_ == 2:
+            one.select([2, 0, 1, 1])
