@@ -153,3 +153,15 @@ def kernels() -> Kernels | None:
     """The functions of the library; None where it cannot be had (`library().reason` says why)."""
     loaded = library().loaded
     return None if loaded is None else Kernels(loaded)
+
+
+def release_workers() -> None:
+    """Let go of this thread's OpenMP workers, for another thread to decode.
+
+    With those of a second thread they are more than the processors; then OpenMP sleeps at every
+    barrier, where it would have waited awake, and a small model is five times slower.
+    """
+    try:
+        ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(1)
+    except (OSError, AttributeError):                           # another OpenMP, or an older one
+        return

@@ -31,7 +31,8 @@ class Wish(NamedTuple):
     drafter, trees: as the page asks."""
 
     chat: bool
-    logprobs: bool
+    logprobs: bool = False
+    stream: bool = False
     form: Form | None = None
     drafter: str = ""
     trees: bool = False
@@ -87,11 +88,22 @@ class Answer:
     def _listener(
         self, loop: asyncio.AbstractEventLoop, first: int
     ) -> Callable[[Progress], None]:
+        """Tells the event loop of every round; of an answer in one piece, when it has ended: a loop
+        that wakes takes the processor from the round."""
+        held = list[tuple[int, Progress]]()
+
         def listen(progress: Progress) -> None:
-            with contextlib.suppress(RuntimeError):             # the loop is closed: all are gone
-                loop.call_soon_threadsafe(self.news.put_nowait, (first + progress.sample, progress))
+            held.append((first + progress.sample, progress))
+            if self.wish.stream or progress.completion is not None:
+                with contextlib.suppress(RuntimeError):         # the loop is closed: all are gone
+                    loop.call_soon_threadsafe(self._hear, held[:])
+                held.clear()
 
         return listen
+
+    def _hear(self, news: list[tuple[int, Progress]]) -> None:
+        for one in news:
+            self.news.put_nowait(one)
 
     async def progress(
         self, request: Request | None = None
@@ -111,7 +123,7 @@ class Answer:
                             f"the request took more than {timeout:g} seconds", 504
                         ) from None
                     continue
-                now = time.perf_counter()
+                now = progress.at
                 if index not in last:
                     metrics.seen(metrics.first_token, now - self.begun)
                 elif progress.new:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -15,7 +15,9 @@ from fastapi import Body, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
@@ -59,7 +61,7 @@ class Server:
         """The routes."""
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
-        app.middleware("http")(self._guard)
+        app.add_middleware(Guard, key=self.key)         # an HTTP one would copy what is streamed
         app.exception_handler(DraftproofError)(_refusal)
         app.exception_handler(RequestValidationError)(_misread)
         app.post("/v1/completions")(self.completions)
@@ -78,14 +80,14 @@ class Server:
         if isinstance(given, list) and given and not isinstance(given[0], int):
             parts = given
         prompts = [{**body, "prompt": one} for one in parts]
-        wish = Wish(False, False, **_own_wishes(body))
+        wish = Wish(False, **_own_wishes(body))
         return await self._answer(request, body, [prompt_of(one, False) for one in prompts], wish)
 
     async def chat(self, request: Request, body: dict[str, Any] = Body()) -> Response:  # noqa: B008
         """OpenAI's chat completions."""
         prompt, tools = await run_in_threadpool(self._chat, body)
         form = tools.form if tools else None
-        wish = Wish(True, False, form, **_own_wishes(body))
+        wish = Wish(True, form=form, **_own_wishes(body))
         return await self._answer(request, body, [prompt], wish, tools)
 
     async def tokenize(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
@@ -118,19 +120,6 @@ class Server:
     async def page(self) -> HTMLResponse:
         """A page to try it."""
         return HTMLResponse((files("draftproof.server") / "page.html").read_text())
-
-    async def _guard(self, request: Request, call: Callable[[Request], Any]) -> Response:
-        """The key, and the size of what is sent."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        wanted = self.key.encode() if self.key is not None else given
-        if request.url.path.startswith("/v1") and not hmac.compare_digest(given, wanted):
-            return problem("the API key is missing or wrong; send it as a bearer token", 401)
-        size = request.headers.get("content-length", "")
-        if request.method == "POST" and (not size.isdecimal() or int(size) > BODY):
-            wrong = 413 if size.isdecimal() else 411
-            return problem(f"a body needs a Content-Length of at most {BODY} bytes", wrong)
-        answer: Response = await call(request)
-        return answer
 
     def _chat(self, body: dict[str, Any]) -> tuple[list[int], Tools | None]:
         """The tokens of a chat in the model's template, and the tools it may call."""
@@ -183,12 +172,37 @@ class Server:
             raise BadInput("stream must be true or false, and stream_options an object")
         sampling = await run_in_threadpool(self._sampling, body, wish.chat, tools)
         rows = [await run_in_threadpool(self._rows, prompt, sampling, n) for prompt in prompts]
-        answer = Answer(self.service, wish._replace(logprobs=sampling.logprobs), rows)
+        wish = wish._replace(logprobs=sampling.logprobs, stream=stream)
+        answer = Answer(self.service, wish, rows)
         answer.start()
         if stream:
             events = answer.events(bool(options.get("include_usage")))
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(await answer.whole(request))
+
+
+class Guard:
+    """Lets in who has the key, with bodies of a size that is known and allowed."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (wrong := self._problem(Headers(scope=scope), scope)):
+            await wrong(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _problem(self, headers: Headers, scope: Scope) -> Response | None:
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        wanted = self.key.encode() if self.key is not None else given
+        if scope["path"].startswith("/v1") and not hmac.compare_digest(given, wanted):
+            return problem("the API key is missing or wrong; send it as a bearer token", 401)
+        size = headers.get("content-length", "")
+        if scope["method"] == "POST" and (not size.isdecimal() or int(size) > BODY):
+            wrong = 413 if size.isdecimal() else 411
+            return problem(f"a body needs a Content-Length of at most {BODY} bytes", wrong)
+        return None
 
 
 def _plain(engine: Engine) -> Engine:

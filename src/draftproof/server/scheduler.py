@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.row_output import RowOutput
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
+from draftproof.native.kernels import release_workers
 
 Tree = list[tuple[int, int, bool]]
 """The nodes of a row's draft: token, parent, and whether it was accepted; node 0 is the root."""
@@ -24,7 +26,8 @@ class Progress(NamedTuple):
     """What a round brought to one sample of a request.
 
     pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had if
-    asked for. completion: with the last one. tree: what the round verified, if asked for.
+    asked for. completion: with the last one. tree: what the round verified, if asked for. at: when,
+    by the performance counter.
     """
 
     sample: int
@@ -32,7 +35,8 @@ class Progress(NamedTuple):
     new: list[int]
     logprobs: list[float]
     completion: Completion | None
-    tree: Tree | None = None
+    tree: Tree | None
+    at: float
 
 
 @dataclass(eq=False)
@@ -116,6 +120,7 @@ class Lane:
 
     def _tell(self) -> None:
         """Hand out what is new; whoever has all of its rows' texts is done."""
+        now = time.perf_counter()
         for one in self.running:
             for row in one.rows:
                 sample, before = row.params.sample, one.told.get(row.params.sample, 0)
@@ -125,7 +130,8 @@ class Lane:
                     completion = self.engine.completion(row) if ended else None
                     tree = self._trees.get(id(row)) if one.trees else None
                     tokens, scores = row.tokens[before:], row.logprobs[before:]
-                    one.listener(Progress(sample, row.pieces(), tokens, scores, completion, tree))
+                    news = (sample, row.pieces(), tokens, scores, completion, tree, now)
+                    one.listener(Progress(*news))
         self._trees.clear()
         self.running = [one for one in self.running
                         if any(row.finish_reason is None for row in one.rows)]
@@ -149,6 +155,7 @@ class Scheduler:
             self.lanes[name] = Lane(other, 1, self.length)
         self.closing = False
         self._awake = threading.Condition()
+        release_workers()
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
 

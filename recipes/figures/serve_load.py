@@ -1,0 +1,123 @@
+"""Load on a running server that speaks OpenAI's API: tokens per second, latencies, and whether each
+text is the one that its request has alone.
+
+python serve_load.py http://127.0.0.1:8000 --concurrency 1 16 --requests 200 [--greedy]
+Every concurrency runs the same requests; texts are compared with those of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from itertools import pairwise
+from random import Random
+from typing import Any, NamedTuple
+
+OPENINGS = ["Once upon a time", "Lily and Tom went to the park.", "The capital of France is",
+            "def quicksort(items):", "One day, a boy found a big red ball", "The recipe needs"]
+LONG = "Tom had a dog. The dog liked to run. Every day they went to the park and played. " * 6
+
+
+class Done(NamedTuple):
+    """One answer: its text, its tokens, seconds to the first piece, and between pieces."""
+
+    text: str
+    tokens: int
+    first: float
+    between: list[float]
+
+
+def requests(count: int, tokens: int, greedy: bool, streamed: float) -> list[dict[str, Any]]:
+    """Mixed: short and long prompts, greedy and sampled, streamed and whole."""
+    dice, asked = Random(0), []
+    for seed in range(count):
+        prompt = (LONG if dice.random() < 0.1 else "") + dice.choice(OPENINGS)
+        stream = dice.random() < streamed
+        asked.append({
+            "prompt": prompt, "max_tokens": dice.randrange(tokens // 2, tokens * 3 // 2),
+            "temperature": 0 if greedy else dice.choice([0, 0.8]), "seed": seed, "stream": stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        })
+    return asked
+
+
+async def ask(line: tuple[Any, Any], body: dict[str, Any]) -> Done:
+    """Over a connection that is kept: a client that takes little of the machine."""
+    reader, writer = line
+    sent, began, times, text, tokens = json.dumps(body), time.perf_counter(), list[float](), "", 0
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json"
+                 f"\r\nContent-Length: {len(sent)}\r\n\r\n{sent}".encode())
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    if " 200 " not in head:
+        raise SystemExit(head + (await reader.read(2000)).decode())
+    if "content-length:" in head:
+        size = int(head.split("content-length:")[1].split()[0])
+        said = json.loads(await reader.readexactly(size))
+        return Done(said["choices"][0]["text"], said["usage"]["completion_tokens"], 0, [])
+    while size := int(await reader.readline(), 16):
+        part = (await reader.readexactly(size + 2)).decode()
+        for event in part.split("\n"):
+            if not event.startswith("data: {"):
+                continue
+            said = json.loads(event[6:])
+            tokens = said["usage"]["completion_tokens"] if said.get("usage") else tokens
+            if said["choices"] and said["choices"][0]["text"]:
+                text += said["choices"][0]["text"]
+                times.append(time.perf_counter())
+    await reader.readline()
+    between = [later - sooner for sooner, later in pairwise(times)]
+    return Done(text, tokens, times[0] - began if times else 0, between)
+
+
+async def load(url: str, bodies: list[dict[str, Any]], at_once: int) -> tuple[float, list[Done]]:
+    """Seconds, and what was answered."""
+    host, port = url.removeprefix("http://").strip("/").split(":")
+    left, done = list(enumerate(bodies))[::-1], dict[int, Done]()
+
+    async def work() -> None:
+        line = await asyncio.open_connection(host, int(port), limit=1 << 24)
+        while left:
+            place, body = left.pop()
+            done[place] = await ask(line, body)
+        line[1].close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(at_once)))
+    return time.perf_counter() - began, [done[place] for place in range(len(bodies))]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """In milliseconds."""
+    return 1000 * sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer, on average")
+    parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--streamed", type=float, default=0.5, help="share of requests")
+    args = parser.parse_args()
+    bodies = requests(args.requests, args.tokens, args.greedy, args.streamed)
+    asyncio.run(load(args.url, bodies[:2], 1))                      # what is made at first use
+    first: list[str] | None = None
+    for at_once in args.concurrency:
+        seconds, done = asyncio.run(load(args.url, bodies, at_once))
+        texts, tokens = [one.text for one in done], sum(one.tokens for one in done)
+        first = first or texts
+        same = sum(one == other for one, other in zip(texts, first, strict=True))
+        between = [gap for one in done for gap in one.between]
+        begun = [one.first for one in done if one.first]
+        print(f"at once {at_once}: {tokens / seconds:.1f} tokens/s, {tokens} tokens, "
+              f"{seconds:.1f} s; same text {same} of {len(texts)}; first token p50 "
+              f"{percentile(begun, 0.5):.0f} p95 {percentile(begun, 0.95):.0f} ms; between "
+              f"p50 {percentile(between, 0.5):.1f} p95 {percentile(between, 0.95):.1f} ms",
+              flush=True)
+
+
+if __name__ == "__main__":
+    main()
