@@ -48,7 +48,8 @@ def test_tokens_that_heads_do_not_know_are_never_drafted() -> None:
         found = tree.tokens[:, 1:]
         allowed = set(known.tolist()) if token_map is not None else set(range(min(rows, VOCAB)))
         assert set(found[found != ABSENT].tolist()) <= allowed and (found != ABSENT).any()
-        assert all(logits.shape[-1] == VOCAB for logits in head.predict(features(), target()))
+        size = VOCAB if token_map is None else len(known)
+        assert all(logits.shape[-1] == size for logits in head.predict(features(), target()))
 
 
 class Scene:
@@ -297,12 +298,14 @@ def test_kernels_say_what_operators_say(shared: bool, layers: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE], ids=["dynamic", "fixed"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "known"), [(1, None), (3, None), (3, 40)])
 def test_heads_and_bigrams_in_one_call_draft_the_same(
-    rows: int, temperature: float, tree: Any
+    rows: int, known: int | None, temperature: float, tree: Any
 ) -> None:
     (tables, head), dice = packed_head(num_layers=2), torch.Generator().manual_seed(0)
     head.count(*torch.randint(96, (2, 3000), generator=dice))
+    if known is not None:
+        head.limit_vocabulary(torch.randperm(96, generator=dice)[:known], tables)
     frontier = frontier_of(TEXTS[:rows], 7, Sampling(temperature=temperature, seed=3))
     hidden, trees = torch.randn(rows, 64, generator=dice).bfloat16(), list[TokenTree]()
     for apart in (False, True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import CPU, VOCAB, target
 from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.core.ops import Ops
+from draftproof.drafters.checkpoints import read_head, write_head
 from draftproof.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -69,6 +73,28 @@ def test_unshared_heads_say_the_same() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_a_draft_vocabulary_leaves_the_logits_of_its_tokens(share: bool, tmp_path: Path) -> None:
+    """In training, in decoding, by copies of the projection, and written and read again."""
+    head, known = noisy_head(share=share), torch.tensor([7, 3, 30, 12])
+    with torch.no_grad():
+        before = list(head.predict(features(), target()))
+        head.limit_vocabulary(known, target())
+        write_head(head, tmp_path)
+        read = read_head(tmp_path, target())
+        assert isinstance(read, MedusaHead) and read.config == head.config
+        for one in (head, read, head.unshared(target())):
+            for old, new in zip(before, one.predict(features(), target()), strict=True):
+                torch.testing.assert_close(new, old[..., known], rtol=0, atol=1e-10)
+            hidden = features().hidden[:, 4, 0]
+            logits = logits_of(Medusa(one, target()), hidden, 3)
+            torch.testing.assert_close(logits[..., known], torch.stack(
+                [old[:, 4] for old in before], 1)[..., known], rtol=0, atol=1e-10)  # fmt: skip
+            assert int(logits.isfinite().sum()) == 3 * 3 * len(known)
+    held = load_file(tmp_path / "model.safetensors")
+    assert any("proj" in name for name in held) != share
+
+
 def test_heads_of_another_target_are_refused() -> None:
     cases = ((16, VOCAB, "16 numbers.*has 32"), (32, 4096, "4096 tokens.*has 40"))
     for hidden, vocab, words in cases:
@@ -76,5 +102,3 @@ def test_heads_of_another_target_are_refused() -> None:
             Medusa(MedusaHead(MedusaConfig(2, 1, hidden, vocab)), target())
     with pytest.raises(BadInput, match=r"num_heads.*0"):
         MedusaConfig(0, 1, 32, VOCAB)
-    with pytest.raises(BadInput, match="share"):
-        MedusaConfig(2, 1, 32, VOCAB, share_lm_head=True, draft_vocab_size=5)

@@ -50,13 +50,19 @@ FORMS: dict[str, dict[str, Any]] = {
     "published": {}, "two blocks": {"num_layers": 2}, "no block": {"num_layers": 0},
     "narrow": {"exit_dim": 11}, "sums": {"rnn": False}, "shared": {"share_lm_head": True},
     "tensorrt-llm": {"rnn_activation": "none", "skip_u_at_first_step": True},
-    "skips u": {"skip_u_at_first_step": True},
+    "skips u": {"skip_u_at_first_step": True}, "few": {"known": 20},
+    "few, shared": {"known": 20, "share_lm_head": True},
 }  # fmt: skip
 
 
 def random_head(vocabulary: Any, **form: Any) -> ReDrafterHead:
     """A head of this form in which every weight matters."""
+    known = form.pop("known", None) if (form := dict(form)) else None
     head = ReDrafterHead.fresh(vocabulary, **form)
+    if known is not None:
+        dice = torch.Generator().manual_seed(9)
+        some = torch.randperm(vocabulary.vocab_size, generator=dice)[:known]
+        head.limit_vocabulary(some, vocabulary)
     dice = torch.Generator().manual_seed(4)
     for weight in head.parameters():
         if weight.requires_grad:
@@ -101,6 +107,9 @@ def law_after(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: li
         inner = inner + mixed * torch.sigmoid(mixed)
     last = f"lm_head.{form.num_layers}"
     logits = weights[f"{last}.weight"] @ inner + weights.get(f"{last}.bias", 0)
+    if "token_map" in weights:                              # the others never come
+        few, logits = logits, logits.new_full((len(vocabulary.table),), -math.inf)
+        logits[weights["token_map"]] = few
     return logits.log_softmax(0)
 
 
@@ -242,13 +251,17 @@ def test_what_may_not_come_is_absent(ops: Ops) -> None:
 @pytest.mark.parametrize(
     "form",
     [{}, {"share_lm_head": True, "num_layers": 2}, {"exit_dim": 96, "rnn_activation": "none"},
-     {"rnn": False}, {"num_layers": 0, "skip_u_at_first_step": True}],
-    ids=["published", "shared", "narrow", "sums", "skips u"],
+     {"rnn": False}, {"num_layers": 0, "skip_u_at_first_step": True},
+     {"share_lm_head": True, "known": 30}, {"known": 30}],
+    ids=["published", "shared", "narrow", "sums", "skips u", "few, shared", "few"],
 )  # fmt: skip
 def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) -> None:
     """The same nodes and confidence but for near ties: sampled and greedy, ending early."""
-    tables = packed_target(tied)
+    tables, form = packed_target(tied), dict(form)
+    known = form.pop("known", None)
     head = ReDrafterHead.fresh(tables, **form)
+    if known is not None:
+        head.limit_vocabulary(torch.arange(known).flip(0) * 2, tables)
     with torch.no_grad():
         for parameter in head.parameters():
             dice = torch.Generator().manual_seed(len(parameter))

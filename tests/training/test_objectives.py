@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import target
+from tiny import VOCAB, target
 from torch import Tensor
 from training_helpers import Recorder, head_of, trainable, trainer_of, written
 
-from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss
+from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss, score
 from draftproof.training.heads import read
 from draftproof.training.rows import Batches
 
@@ -64,6 +64,33 @@ def test_the_loss_is_the_decayed_sum_over_steps_to_the_bit(name: str) -> None:
         mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
         alone = alone + head.decay ** (step + 1) * mean
     assert step >= 1 and torch.equal(head_loss(head, features, target(), name), alone)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_draft_vocabulary_learns_nothing_of_other_tokens(name: str) -> None:
+    """The loss over its tokens alone, of the target's law given that one of them comes."""
+    head, known = head_of("medusa"), torch.arange(0, VOCAB, 3).flip(0)
+    head.limit_vocabulary(known, target())
+    with torch.no_grad():
+        features = read(target(), Batches(written(), 4, 0)[0], head, logits=True)
+    assert features.logits is not None
+    total, missed = 0.0, 0
+    for step, logits in enumerate(head.predict(features, target())):
+        given = 0.0, 0.0
+        for row, place in features.weights[:, step + 2 :].nonzero().tolist():
+            token = int(features.tokens[row, place + step + 2])
+            if token % 3:
+                missed += 1
+                continue
+            label = (known == token).nonzero()[0]
+            law = features.logits[row, place + step + 1, known].float()[None]
+            draft = logits[row, place][None, None].float()
+            loss = OBJECTIVES[name](draft, label[None], Teacher(law[None]))
+            given = given[0] + loss.item(), given[1] + 1
+        total += head.decay ** (step + 1) * given[0] / max(given[1], 1e-6)
+    assert missed and head_loss(head, features, target(), name).item() == pytest.approx(total, 1e-4)
+    scores = score(head, features, target())
+    assert scores.labels[0] == float(features.weights[:, 2:].sum())      # what is missed counts
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.training.config import SelfGenerateConfig
-from draftproof.training.self_generate import Progress, SelfGeneratedText
+from draftproof.training.self_generate import (
+    Progress,
+    SelfGeneratedText,
+    Writer,
+    by_engine,
+    by_transformers,
+)
 from draftproof.training.texts import Document, Message
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")
@@ -31,10 +38,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
                                 max_position_embeddings=64)), drafter="none")
 
 
+def write_with(
+    own: SelfGeneratedText, engine: Engine, documents: list[Document], held_out: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None, writer: Writer | None = None,
+) -> None:  # fmt: skip
+    assert engine.codec is not None
+    given = (writer or by_engine(engine), engine.codec, engine.target.context)
+    own.write(*given, documents, held_out, progress)
+
+
 def write(file: Path, engine: Engine, wanted: SelfGenerateConfig = WANTED) -> SelfGeneratedText:
     own = SelfGeneratedText(file, {"model": "m"}, wanted, LENGTH)
-    own.write(engine, OTHERS, True, lambda progress: None)
-    own.write(engine, DOCUMENTS, False, lambda progress: None)
+    for documents, held_out in ((OTHERS, True), (DOCUMENTS, False)):
+        write_with(own, engine, documents, held_out)
     return own
 
 
@@ -115,7 +131,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match=r"\d+ tokens written; the same command goes on"):
-        SelfGeneratedText(file, {}, WANTED, LENGTH).write(engine, DOCUMENTS, False, stop)
+        write_with(SelfGeneratedText(file, {}, WANTED, LENGTH), engine, DOCUMENTS, progress=stop)
     assert len(lines(file)) == 4 and told == sorted(told)
     assert len(list(SelfGeneratedText(file, {}, WANTED, LENGTH).examples(False))) == 3
 
@@ -147,7 +163,25 @@ def test_chats_are_asked_question_by_question(
     chat, config = Document(messages=tuple(starmap(Message, turns))), SelfGenerateConfig(60, (0.0,))
     monkeypatch.setattr(tokenizer, "chat_template", template)
     own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, config, LENGTH)
-    own.write(engine, [chat], False, lambda progress: None)
+    write_with(own, engine, [chat])
     asked = {tokenizer.decode(row["tokens"][: row["prompt"]])
              for row in lines(tmp_path / "chats.jsonl")[1:]}
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}
+
+
+def test_transformers_writes_what_the_engine_writes(engine: Engine) -> None:
+    """Greedily; rows of all lengths and limits, in groups, each up to its end token."""
+    prompts = [[1 + at % 7] * (1 + at % 3) for at in range(7)]
+    wanted = [Sampling(max_new_tokens=5 + at) for at in range(7)]
+    stops = [engine.generate([prompts[0]], sampling=wanted[0])[0].tokens[2]]
+    model = engine.target.model
+    theirs = {index: (tokens, finish)
+              for index, tokens, finish in by_transformers(model, stops)(prompts, wanted, 3)}
+    assert sorted(theirs) == list(range(7))
+    for index, (tokens, finish) in theirs.items():
+        own = engine.generate([prompts[index]], sampling=wanted[index])[0].tokens
+        end = own.index(stops[0]) + 1 if stops[0] in own else len(own)
+        assert tokens == own[:end] and finish == ("stop" if stops[0] in own else "length")
+    heats = [Sampling(temperature=1.0, seed=at, max_new_tokens=9) for at in range(7)]
+    sampled = [list(by_transformers(model, [])(prompts, heats, 4)) for _ in range(2)]
+    assert sampled[0] == sampled[1] and {len(tokens) for _, tokens, _ in sampled[0]} == {9}

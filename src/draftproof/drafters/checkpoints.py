@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters import weight_files
-from draftproof.drafters.base import DraftHead, Vocabulary, filled, lm_head_of, must_fit
+from draftproof.drafters.base import DraftHead, Vocabulary, filled, lm_head_rows, must_fit
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.weight_files import CONFIG
@@ -58,6 +58,7 @@ REDRAFTER = (
     (r"(?:drafter\.)?rnn_(u\.weight|u\.bias|w\.weight)", r"rnn_\1"),
     (r"(?:lm_heads?|0|drafter\.layers)\.(\d+)\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
     (r"(?:lm_heads?|0)\.\d+\.weight|drafter\.lm_head\.weight", "projection.weight"),
+    (r"token_map", "token_map"),
 )
 """Names of Apple's three families and of TensorRT-LLM, and ours."""
 REDRAFTER_SETTINGS = ("num_draft_layers", "redrafter_num_layers")
@@ -160,15 +161,17 @@ def _medusa(config: Config, names: Names, state: Tensors, vocabulary: Vocabulary
     blocks = [name.split(".") for name in names if ".blocks." in name]  # heads.H.blocks.L.KIND
     heads, layers = (1 + max(int(name[part]) for name in blocks) for part in (1, 3))
     projections = _projections(config, state, heads)
+    ids = state.pop("token_map", None)
     rows = len(next(iter(projections.values()))) if projections else 0
-    token_map = _token_map(state.pop("token_map", None), rows, vocabulary)
+    token_map = _token_map(ids, rows if projections or ids is None else len(ids), vocabulary)
     known, tree = config.get("vocab_size"), config.get("tree") or config.get("medusa_choices")
     form = MedusaConfig(
         num_heads=heads, num_layers=layers,
         hidden_size=int(state["heads.0.blocks.0.weight"].shape[1]),
         vocab_size=rows if rows and token_map is None else int(known or vocabulary.vocab_size),
         share_lm_head=not projections, bias=any(name[-1] == "bias" for name in blocks),
-        base_model=_base_model(config), draft_vocab_size=None if token_map is None else rows,
+        base_model=_base_model(config),
+        draft_vocab_size=None if token_map is None else len(token_map),
         tree=tuple(tuple(int(rank) for rank in path) for path in tree) if tree else None,
         pairs=len(state.get("pairs.tokens", ())),
     )  # fmt: skip
@@ -176,7 +179,10 @@ def _medusa(config: Config, names: Names, state: Tensors, vocabulary: Vocabulary
     state |= projections
     if token_map is not None:
         state["token_map"] = token_map
-    return filled(MedusaHead, form, state, "the set of Medusa heads")
+    head = filled(MedusaHead, form, state, "the set of Medusa heads")
+    if token_map is not None and form.share_lm_head:
+        head.limit_vocabulary(token_map, vocabulary)
+    return head
 
 
 def _projections(config: Config, state: Tensors, heads: int) -> Tensors:
@@ -280,6 +286,10 @@ def _redrafter(
         )
     rows, width = projection.shape if projection is not None else (int(config["vocab_size"]), 0)
     width, inputs = narrow.shape if narrow is not None else (width, width)
+    ids = state.pop("token_map", None)
+    token_map = _token_map(ids, len(ids) if shared and ids is not None else rows, vocabulary)
+    if token_map is not None:
+        state["token_map"], rows = token_map, int(config["vocab_size"])
     form = ReDrafterConfig(
         hidden_size=inputs // 2, vocab_size=rows, exit_dim=width, num_layers=layers,
         steps=int(config.get("steps") or config.get("redrafter_draft_len_per_beam") or STEPS),
@@ -287,11 +297,13 @@ def _redrafter(
         rnn_activation=str(config.get("rnn_activation", "none" if tensorrt else "silu")),
         skip_u_at_first_step=bool(config.get("skip_u_at_first_step", tensorrt)),
         share_lm_head=shared, base_model=_base_model(config),
+        draft_vocab_size=None if token_map is None else len(token_map),
     )  # fmt: skip
-    must_fit("the recurrent drafter", form, vocabulary, padded=not shared)
+    must_fit("the recurrent drafter", form, vocabulary, padded=not shared or token_map is not None)
     if shared:
-        weight, bias = (part.to(state["input_proj.weight"]) for part in lm_head_of(vocabulary))
-        state["projection.weight"], state["projection.bias"] = weight.contiguous(), bias
+        some = torch.arange(vocabulary.vocab_size) if token_map is None else token_map
+        table = lm_head_rows(vocabulary, some, state["input_proj.weight"])
+        state["projection.weight"], state["projection.bias"] = table.weight, table.bias
     last = f"lm_head.{layers}"
     state = {name.replace("projection", last): tensor for name, tensor in state.items()}
     return filled(ReDrafterHead, form, state, "the recurrent drafter")
@@ -309,6 +321,8 @@ def _apple(head: ReDrafterHead) -> tuple[Config, Tensors]:
             "the layout apple holds a projection to the vocabulary, and this head shares the "
             "target's; give it a copy with unshared(), or write the layout draftproof"
         )
+    if form.draft_vocab_size is not None:
+        raise BadInput("the layout apple has no place for a draft vocabulary; write draftproof")
     config = {
         "architectures": ["Drafter"], "model_type": "recurrent_drafting_drafter",
         "vocab_size": form.vocab_size, "num_draft_layers": form.num_layers,
@@ -328,9 +342,10 @@ def _apple(head: ReDrafterHead) -> tuple[Config, Tensors]:
 def _own(head: MedusaHead | ReDrafterHead) -> tuple[Config, Tensors]:
     """Our own layout: all weights but a recurrent drafter's projection shared with the target."""
     form, state = head.config, dict(head.state_dict())
-    if isinstance(head, ReDrafterHead) and form.share_lm_head:
-        for kind in ("weight", "bias"):
-            del state[f"lm_head.{form.num_layers}.{kind}"]
+    if form.share_lm_head:
+        recurrent = isinstance(head, ReDrafterHead)
+        shared = f"lm_head.{form.num_layers}." if recurrent else "projection."
+        state = {name: one for name, one in state.items() if not name.startswith(shared)}
     return {"speculator_type": head.kind, **asdict(form)}, state
 
 

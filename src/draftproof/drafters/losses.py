@@ -86,10 +86,13 @@ def head_loss(
 ) -> Tensor:
     """The sum over steps of decay^(i + 1) times the mean loss over the tokens that count."""
     total = features.hidden.new_zeros((), dtype=torch.float32)
-    logits = features.logits
+    logits, tokens, counted = features.logits, _known(head, features, vocabulary), features.weights
+    if head.token_map is not None:                          # of what it cannot say it learns nothing
+        counted = torch.where(tokens >= 0, counted, 0)
+        logits = logits[..., head.token_map] if logits is not None else None
     whole = Teacher(logits[:, 1:-1].float()) if logits is not None else None
     for step, draft in enumerate(head.predict(features, vocabulary)):
-        labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
+        labels, weights = tokens[:, step + 2 :], counted[:, step + 2 :]
         teacher = whole.after(step) if whole is not None else None
         places = OBJECTIVES[objective](draft.float(), labels.clamp(min=0), teacher)
         mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
@@ -135,9 +138,9 @@ class Scores:
 @torch.no_grad()
 def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Scores:
     """Compare what the head predicts with the tokens of the text."""
-    scores, run = Scores(), None
+    scores, run, tokens = Scores(), None, _known(head, features, vocabulary)
     for step, logits in enumerate(head.predict(features, vocabulary)):
-        labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
+        labels, weights = tokens[:, step + 2 :], features.weights[:, step + 2 :]
         top = logits.topk(min(5, logits.shape[-1]), -1).indices == labels[..., None]    # [B, s, 5]
         first = top[..., 0]
         run = first if run is None else run[:, : first.shape[1]] & first
@@ -145,6 +148,17 @@ def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Scores
         for name, hits in (("top1", first), ("top5", top.any(-1)), ("run", run)):
             getattr(scores, name).append(float((hits * weights).sum()))
     return scores
+
+
+def _known(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tensor:
+    """[B, S] the tokens, by their places in a draft vocabulary; -1 where it lacks them."""
+    known = head.token_map
+    if known is None:
+        return features.tokens
+    places = torch.full((vocabulary.vocab_size,), -1, device=known.device)
+    return places.index_copy(0, known, torch.arange(len(known), device=known.device))[
+        features.tokens.clamp(0, vocabulary.vocab_size - 1)
+    ]
 
 
 def _required(target: Teacher | None) -> Teacher:

@@ -38,8 +38,8 @@ class MedusaConfig:
     """The form of a set of heads.
 
     num_layers: residual blocks per head. vocab_size: tokens the ids refer to. share_lm_head:
-    project with the target's own table. draft_vocab_size: how many tokens an own projection knows,
-    if not all. base_model: the target trained for. tree: the calibrated tree, rank paths in order
+    project with the target's own table. draft_vocab_size: how many tokens they know, if not all:
+    so many rows of that table, or of each own projection. base_model: the target trained for. tree: the calibrated tree, rank paths in order
     of addition, or None. pairs: how many bigrams were counted.
     """
 
@@ -58,11 +58,6 @@ class MedusaConfig:
         for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} of Medusa heads was {getattr(self, name)}; give at least 1")
-        if self.draft_vocab_size is not None and self.share_lm_head:
-            raise BadInput(
-                "Medusa heads that share the target's projection know all its tokens; leave "
-                "draft_vocab_size out"
-            )
 
 
 class Head(nn.Module):
@@ -90,8 +85,8 @@ class MedusaHead(DraftHead):
 
     kind = "medusa"
     decay = 0.8
-    token_map: Tensor | None
-    """[draft_vocab_size] the id of each row of the projections, if they do not know all tokens."""
+    projection: nn.Linear | None
+    """The target's rows of `token_map`, which all heads share and which are not stored."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -101,7 +96,8 @@ class MedusaHead(DraftHead):
         form = config.hidden_size, config.num_layers, config.bias, rows
         self.heads = nn.ModuleList(Head(*form) for _ in range(config.num_heads))
         self.pairs = Bigrams(config.vocab_size, config.pairs) if config.pairs else None
-        self.register_buffer("token_map", torch.arange(known) if known is not None else None)
+        self.token_map = torch.arange(known) if known is not None else None
+        self.projection = None
 
     @classmethod
     def fresh(
@@ -128,6 +124,8 @@ class MedusaHead(DraftHead):
         own.load_state_dict(self.state_dict(), strict=False)
         own.pairs, size = self.pairs, vocabulary.vocab_size
         own.config = replace(self.config, share_lm_head=False, bias=True, vocab_size=size)
+        if self.token_map is not None:
+            own.limit_vocabulary(self.token_map, vocabulary)
         return own
 
     @property
@@ -138,9 +136,20 @@ class MedusaHead(DraftHead):
         hidden = features.hidden[:, :, 0].to(next(self.parameters()).dtype)
         for step, head in enumerate(self.each()):
             inner = head(hidden[:, : max(hidden.shape[1] - 2 - step, 0)])
-            own = head.proj
+            own = head.proj if head.proj is not None else self.projection
             logits = vocabulary.unembed(inner.to(vocabulary.dtype)) if own is None else own(inner)
-            yield base.over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
+            known = self.token_map is not None
+            yield logits if known else base.over_vocabulary(logits, vocabulary.vocab_size)
+
+    def limit_vocabulary(self, tokens: Tensor, vocabulary: Vocabulary) -> None:
+        self.token_map = tokens.to(vocabulary.device)
+        self.config = replace(self.config, draft_vocab_size=len(tokens))
+        if self.config.share_lm_head:
+            like = next(self.heads.parameters())
+            self.projection = base.lm_head_rows(vocabulary, self.token_map, like)
+        for head in self.each():
+            if head.proj is not None:
+                head.proj.weight = nn.Parameter(head.proj.weight[self.token_map])
 
     def count(self, first: Tensor, second: Tensor) -> int:
         self.pairs = Bigrams.counted(first, second, self.config.vocab_size)
@@ -184,19 +193,24 @@ class Medusa(LastHidden):
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
         with torch.device("meta"):
-            empty = MedusaHead(self.config).heads
+            empty, rows = MedusaHead(self.config).heads, head.projection
+            own = nn.ModuleList([nn.Linear(*rows.weight.T.shape)] if rows is not None else [])
         base.decoding_copy(head.heads, empty, vocabulary)
         self.heads = [cast(Head, one) for one in empty]
+        if rows is not None:
+            base.decoding_copy(nn.ModuleList([rows]), own, vocabulary)
+        self.projection = own[0] if rows is not None else None
         place, vocab_size = vocabulary.device, vocabulary.vocab_size
         self.token_map = head.token_map.to(place) if head.token_map is not None else None
         self.bigrams = (head.pairs or Bigrams(vocab_size, 0)).table(vocab_size, place)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        tables = self.vocabulary.native
-        shared = tables.head if tables is not None and self.config.share_lm_head else None
+        tables, shared = self.vocabulary.native, None
+        if tables is not None and self.config.share_lm_head:
+            shared = getattr(self.projection, "native", None) if self.projection else tables.head
         blocks = [block for head in self.heads for block in head.blocks]
-        asked = (blocks, self.config.num_layers, shared, self.bigrams, WEIGHT)
+        asked = (blocks, self.config.num_layers, shared, self.token_map, self.bigrams, WEIGHT)
         self.prepared = ops.run(prepare_heads, *asked)
 
     def propose(self, frontier: Frontier) -> TokenTree:
@@ -219,11 +233,13 @@ class Medusa(LastHidden):
 
 
 def prepare_heads(
-    blocks: Sequence[nn.Module], layers: int, head: object, bigrams: BigramTable, weight: float
+    blocks: Sequence[nn.Module], layers: int, head: object, token_map: Tensor | None,
+    bigrams: BigramTable, weight: float,
 ) -> object | None:
     """What ops need to compute all heads in one call, if they can; see `Medusa.prepared`.
 
-    blocks: all blocks, those of one head side by side. head: the target's own, if heads share it.
+    blocks: all blocks, those of one head side by side. head: the target's own, or its rows of
+    `token_map`, if heads share it.
     """
     return None
 
@@ -231,6 +247,9 @@ def prepare_heads(
 def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
     """[heads, B, rows of the projection] logits of the first heads for hidden states [B, H]."""
     states = [head(hidden) for head in medusa.heads[:heads]]
+    if medusa.projection is not None:
+        some: Tensor = medusa.projection(torch.stack(states))
+        return some
     if medusa.config.share_lm_head:
         return medusa.vocabulary.unembed(torch.stack(states))
     both = zip(medusa.heads, states, strict=False)

@@ -46,6 +46,7 @@ class ReDrafterConfig:
     over the drafted tokens; otherwise their embeddings are summed. rnn_activation,
     skip_u_at_first_step: "silu" and False as published; TensorRT-LLM runs "none" and True.
     share_lm_head: the projection is the target's own and not stored; `exit_dim` is `hidden_size`.
+    draft_vocab_size: how many tokens it knows, if not all; a shared projection has these rows.
     """
 
     hidden_size: int
@@ -58,6 +59,7 @@ class ReDrafterConfig:
     skip_u_at_first_step: bool = False
     share_lm_head: bool = False
     base_model: str = ""
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "exit_dim", "num_layers", "steps"):
@@ -99,11 +101,13 @@ class ReDrafterHead(DraftHead):
         if width != 2 * hidden:
             self.input_proj = nn.Linear(2 * hidden, width)
         blocks = [ResBlock(width) for _ in range(config.num_layers)]
-        projection = nn.Linear(width, config.vocab_size, bias=config.share_lm_head)
+        known = config.draft_vocab_size
+        projection = nn.Linear(width, known or config.vocab_size, bias=config.share_lm_head)
         self.lm_head = nn.Sequential(*blocks, projection.requires_grad_(not config.share_lm_head))
         if config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        self.token_map = torch.arange(known) if known is not None else None
 
     @classmethod
     def fresh(
@@ -165,7 +169,16 @@ class ReDrafterHead(DraftHead):
             consumed = embedded[:, step + 1 : step + 1 + rows]                  # token t + 1 + step
             state = self.advance(consumed, None if state is None else state[:, :rows])
             logits = self.logits(context[:, :rows], state)
-            yield base.over_vocabulary(logits, vocabulary.vocab_size)
+            known = self.token_map is not None
+            yield logits if known else base.over_vocabulary(logits, vocabulary.vocab_size)
+
+    def limit_vocabulary(self, tokens: Tensor, vocabulary: Vocabulary) -> None:
+        self.token_map, own = tokens.to(vocabulary.device), self.projection
+        self.config = replace(self.config, draft_vocab_size=len(tokens))
+        if self.config.share_lm_head:
+            self.lm_head[-1] = base.lm_head_rows(vocabulary, self.token_map, own.weight)
+        else:
+            own.weight, own.out_features = nn.Parameter(own.weight[self.token_map]), len(tokens)
 
     def drafter(self, vocabulary: Vocabulary) -> ReDrafter:
         return ReDrafter(self, vocabulary)
@@ -224,7 +237,8 @@ class ReDrafter(LastHidden):
         length: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(vocabulary)
-        shared, tokens = head.config.share_lm_head, vocabulary.vocab_size
+        self.token_map, tokens = head.token_map, vocabulary.vocab_size
+        shared = head.config.share_lm_head and head.token_map is None
         base.must_fit("the recurrent drafter", head.config, vocabulary, padded=not shared)
         length = length if length is not None else min(head.steps, LENGTH)
         if not 1 <= width <= tokens or length < 1:
@@ -239,11 +253,13 @@ class ReDrafter(LastHidden):
             empty = ReDrafterHead(head.config)
         if shared:
             empty.lm_head[-1] = nn.Identity()                   # the target's own is not copied
+        self.shared = shared
         self.head = base.decoding_copy(head, empty, vocabulary)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.prepared = ops.run(prepare_recurrence, self.head, self.vocabulary.native)
+        asked = (self.head, self.token_map, self.vocabulary.native)
+        self.prepared = ops.run(prepare_recurrence, *asked)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         budget, root = frontier.budget, frontier.prefix.root[:, None]
@@ -271,9 +287,9 @@ class ReDrafter(LastHidden):
         embedded = self.vocabulary.embed(beams.paths[..., -1])
         state = self.head.advance(embedded.to(self.hidden.dtype), beams.state)          # [B, W, H]
         logits = self.head.logits(self.hidden[: len(state), None].expand_as(state), state)
-        if self.head.config.share_lm_head:
+        if self.shared:
             logits = self.vocabulary.unembed(logits)
-        logits = base.over_vocabulary(logits, self.vocabulary.vocab_size)
+        logits = base.over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
         paths = Paths(frontier.prefix, *beams.tree())
         steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]
         scores = beams.scores[..., None] + steps
@@ -315,7 +331,9 @@ class Level(NamedTuple):
         return Beams(torch.cat([paths, tokens], -1), scores, state, place)
 
 
-def prepare_recurrence(head: ReDrafterHead, tables: Tables | None) -> object | None:
+def prepare_recurrence(
+    head: ReDrafterHead, token_map: Tensor | None, tables: Tables | None
+) -> object | None:
     """What ops need to search in one call with a head for decoding, if they can."""
     return None
 

@@ -176,7 +176,8 @@ class DraftFunctions:
     # Trees of draft heads: heads.c
 
     def prepare_heads(
-        self, blocks: Sequence[Any], layers: int, head: Linear | None, bigrams: Any, weight: float
+        self, blocks: Sequence[Any], layers: int, head: Linear | None, token_map: Tensor | None,
+        bigrams: Any, weight: float
     ) -> PreparedHeads | None:
         """None where some blocks are not packed."""
         linears = [block.native for block in blocks if getattr(block, "native", None) is not None]
@@ -185,7 +186,9 @@ class DraftFunctions:
         array, table = (Linear * len(linears))(*linears), Pairs(*pointers(*bigrams[:4]))
         whole = None
         if head is not None:
-            whole = Heads(ctypes.addressof(array), head, table, layers, weight)
+            (where,), vocab = pointers(token_map), len(bigrams.rest)
+            require(token_map is None or len(token_map) == head.outputs)
+            whole = Heads(ctypes.addressof(array), head, where, table, layers, vocab, weight)
         return PreparedHeads(array, layers, head, whole)
 
     def heads_logits(self, medusa: Any, hidden: Tensor, heads: int) -> Tensor | Declined:
@@ -202,12 +205,13 @@ class DraftFunctions:
         sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
         if sampling is None or prepared is None or prepared.whole is None:
             return DECLINED
-        if prepared.head.outputs != vocab:
+        if prepared.head.outputs != vocab and medusa.token_map is None:
             return DECLINED
         rows, size = len(root), medusa.hidden.shape[1]
         require(rows <= len(medusa.hidden))
         out, (children, child_ranks) = TreeBuffer(rows, nodes + 1), ranks_of(shape, nodes)
-        states = medusa.hidden.new_empty(rows * heads * (2 * size + vocab))
+        room = 2 * size + vocab + prepared.head.outputs
+        states = medusa.hidden.new_empty(rows * heads * room)
         work = torch.empty(rows * heads * (vocab + LANES))
         given = (ctypes.addressof(prepared.whole), *pointers(medusa.hidden, child_ranks, root))
         spare = (*out.places, *pointers(states, work), torch.get_num_threads())
@@ -234,7 +238,9 @@ class DraftFunctions:
         )
         return out.tree(shape, heads)
 
-    def prepare_recurrence(self, head: Any, tables: Any) -> PreparedHeads | None:
+    def prepare_recurrence(
+        self, head: Any, token_map: Tensor | None, tables: Any
+    ) -> PreparedHeads | None:
         """None where the target's tables or some layers are not packed."""
         form = head.config
         if tables is None or form.hidden_size % LANES or form.exit_dim % LANES:
@@ -243,8 +249,10 @@ class DraftFunctions:
         narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []
         layers = [*recurs, *narrow, *(block.linear for block in head.lm_head[:-1])]
         linears = [layer.native for layer in layers if getattr(layer, "native", None) is not None]
-        last = tables.head if form.share_lm_head else getattr(head.lm_head[-1], "native", None)
-        if len(linears) < len(layers) or last is None or last.outputs != len(tables.embeddings):
+        shared, vocab = form.share_lm_head and token_map is None, len(tables.embeddings)
+        last = tables.head if shared else getattr(head.lm_head[-1], "native", None)
+        known = vocab if token_map is None else len(token_map)
+        if len(linears) < len(layers) or last is None or last.outputs != known:
             return None
         count = len(layers) - form.num_layers
         first, blocks = linears[:count], linears[count:]
@@ -252,8 +260,8 @@ class DraftFunctions:
             *([] if recurs else [Linear(), Linear()]), *first, *([] if narrow else [Linear()]), last
         ]
         array = (Linear * len(blocks))(*blocks)
-        sizes = (tables.embeddings.data_ptr(), form.hidden_size, len(blocks))
-        flags = (form.rnn, form.rnn_activation == "silu", not form.skip_u_at_first_step)
+        sizes = (*pointers(tables.embeddings, token_map), form.hidden_size, len(blocks))
+        flags = (form.rnn, form.rnn_activation == "silu", not form.skip_u_at_first_step, vocab)
         whole = Recurrence(*first, ctypes.addressof(array), *sizes, *flags)
         return PreparedHeads(array, len(blocks), last, whole)
 
@@ -265,6 +273,7 @@ class DraftFunctions:
         if prepared is None or sampling is None:
             return DECLINED
         head, rows = prepared.whole, len(root)
+        require(width <= head.projection.outputs)
         nodes = 1 + width + max(length - 1, 0) * width * width
         out, context = TreeBuffer(rows, nodes), drafter.hidden[:rows].contiguous()
         require(len(context) == rows)

@@ -89,39 +89,57 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
     free(own);
 }
 
-/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of all; and pairs, and what their
- * gains are multiplied with. */
+/* Logits [rows, vocab] from those of a draft vocabulary, `few` [rows, known]: -inf where it lacks a
+ * token. */
+static void spread(const bf16 *few, const int64_t *map, int64_t rows, int64_t known, int64_t vocab,
+                   bf16 *logits) {
+    bf16 lowest = narrow(-INFINITY);
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *row = logits + r * vocab;
+        for (int64_t i = 0; i < vocab; i++) row[i] = lowest;
+        for (int64_t i = 0; i < known; i++) row[map[i]] = few[r * known + i];
+    }
+}
+
+/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of all,
+ * to `map` [outputs], the tokens of a draft vocabulary, if there is one; and pairs, and what their gains
+ * are multiplied with. */
 typedef struct {
     const Linear *blocks;
     Linear projection;
+    const int64_t *map;
     Pairs pairs;
-    int64_t layers;
+    int64_t layers, vocab;
     float weight;
 } Heads;
 
-/* As draftproof_bigram_tree, by what the first `heads` heads say of hidden states [rows, size]. room: rows * heads * (2 size + vocab)
- * numbers. */
+/* As draftproof_bigram_tree, by what the first `heads` heads say of hidden states [rows, size]. room: rows * heads * (2 size + vocab
+ * + outputs) numbers. */
 void draftproof_medusa_tree(const Heads *of, const bf16 *hidden, const int64_t *shape, const int64_t *roots, int64_t rows, int64_t heads,
                        int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
                        const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, bf16 *room, float *work,
                        int64_t threads) {
-    int64_t size = of->blocks->size, vocab = of->projection.outputs, all = rows * heads;
+    int64_t size = of->blocks->size, vocab = of->vocab, known = of->projection.outputs, all = rows * heads;
     bf16 *states = room, *beside = states + all * size, *logits = beside + all * size;
+    bf16 *few = of->map ? logits + all * vocab : logits;
     draftproof_heads(of->blocks, hidden, states, beside, heads, of->layers, rows, threads);
     for (int64_t i = 0; i < all; i++)                               /* row by row */
         memcpy(beside + i * size, states + (i % heads * rows + i / heads) * size, (size_t)size * sizeof(bf16));
-    draftproof_linear(&of->projection, beside, logits, all, threads);
+    draftproof_linear(&of->projection, beside, few, all, threads);
+    if (of->map) spread(few, of->map, all, known, vocab, logits);
     draftproof_bigram_tree(&of->pairs, of->weight, shape, logits, roots, rows, heads, vocab, nodes, children, noise, places, heats, trusts,
                       absent, tokens, parents, odds, work, threads);
 }
 
 /* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU; `first`: the bias of `back`
- * counts where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab, hidden]. */
+ * counts where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab, hidden]. map: the tokens
+ * of a draft vocabulary, that the projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks;
     const bf16 *table;
-    int64_t hidden, layers, recurs, smooth, first;
+    const int64_t *map;
+    int64_t hidden, layers, recurs, smooth, first, vocab;
 } Recurrence;
 
 /* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before them, become states. */
@@ -146,14 +164,16 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
 /* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows, hidden] and roots [rows]. All
  * that is weighed goes into pools [rows, .]: tokens, parents (places in the pool), logarithms of the chance of the path; the root
  * is in place 0. A search may end early below `floor`, as a chain does. Returns the size of a pool. work: room for
- * rows * width * (8 hidden + 2 wide + vocab) numbers, where wide is the projection's size. */
+ * rows * width * (8 hidden + 2 wide + outputs) numbers, where wide and outputs are the projection's. */
 int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots, int64_t rows, int64_t width, int64_t length,
                           const float *noise, const int64_t *places, const float *heats, const float *trusts, float floor,
                           int64_t *tokens, int64_t *parents, float *chances, int64_t room, bf16 *work, int64_t threads) {
-    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->projection.outputs, most = rows * width;
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab, most = rows * width;
+    int64_t known = head->projection.outputs;
     bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden, *beside = before + most * hidden;
     bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
+    float *heard = noise && head->map ? scratch(most * known) : NULL;     /* by the draft vocabulary */
     int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
     float sums[most], odds[most * width], heat[most], trust[most];
     for (int64_t r = 0; r < rows; r++) {
@@ -179,7 +199,11 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
         else memcpy(x, pairs, (size_t)(2 * count * hidden) * sizeof(bf16));
         for (int64_t l = 0; l < head->layers; l++) draftproof_residual(head->blocks + l, x, room_beside, count, threads);
         draftproof_linear(&head->projection, x, logits, count, threads);
-        draftproof_best_tokens(logits, noise, where, heat, trust, count, vocab, width, odds, found, threads);
+        for (int64_t at = 0; heard && at < count; at++, where[at - 1] = at - 1)
+            for (int64_t i = 0; i < known; i++)
+                heard[at * known + i] = noise[where[at] * vocab + head->map[i]];
+        draftproof_best_tokens(logits, heard ? heard : noise, where, heat, trust, count, known, width, odds, found, threads);
+        for (int64_t n = 0; head->map && n < count * width; n++) found[n] = head->map[found[n]];
         float top = -INFINITY;
         for (int64_t r = 0; r < rows; r++) {
             Scored best[width];

@@ -115,7 +115,7 @@ class Recurrence(ctypes.Structure):
 
     _fields_ = (
         *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
-        *_fields("blocks table", "hidden layers recurs smooth first"),
+        *_fields("blocks table map", "hidden layers recurs smooth first vocab"),
     )
 
 
@@ -129,8 +129,8 @@ class Heads(ctypes.Structure):
     """Medusa heads that share the target's projection, with pairs; as in heads.c."""
 
     _fields_ = (
-        ("blocks", ctypes.c_void_p), ("projection", Linear), ("pairs", Pairs),
-        *_fields("", "layers", "weight")
+        ("blocks", ctypes.c_void_p), ("projection", Linear), ("map", ctypes.c_void_p),
+        ("pairs", Pairs), *_fields("", "layers vocab", "weight")
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
-from draftproof.drafters.base import DraftHead
+from draftproof.drafters.base import DraftHead, over_vocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
@@ -154,6 +154,7 @@ def ranks_of(head: DraftHead, target: Target, text: Written) -> Tensor:
         first, last = text.prompt + 1 + step, len(text.tokens)           # what this step predicts
         if first < last:
             here = logits[0, first - step - 2 : last - step - 2]
+            here = over_vocabulary(here, target.vocab_size, head.token_map)
             here = head.given_previous(tokens[0, first - 1 : last - 1], here)
             scores = _gumbel_logits(here, text.sampling, first)
             own = scores.gather(-1, tokens[0, first:last, None])

@@ -32,6 +32,9 @@ class TrainConfig:
         flags=("--lr",), metavar="X", type=_real)  # fmt: skip
     objective: str = _loop("ce", "ce; or distilled from the target: kl, tv, nla, lk.",
                            metavar="NAME", type=str)  # fmt: skip
+    draft_vocab: int | None = _loop(
+        None, "Draft only the N commonest tokens of the training text.", metavar="N",
+        type=_number)  # fmt: skip
     length: int | None = _loop(None, "Tokens per row; 512 if the target reads so many.",
                                metavar="N", type=_number)  # fmt: skip
     batch: int = _loop(4, "Rows per batch.", metavar="B", type=int)
@@ -43,7 +46,8 @@ class TrainConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        numbers = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length")
+        numbers = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length",
+                   "draft_vocab")  # fmt: skip
         for name in numbers:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -76,6 +80,8 @@ class SelfGenerateConfig:
     assistant_model: str | None = _own(None, "Drafts while it writes.", metavar="MODEL")
     rows_at_a_time: int = _own(32, "Rows it writes side by side.", metavar="B",
                                flags=("--batch-size",), type=int)  # fmt: skip
+    quantize: str | None = _own(None, "Weights it writes with on a CPU; int8 where that is quicker.",
+                                metavar="KIND")
     file: Path | None = option(  # noqa: RUF009
         None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
         metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip

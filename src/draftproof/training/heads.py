@@ -15,7 +15,7 @@ from draftproof.model.target import Target
 from draftproof.training.rows import Batch
 from draftproof.training.trainer import Evaluation
 
-CACHED, MEMORY = 1 << 24, 1 << 29
+CACHED, MEMORY = 1 << 24, 1 << 30
 """Bytes of logits made at a time: what a CPU's caches hold, and a small part of other memories."""
 
 
@@ -88,7 +88,8 @@ def slices(
     dtype = features.hidden.dtype if _half(target) else next(head.parameters()).dtype
     hidden = features.hidden.to(dtype)
     memory = CACHED if target.device.type == "cpu" else MEMORY
-    rows = max(1, memory // (4 * target.vocab_size * features.tokens.shape[1]))
+    known = target.vocab_size if head.token_map is None else len(head.token_map)
+    rows = max(1, memory // (4 * known * features.tokens.shape[1]))
     total = features.weights.sum().clamp(min=1e-6)
     for start in range(0, len(features.tokens), rows):
         here = slice(start, start + rows)

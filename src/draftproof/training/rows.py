@@ -77,6 +77,17 @@ class Rows:
             found.update(part.numpy().tobytes())
         return found.hexdigest()[:32]
 
+    def commonest(self, count: int) -> Tensor:
+        """The tokens that are in the loss most often, at most `count`, rising."""
+        found = torch.bincount(torch.cat([row[mask] for row, mask in self.rows]))
+        best = found.argsort(descending=True, stable=True)[:count]
+        return best[found[best] > 0].sort().values
+
+    def share_of(self, tokens: Tensor) -> float:
+        """How much of what is in the loss they are."""
+        rows = torch.cat([row[mask] for row, mask in self.rows])
+        return float(torch.isin(rows, tokens).float().mean())
+
     def bigrams(self) -> tuple[Tensor, Tensor]:
         """Tokens that have one behind them that is in the loss, and these; within rows."""
         pairs = [torch.stack([one[:-1], one[1:]])[:, mask[1:]] for one, mask in self.rows]

@@ -17,12 +17,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.loading import PreTrainedModel
+from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 from draftproof.training import model_card
@@ -31,7 +34,7 @@ from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
-from draftproof.training.self_generate import SelfGeneratedText
+from draftproof.training.self_generate import SelfGeneratedText, by_engine, by_transformers
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainable, Trainer
 
@@ -104,6 +107,11 @@ class _Run:
             if not len(rows):
                 why = f"the data has nothing to {purpose}: no text of 3 tokens or more"
                 raise BadInput(why + hint)
+        if self.config.draft_vocab is not None:
+            common = self.train.commonest(self.config.draft_vocab)
+            self.head.limit_vocabulary(common, self.target)
+            share = self.held_out.share_of(common)
+            self.callback.note(f"{len(common):,} tokens are drafted: {share:.1%} of the held-out text")
         self.settings["rows"], self.documents = self.train.digest, sum(map(len, parts))
         self.callback.note(f"{len(self.train):,} rows, {self.train.loss_tokens:,} tokens to learn; "
                            f"{len(self.held_out):,} rows held out")
@@ -132,15 +140,21 @@ class _Run:
         file, seed = own.file or self.run.out / "own_text.jsonl", self.config.seed
         texts = SelfGeneratedText(file, identity, own, self.length, seed)
         if not (texts.is_complete(True) and texts.is_complete(False)):
-            engine = load(
-                self.run.model if model.device.type == "cpu" else model, dtype=model.dtype,
-                device=str(model.device), tokenizer=self.codec.tokenizer,
-                assistant_model=own.assistant_model,
-                drafter=None if own.assistant_model else "none",
-            )
+            drafter = {"assistant_model": own.assistant_model} if own.assistant_model else {
+                "drafter": "none"}  # fmt: skip
+            if model.device.type == "cpu":
+                quick = "int8" if slow_because("int8", model.dtype) is None else None
+                engine = load(
+                    self.run.model, dtype=model.dtype, tokenizer=self.codec.tokenizer,
+                    quantize=own.quantize or quick, **drafter,
+                )
+                writer = by_engine(engine)
+            else:
+                writer = by_transformers(model, loading.stop_tokens(model))
             for held_out in (True, False):
                 askable = list(self._each(parts[held_out], self._askable))
-                texts.write(engine, askable, held_out, self.callback.wrote)
+                texts.write(writer, self.codec, self.target.context, askable, held_out,
+                            self.callback.wrote)  # fmt: skip
         return [texts.examples(held_out) for held_out in (False, True)]
 
     def _askable(self, document: Document) -> Document:
@@ -179,6 +193,8 @@ class _Run:
         """Head, card and record; what only served to go on is then removed."""
         last, out = self.stages[-1], self.run.out
         bigrams = self.head.count(*self.train.bigrams())
+        if self.target.dtype == torch.bfloat16:                 # as it decodes, and half the size
+            self.head.to(torch.bfloat16)
         write_head(self.head, out / "heads" if self.run.joint else out)
         record = {
             "settings": last.settings, "base_model": self.target.name, "documents": self.documents,

@@ -1,0 +1,111 @@
+"""The prompts whose answers heads are trained on: chats and code, without what they are judged by.
+
+Spec-Bench gives the questions of each category but every third, which are held out, and HumanEval
+gives none. GSM8K's training questions; functions of Python's standard library to complete, explain
+and change. `questions.py` lets the target ask itself more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import sysconfig
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+LINES = (4, 40)
+"""Lines of a function that is asked about."""
+TASKS = (
+    "Complete the following Python function.\n\n```python\n{opening}\n```",
+    "Write a Python function `{name}`. {summary}",
+    "Explain what this Python function does, step by step.\n\n```python\n{source}\n```",
+    "Rewrite this function with type hints and a clearer docstring.\n\n```python\n{source}\n```",
+    "Write unit tests for this function.\n\n```python\n{source}\n```",
+    "Is there a bug in this code? If so, fix it.\n\n```python\n{source}\n```",
+    "{opening}",
+)
+
+
+def chat(text: str, category: str) -> Row:
+    return {"messages": [{"role": "user", "content": text}], "category": category}
+
+
+def spec_bench(file: Path) -> tuple[list[Row], list[Row]]:
+    """Questions to train on, and every third of a category, to judge by."""
+    by_category: dict[str, list[Row]] = defaultdict(list)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        by_category[row["category"]].append(chat(row["turns"][0], row["category"]))
+    rows = [(at, row) for some in by_category.values() for at, row in enumerate(some)]
+    return [row for at, row in rows if at % 3], [row for at, row in rows if at % 3 == 0]
+
+
+def functions() -> Iterator[tuple[str, str, str, str]]:
+    """Name, summary, signature with docstring, and source of the standard library's functions."""
+    warnings.simplefilter("ignore")
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if {"test", "tests", "site-packages", "idlelib"} & set(file.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
+        lines = text.splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            summary, body = ast.get_docstring(node), node.body
+            last = node.end_lineno or 0
+            if not summary or not LINES[0] <= last - node.lineno <= LINES[1] or len(body) < 2:
+                continue
+            source = lines[node.lineno - 1 : last]
+            indent = len(source[0]) - len(source[0].lstrip())
+            source = [line[indent:] for line in source]
+            opening = source[: (body[0].end_lineno or 0) - node.lineno + 1]
+            first = summary.split("\n\n")[0].replace("\n", " ")
+            yield node.name, first, "\n".join(opening), "\n".join(source)
+
+
+def code(seed: int, most: int) -> list[Row]:
+    """Two tasks for each function, and some functions to go on with as they are, not in a chat."""
+    rng, rows = random.Random(seed), []
+    for name, summary, opening, source in functions():
+        for at in rng.sample(range(len(TASKS) + 2), 2):
+            if at < len(TASKS):
+                task = TASKS[at].format(name=name, summary=summary, opening=opening, source=source)
+                rows.append(chat(task, "code"))
+            else:
+                rows.append({"prompt": opening + "\n", "category": "completion"})
+    return rng.sample(rows, min(most, len(rows)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="with spec_bench, gsm8k")
+    parser.add_argument("--out", type=Path, required=True, help="prompts.jsonl, judged.jsonl")
+    parser.add_argument("--code", type=int, default=6000)
+    parser.add_argument("--sums", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    train, judged = spec_bench(asked.data / "spec_bench" / "question.jsonl")
+    sums = (asked.data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rng = random.Random(asked.seed)
+    train += [chat(json.loads(line)["question"], "gsm8k") for line in rng.sample(sums, asked.sums)]
+    train += code(asked.seed, asked.code)
+    rng.shuffle(train)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("prompts", train), ("judged", judged)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (asked.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{len(rows):,} {name}")
+
+
+if __name__ == "__main__":
+    main()

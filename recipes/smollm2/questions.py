@@ -1,0 +1,64 @@
+"""Questions that a chat model asks itself: its own template, opened where the user would write.
+
+After Magpie (arXiv 2406.08464): an instruct model that is given nothing but the beginning of a
+user's turn writes what its users write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from draftproof.core.params import Sampling
+from draftproof.engine.load import load
+from draftproof.model import loading
+from draftproof.model.tokenizer import Codec
+from draftproof.training.self_generate import by_engine, by_transformers
+
+MARK = "\x00"
+STARTS = (
+    "", "", "", "Write a Python ", "How do I ", "What is ", "Explain ", "Write a ", "Can you ",
+    "Summarize ", "Translate ", "I have a Python ", "Fix ", "Give me ", "Why ",
+)  # fmt: skip
+"""How every so many questions begin; most have no beginning."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--count", type=int, default=8000)
+    parser.add_argument("--rows", type=int, default=32, help="written side by side")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    tokenizer = loading.load_tokenizer(asked.model)
+    assert tokenizer is not None, "the folder has no tokenizer"
+    codec = Codec(tokenizer)
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False))
+    before, after = text.split(MARK)
+    end = codec.encode(after.strip().split("\n")[0], special=False)[0]
+    if asked.device in (None, "cpu"):
+        writer = by_engine(load(asked.model, drafter="none", quantize="int8"))
+    else:
+        model = loading.load_model(asked.model, None, asked.device)
+        writer = by_transformers(model, [end])
+    starts = [STARTS[at % len(STARTS)] for at in range(asked.count)]
+    prompts = [codec.encode(before + start, special=False) for start in starts]
+    wanted = [Sampling(temperature=0.8, seed=at, max_new_tokens=96) for at in range(asked.count)]
+    found: dict[str, None] = {}
+    with torch.inference_mode():
+        for index, tokens, finish in writer(prompts, wanted, asked.rows):
+            question = (starts[index] + tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+            if finish == "stop" and 8 <= len(question) <= 1500:
+                found[question] = None
+    chats = [{"messages": [{"role": "user", "content": question}]} for question in found]
+    rows = [json.dumps(chat) + "\n" for chat in chats]
+    asked.out.write_text("".join(rows), encoding="utf-8")
+    print(f"{len(rows):,} questions of {asked.count:,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Continuations of many prompts at once by transformers itself, for text that nobody compares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from transformers import GenerationConfig
+
+from draftproof.model.loading import PreTrainedModel
+
+
+def batch_generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int],
+    temperature: float, stops: Collection[int], seed: int,
+) -> list[list[int]]:  # fmt: skip
+    """The new tokens of each prompt, at most `limits[i]`, an end token of `stops` included.
+
+    Sampled by torch's own generator from `seed`; greedy at temperature 0.
+    """
+    width = max(map(len, prompts))
+    given = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(given)
+    for row, prompt in enumerate(prompts):
+        given[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
+    sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
+    form = GenerationConfig(
+        do_sample=bool(sampled), max_new_tokens=max(limits), eos_token_id=list(stops) or None,
+        pad_token_id=0, **sampled,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    out = model.generate(given.to(model.device), attention_mask=mask.to(model.device),
+                         generation_config=form)  # fmt: skip
+    found = []
+    for limit, new in zip(limits, out[:, width:].tolist(), strict=True):
+        ends = [at for at, token in enumerate(new[:limit]) if token in stops]
+        found.append(new[: ends[0] + 1 if ends else limit])
+    return found
