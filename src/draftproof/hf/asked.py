@@ -38,8 +38,11 @@ def refuse(
     types = model_kwargs.get("token_type_ids")
     if types is not None and bool((types != 0).any()):
         asked.append("token_type_ids")
-    if "prepare_inputs_for_generation" in model.__dict__:
-        asked.append("prepare_inputs_for_generation of a prompt-learning adapter")
+    if "prepare_inputs_for_generation" in vars(model):
+        asked.append("a prompt-learning adapter, or another prepare_inputs_for_generation,")
+    if any("adapter_names" in str(one) for module in model.modules()
+           for one in module._forward_pre_hooks.values()):  # fmt: skip
+        asked.append("adapter_names, an adapter for each row,")
     if asked:
         raise BadInput(
             f"{asked[0]} was asked for, which draftproof.generate does not honour; leave it out"

@@ -98,6 +98,12 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
     every path.
     """
     model, tolerance = target.model, target.tolerance
+    quantized: Any = getattr(model.config, "quantization_config", None)
+    if getattr(quantized, "load_in_8bit", False) and quantized.llm_int8_threshold > 0:
+        raise UnsupportedModel(
+            f"{target.name} is in bitsandbytes' 8 bits with outliers, where a token depends on "
+            "those read beside it; load it with llm_int8_threshold=0, or in 4 bits"
+        )
     text = torch.randint(target.vocab_size, (10,), generator=torch.Generator().manual_seed(0))
     text = text.to(target.device)
     chain = CheckedRead.of(model, text, TreeShape.chain(4), together=False)
@@ -107,8 +113,8 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
     if not on_chain <= 6 * tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__} gives other logits when read through a cache with explicit "
-            "positions and a four-dimensional mask than on its own (ALiBi models do, for one); it "
-            "cannot be run exactly, choose another"
+            "positions and a four-dimensional mask than on its own (ALiBi models do, and some that "
+            "quantise activations); it cannot be run exactly, choose another"
         )
     if target.has_states:
         check_states(target)

@@ -15,8 +15,8 @@ SAMPLE = 4096
 
 
 class Snapshot(NamedTuple):
-    """modules, weights: what they are, where they lie, how often they were written to. adapters:
-    which of peft's are active, and merged. values: those of norms and biases; with `matrices`, of
+    """modules, weights: what they are, where they lie, how often they were written to, and what is
+    hooked into them. adapters: which of peft's are active, and merged. values: those of norms and biases; with `matrices`, of
     the beginning of every matrix as well."""
 
     modules: list[int]
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
             if one.dim() == 1 or matrices
         ]
         return cls(
-            list(map(id, modules)),
+            [*map(id, modules), *(one for module in modules for one in _hooked(module))],
             [_adapters(one) for one in modules if "merged_adapters" in vars(one)],
             list(map(_place, weights)),
             torch.cat(values) if values else torch.empty(0)
@@ -48,6 +48,13 @@ class Snapshot(NamedTuple):
 def _place(weight: Tensor) -> tuple[int, int, int]:
     version = 0 if weight.is_inference() else weight._version
     return id(weight), weight.data_ptr() if type(weight.data) is Tensor else 0, version
+
+
+def _hooked(module: nn.Module) -> list[int]:
+    """What a module computes beside its own forward, or in its place."""
+    own = vars(module).get("forward")
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [id(one) for one in (*hooks, *([own] if own is not None else []))]
 
 
 def _adapters(module: Any) -> str:
