@@ -26,18 +26,22 @@ from draftproof.drafters import mtp
 from draftproof.drafters.features import FeatureDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
+from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import DrafterMismatch, ModelNotFound
 from draftproof.model.target import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "eos_token_id": None, "pad_token_id": None, "bos_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 8}
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen3.5": ("Qwen3_5TextConfig", {**FULL, "mtp_num_hidden_layers": 1}, "qwen"),
+    "qwen3.5": ("Qwen3_5TextConfig", {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4,
+        "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1}, "qwen"),
     "qwen3-next": ("Qwen3NextConfig", {
         **FULL, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16,
         "mtp_num_hidden_layers": 1}, "qwen"),
@@ -114,6 +118,8 @@ def _written(kind: str, folder: Path) -> Path:
 def _layer(model: Any) -> Any:
     """A further layer of a model's kind, of the kind that has experts if any."""
     config = copy.deepcopy(model.config)
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"]
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
     return type(model.model.layers[-1])(config, 0).eval()
@@ -243,6 +249,22 @@ def test_it_is_named_like_any_drafter(checkpoint: Callable[[str], Path]) -> None
     engine = load(folder, drafter="mtp", budget=4)
     wanted = load(folder, drafter="none").generate([[1, 2, 3]], max_new_tokens=9)[0]
     assert engine.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens == wanted.tokens
+    merged = load(checkpoint("mimo"), drafter="mtp+suffix", budget=4)
+    plain = load(checkpoint("mimo"), drafter="none")
+    both = [one.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens for one in (merged, plain)]
+    assert both[0] == both[1]
+
+
+def test_prompts_are_read_whole_for_it(checkpoint: Callable[[str], Path]) -> None:
+    """It needs the states of every token, so that of a known beginning is not left out."""
+    target, text = opened(checkpoint("mimo")), [2 + n * n % 29 for n in range(300)]
+    drafter, counts = mtp.load(target), []
+    for size in (0, 8 << 20):
+        engine = Engine(target, drafter, budget=4)
+        engine.prefixes = PrefixCache(size) if size else None
+        done = [engine.generate([text], max_new_tokens=30)[0] for _ in range(2)][-1]
+        counts.append((done.tokens, done.stats.accepted, done.stats.rounds))
+    assert counts[0] == counts[1]
 
 
 CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

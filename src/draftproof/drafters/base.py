@@ -36,6 +36,8 @@ class Drafter(ABC):
     name: str = "drafter"
     hidden_layers: tuple[int, ...] = ()
     """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
+    reads_every_state: bool = False
+    """It wants hidden states of every token of a prompt, and not of the last one alone."""
     wants_top: int = 0
     """How many of the likeliest tokens at each node it wants in `Commit.successors`."""
     has_kv_cache: bool = False

@@ -68,6 +68,7 @@ class DFlash(Drafter):
     """Drafts a block: the likeliest nodes of a search through its places, or a chain."""
 
     name = "dflash"
+    reads_every_state = True
 
     def __init__(self, network: DFlashNet) -> None:
         self.network, self.form = network, network.form

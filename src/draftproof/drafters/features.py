@@ -137,6 +137,7 @@ class FeatureDrafter(DraftModel):
 
     has_kv_cache = False
     default_budget = NODES
+    reads_every_state = True
 
     def __init__(self, network: Network, name: str, shape: TreeShape | None = None) -> None:
         model = FeatureModel(network, name)

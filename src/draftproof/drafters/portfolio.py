@@ -58,6 +58,7 @@ class Portfolio(Drafter):
         self.members = tuple(members)
         layers = {layer for member in members for layer in member.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
+        self.reads_every_state = any(member.reads_every_state for member in members)
         self.wants_top = max(member.wants_top for member in members)
         deepest = [member.deepest for member in members if member.deepest is not None]
         self.deepest = max(deepest) if len(deepest) == len(members) else None

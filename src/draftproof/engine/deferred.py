@@ -20,7 +20,9 @@ class DrafterWrapper(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        for name in ("name", "hidden_layers", "wants_top", "has_kv_cache", "deepest"):
+        for name in (
+            "name", "hidden_layers", "reads_every_state", "wants_top", "has_kv_cache", "deepest"
+        ):
             setattr(self, name, getattr(inner, name))
         self.default_budget = inner.default_budget
 

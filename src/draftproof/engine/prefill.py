@@ -36,7 +36,8 @@ class Prompts:
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.cache = target, drafter, cache
         self.shapes, self.ops = shapes, ops
-        self.prefixes = None if target.has_states else prefixes     # states have no beginnings
+        whole = target.has_states or drafter.reads_every_state      # states have no beginnings
+        self.prefixes = None if whole else prefixes
         if shapes.closed and target.has_states:
             raise BadInput(
                 f"{target.name} keeps states, which static shapes would pad; leave graphs, "

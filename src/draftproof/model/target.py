@@ -289,17 +289,18 @@ class Target:
         chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
         positions = chain.positions(block.start, self.context)
         masks = self._masks(chain, block.start, cache.reserve(width), 0)
-        asked = range(tree.tokens.shape[1] - first)[-1 if last_only else 0 :]
+        asked = range(tree.tokens.shape[1] - first)
         place = torch.tensor([[before + node for node in asked] for before in block.skipped])
         place = place.clamp(max=width - 1).to(self.device)
-        since = min(block.skipped) + asked[0] if self._trims else 0
+        since = min(block.skipped) + (asked[-1] if last_only else 0) if self._trims else 0
         kept = width - since
         try:
             reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
         finally:
             forget_handed()
         cache.was_read(block, first)
-        return reading.gather(place - (width - reading.logits.shape[1]), place)
+        last = place[:, -1:] if last_only else place
+        return reading.gather(last - (width - reading.logits.shape[1]), place)
 
     def _forward(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
