@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import draftproof
 from draftproof.errors import BadInput
 
+HUB = Path(__file__).parents[2] / "recipes" / "custom_generate"
 FAMILIES = ("llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gemma3", "gpt2", "gpt-neox",
             "phi3", "opt", "granite")  # fmt: skip
 ASKED: tuple[dict[str, Any], ...] = (
@@ -172,11 +173,10 @@ def test_a_model_that_was_cast_gets_an_engine_of_its_own() -> None:
 
 
 def test_the_hub_folder_takes_stop_strings_and_samples_beside_an_assistant() -> None:
-    folder = Path(__file__).parents[2] / "recipes" / "custom_generate"
     own, tokenizer = demo()
     inputs = tokenizer("Lily saw a big dog and", return_tensors="pt")
     how = {**inputs, "max_new_tokens": 40, "do_sample": True, "top_k": 1, "tokenizer": tokenizer,
            "stop_strings": ["oved to pl", "an to th"], "num_return_sequences": 2}  # fmt: skip
-    ours = own.generate(**how, custom_generate=str(folder), trust_remote_code=True,
+    ours = own.generate(**how, custom_generate=str(HUB), trust_remote_code=True,
                         assistant_model=own)  # fmt: skip
     assert torch.equal(ours, own.generate(**how)) and ours.shape[1] < 46
