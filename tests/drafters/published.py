@@ -1,4 +1,4 @@
-"""Tiny checkpoints of drafters in their published layouts, and the pieces of a forward of one's own.
+"""Tiny checkpoints of drafters in their published layouts, and pieces of a forward.
 
 Nothing here uses the package's own layers: rotation, norms and attention are written out.
 """

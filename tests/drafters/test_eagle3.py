@@ -42,7 +42,8 @@ class Case:
             own = {key: settings.pop(key) for key in (*LAYER, "model_type", "num_hidden_layers")}
             method = {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}}
             settings |= {
-                "architectures": ["Eagle3DraftModel"], "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
+                "architectures": ["Eagle3DraftModel"],
+                "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
                 "speculators_version": "0.9.0", "transformer_layer_config": own,
                 "speculators_config": method, "embed_requires_grad": False,
             }  # fmt: skip

@@ -14,7 +14,15 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.suffix import OWN, SIZES, SLOTS, Places, SuffixDrafter, SuffixIndex, slot_of
+from draftproof.drafters.suffix import (
+    OWN,
+    SIZES,
+    SLOTS,
+    Places,
+    SuffixDrafter,
+    SuffixIndex,
+    slot_of,
+)
 
 CAPACITY = 64
 pytestmark = pytest.mark.usefixtures("lookup")

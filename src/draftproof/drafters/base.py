@@ -30,7 +30,8 @@ class Drafter(ABC):
 
     A drafter's memory has one place per running row, in the batch's order. It must either choose
     its tokens deterministically (given the text and the sampler's noise) or, when `frontier.drawn`
-    asks for it, draw them and attach the law they were drawn from; there is no third kind.
+    asks for it, draw them and attach the probabilities they were drawn from; there is no third
+    kind.
     """
 
     name: str = "drafter"
@@ -256,7 +257,7 @@ def decoding_copy(module: nn.Module, empty: M, vocabulary: Vocabulary) -> M:
 
 @torch.no_grad()
 def lm_head_rows(vocabulary: Vocabulary, tokens: Tensor, like: Tensor) -> nn.Linear:
-    """The rows of the target's LM head for `tokens`, frozen, with the dtype and device of `like`."""
+    """The rows of the target's LM head for `tokens`, frozen, of the dtype and device of `like`."""
     weight, bias = lm_head_of(vocabulary)
     rows = nn.Linear(weight.shape[1], len(tokens), device="meta").requires_grad_(False)
     some = {"weight": weight[tokens].to(like), "bias": bias[tokens].to(like)}

@@ -2,8 +2,9 @@
 
 Keys and values of the text are made of the target's fused states and kept; the root and mask tokens
 behind it attend to them and to each other, and each place says what its token may be. Places do not
-know each other's tokens, so what is drawn has the law of its place. Version 2 adds convolutions
-within the block, and a selector that weighs the likeliest tokens of a place by the one before.
+know each other's tokens, so what is drawn has the distribution of its place. Version 2 adds
+convolutions within the block, and a selector that weighs the likeliest tokens of a place by the one
+before.
 
 Published layouts: z-lab's, with its settings in `dflash_config` or beside it, whose layers are
 counted as outputs; and that of `speculators`, counted as inputs.
@@ -153,20 +154,20 @@ class DFlash(Drafter):
         return whole.scatter(-1, best.indices[:, None].expand_as(scores), scores)
 
     def _chain(self, frontier: Frontier, read: Any, steps: int) -> TokenTree:
-        """Tokens of all places in turn, drawn if that is asked for, with their laws."""
-        sampler, tokens, laws = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
+        """Tokens of all places in turn, drawn if that is asked for, with their probabilities."""
+        sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
         for place in range(steps):
             tree = TokenTree.chain(tokens)
             logits, paths = read(tree, place), Paths(frontier.prefix, tree, place)
             if frontier.drawn:
                 scores = sampler.gumbel_logits(logits, paths, Role.DRAFT)
                 best, token = scores.max(-1)
-                laws.append(sampler.probs(logits, paths).nan_to_num(0))
+                probs.append(sampler.probs(logits, paths).nan_to_num(0))
             else:
                 best, token = (part[..., 0] for part in sampler.best(logits, paths, 1))
             there = (best > -torch.inf) & (tokens[:, -1:] != ABSENT)
             tokens = torch.cat([tokens, torch.where(there, token, ABSENT)], 1)
-        drawn = torch.cat([torch.zeros_like(laws[0]), *laws], 1) if laws else None
+        drawn = torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None
         return TokenTree.chain(tokens, drawn)
 
 

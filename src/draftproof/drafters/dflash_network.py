@@ -38,14 +38,14 @@ class DFlashConfig:
     def of(cls, settings: dict[str, Any], layers: DraftLayers, depth: int) -> DFlashConfig:
         """From all settings, merged, for a target of `depth` layers."""
         config, count = layers.config, len(layers.layers)
-        taps = settings.get("aux_hidden_state_layer_ids")
-        if taps is None:
-            taps = [int(one) + 1 for one in settings["target_layer_ids"]]
+        numbers = settings.get("aux_hidden_state_layer_ids")
+        if numbers is None:
+            numbers = [int(one) + 1 for one in settings["target_layer_ids"]]
         said = settings.get("num_target_layers") or depth
-        if said != depth or not all(0 <= int(one) <= depth for one in taps):
+        if said != depth or not all(0 <= int(one) <= depth for one in numbers):
             raise DrafterMismatch(
-                f"the drafter reads layers {list(taps)} of {said}, the target has {depth}; it is "
-                "for another model"
+                f"the drafter reads layers {list(numbers)} of {said}, the target has {depth}; it "
+                "is for another model"
             )
         sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or
                    ["full_attention"] * count]  # fmt: skip
@@ -64,7 +64,7 @@ class DFlashConfig:
             )
         second = settings.get("selector_rank")
         return cls(
-            tuple(int(one) for one in taps),
+            tuple(int(one) for one in numbers),
             int(settings.get("target_hidden_size") or config.hidden_size),
             int(settings["block_size"]), int(settings["mask_token_id"]), tuple(causal),
             tuple(window if one else None for one in sliding),

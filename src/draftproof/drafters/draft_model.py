@@ -3,7 +3,8 @@
 The draft model reads through the same interface as the target and owns a cache of its own. It
 proposes a chain, or a tree of any static shape, level by level: each node's children are the tokens
 that the target is likeliest to choose there, by its own noise. When the rule wants drawn tokens
-(Leviathan et al., algorithm 1), children are drawn without replacement and carry their law.
+(Leviathan et al., algorithm 1), children are drawn without replacement and carry their
+probabilities.
 
 `SelfDraft` needs no second model: the target drafts with quantised weights, which agree with its
 own nearly always, or with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710).
@@ -159,7 +160,7 @@ class DraftModel(Drafter):
 
     def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
         root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor
-        tokens, laws = root, []
+        tokens, probs = root, []
         scores = torch.zeros(root.shape, device=root.device)        # log-probabilities of paths
         live = torch.ones_like(root, dtype=torch.bool)
         logits = self._read_root(frontier.prefix, most)
@@ -182,7 +183,7 @@ class DraftModel(Drafter):
             there = (steps > -torch.inf) & (parents != ABSENT) & live
             tokens = torch.cat([tokens, torch.where(there, children, ABSENT)], 1)
             if frontier.drawn:
-                laws.append(sampler.probs(logits, paths)[:, place].nan_to_num(0))   # none possible
+                probs.append(sampler.probs(logits, paths)[:, place].nan_to_num(0))   # none possible
             elif floor and self.chains:
                 steps = torch.where(there, scores[:, -1:] + steps, -torch.inf)
                 scores = torch.cat([scores, steps], 1)
@@ -190,7 +191,7 @@ class DraftModel(Drafter):
                 live = scores[:, -1:] >= max(log(floor), least)
                 if not bool(live.any()):
                     break
-        drawn = torch.cat([torch.zeros_like(laws[0][:, :1]), *laws], 1) if laws else None
+        drawn = torch.cat([torch.zeros_like(probs[0][:, :1]), *probs], 1) if probs else None
         confidence = scores.exp() if scores.shape == tokens.shape else None
         tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, confidence)
         return tree.within_budget(frontier.budget) if frontier.most and self.chains else tree

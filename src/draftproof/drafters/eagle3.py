@@ -84,15 +84,16 @@ class Eagle3Config:
             given = flags[wrong]
             raise DrafterMismatch(f"{wrong} of the drafter is {given!r}; it is true or false")
         fused = values.get("use_aux_hidden_state", True) is not False
-        taps = values.get(LAYERS) or (2, depth // 2, depth - 3)
-        taps = tuple(int(one) for one in taps) if fused else (-1,)
-        if fused and not all(0 <= one <= depth for one in taps):
+        numbers = values.get(LAYERS) or (2, depth // 2, depth - 3)
+        numbers = tuple(int(one) for one in numbers) if fused else (-1,)
+        if fused and not all(0 <= one <= depth for one in numbers):
             raise DrafterMismatch(
-                f"the drafter reads layers {taps}, the target has {depth}; it is for another model"
+                f"the drafter reads layers {numbers}, the target has {depth}; it is for another "
+                "model"
             )
         config = layers.config
         return cls(
-            taps, int(values.get("target_hidden_size") or config.hidden_size),
+            numbers, int(values.get("target_hidden_size") or config.hidden_size),
             int(values.get("draft_vocab_size") or config.vocab_size), fused, **flags,
             logit_scale=float(values.get("logit_scale") or 1.0),
         )  # fmt: skip
@@ -122,8 +123,8 @@ class Eagle3(Network):
         if form.norm_before_fc:
             self.input_norm = layers.norm(fused)
         if form.fc_norm:
-            taps = range(len(form.hidden_layers))
-            self.fc_norm = nn.ModuleList(layers.norm(form.target_size) for _ in taps)
+            each = form.hidden_layers
+            self.fc_norm = nn.ModuleList(layers.norm(form.target_size) for _ in each)
         self.norm = layers.norm(size)
         self.lm_head = nn.Linear(size, form.draft_vocab_size, bias=False)
         if embeds:

@@ -1,6 +1,6 @@
-"""Losses and scores of draft heads: how well their predictions fit the text and the target's law.
+"""Losses and scores of draft heads: how well their predictions fit the text and the target.
 
-The same for every head: step i predicts token t + 2 + i from token t. p is the target's law, q the
+The same for every head: step i predicts token t + 2 + i from token t. p is the target's, q the
 draft's. Medusa (2401.10774) trains with cross-entropy; what rejection sampling rejects is the total
 variation (Leviathan et al. 2211.17192, corollary 3.6); LK losses are those of 2602.23881.
 """
@@ -21,7 +21,8 @@ from draftproof.errors import BadInput
 
 
 class Teacher:
-    """The target's law at places [B, s, V], computed when first needed; steps share `whole`'s."""
+    """The target's probabilities at places [B, s, V], made when first needed; steps share
+    `whole`'s."""
 
     def __init__(self, logits: Tensor, whole: Teacher | None = None, start: int = 0) -> None:
         self.logits, self.whole, self.start = logits, whole, start
@@ -42,7 +43,8 @@ class Teacher:
 
 
 Objective = Callable[[Tensor, Tensor, Teacher | None], Tensor]
-"""From draft logits [B, s, V], labels [B, s] and the target's law to a loss per place [B, s]."""
+"""From draft logits [B, s, V], labels [B, s] and the target's probabilities to a loss per place
+[B, s]."""
 
 
 def cross_entropy(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
@@ -87,7 +89,7 @@ def head_loss(
     """The sum over steps of decay^(i + 1) times the mean loss over the tokens that count."""
     total = features.hidden.new_zeros((), dtype=torch.float32)
     logits, tokens, counted = features.logits, _known(head, features, vocabulary), features.weights
-    if head.token_map is not None:                          # of what it cannot say it learns nothing
+    if head.token_map is not None:          # of what it cannot say it learns nothing
         counted = torch.where(tokens >= 0, counted, 0)
         logits = logits[..., head.token_map] if logits is not None else None
     whole = Teacher(logits[:, 1:-1].float()) if logits is not None else None
@@ -164,7 +166,8 @@ def _known(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tenso
 def _required(target: Teacher | None) -> Teacher:
     if target is None:
         raise BadInput(
-            "this objective compares with the target's law; give features with logits, or use ce"
+            "this objective compares with the target's distribution; give features with logits, or "
+            "use ce"
         )
     return target
 

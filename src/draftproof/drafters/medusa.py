@@ -39,8 +39,9 @@ class MedusaConfig:
 
     num_layers: residual blocks per head. vocab_size: tokens the ids refer to. share_lm_head:
     project with the target's own table. draft_vocab_size: how many tokens they know, if not all:
-    so many rows of that table, or of each own projection. base_model: the target trained for. tree: the calibrated tree, rank paths in order
-    of addition, or None. pairs: how many bigrams were counted.
+    so many rows of that table, or of each own projection. base_model: the target trained for.
+    tree: the calibrated tree, rank paths in order of addition, or None. pairs: how many bigrams
+    were counted.
     """
 
     num_heads: int

@@ -111,7 +111,8 @@ class _Run:
             common = self.train.commonest(self.config.draft_vocab)
             self.head.limit_vocabulary(common, self.target)
             share = self.held_out.share_of(common)
-            self.callback.note(f"{len(common):,} tokens are drafted: {share:.1%} of the held-out text")
+            known = f"{len(common):,} tokens are drafted"
+            self.callback.note(f"{known}: {share:.1%} of the held-out text")
         self.settings["rows"], self.documents = self.train.digest, sum(map(len, parts))
         self.callback.note(f"{len(self.train):,} rows, {self.train.loss_tokens:,} tokens to learn; "
                            f"{len(self.held_out):,} rows held out")
