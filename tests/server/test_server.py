@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 from asking import KEY, PROMPTS, alone
 
 JSON = {"Content-Type": "application/json"}
+ROOT = Path(__file__).parents[2]
 
 
 def test_many_requests_at_once_have_the_texts_they_have_alone(
@@ -227,3 +230,19 @@ def test_sigterm_lets_what_runs_finish_and_ends_with_zero() -> None:
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] > 100
         assert process.wait(30) == 0
+
+
+def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 30, "temperature": 0}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    told = http.get("/metrics").text
+    names = set(re.findall(r"^((?:vllm|draftproof):\w+)\{([^}]*)\}", told, re.M))
+    known = {name: set(re.findall(r'(\w+)="', labels)) for name, labels in sorted(names)}
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    asked = [one["expr"] for panel in dashboard["panels"] for one in panel["targets"]]
+    assert len(asked) > 10
+    for expression in asked:
+        used = re.findall(r"((?:vllm|draftproof):\w+)\{(\w+)=~", expression)
+        assert used and all(label in known[name] for name, label in used)
+        grouped = re.findall(r"by \((\w+)\)", expression)
+        assert all(any(label in known[name] for name, _ in used) for label in grouped)

@@ -25,6 +25,7 @@ from draftproof.engine.prompts import Prompt
 from draftproof.engine.rows import prompt_of, refuse_unhonoured, sampling_of
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
+from draftproof.server import schema
 from draftproof.server.answer import Answer, Service, Wish, problem
 from draftproof.server.grammar import Grammars, response_rule
 from draftproof.server.metrics import Metrics
@@ -64,9 +65,9 @@ class Server:
         app.add_middleware(Guard, key=self.key)         # an HTTP one would copy what is streamed
         app.exception_handler(DraftproofError)(_refusal)
         app.exception_handler(RequestValidationError)(_misread)
-        app.post("/v1/completions")(self.completions)
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/tokenize")(self.tokenize)
+        app.post("/v1/completions", openapi_extra=schema.COMPLETION)(self.completions)
+        app.post("/v1/chat/completions", openapi_extra=schema.CHAT)(self.chat)
+        app.post("/tokenize", openapi_extra=schema.TOKENIZE)(self.tokenize)
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
