@@ -44,7 +44,7 @@ def requests(count: int, tokens: int, greedy: bool, streamed: float) -> list[dic
 
 
 async def ask(line: tuple[Any, Any], body: dict[str, Any]) -> Done:
-    """Over a connection that is kept: a client that takes little of the machine."""
+    """Over a connection of its own: a client that takes little of the machine."""
     reader, writer = line
     sent, began, times, text, tokens = json.dumps(body), time.perf_counter(), list[float](), "", 0
     writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json"
@@ -77,11 +77,11 @@ async def load(url: str, bodies: list[dict[str, Any]], at_once: int) -> tuple[fl
     left, done = list(enumerate(bodies))[::-1], dict[int, Done]()
 
     async def work() -> None:
-        line = await asyncio.open_connection(host, int(port), limit=1 << 24)
         while left:
             place, body = left.pop()
+            line = await asyncio.open_connection(host, int(port), limit=1 << 24)
             done[place] = await ask(line, body)
-        line[1].close()
+            line[1].close()
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(at_once)))

@@ -133,6 +133,8 @@ SAID = [
     (0, f"<tool_call>\n{CALL}", "", 1),
     (0, "<tool_call>\nno JSON\n</tool_call> so", "<tool_call>\nno JSON\n</tool_call> so", 0),
     (0, "a <tool_call>{", "a <tool_call>{", 0),
+    (0, f"{CALL}\n{CALL}", "", 2),
+    (0, '{"name": "no call"}', '{"name": "no call"}', 0),
     (1, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
     (1, "[a list]", "[a list]", 0),
     (2, CALL.replace("arguments", "parameters"), "", 1),

@@ -185,12 +185,13 @@ def test_whoever_leaves_frees_a_row_and_a_full_queue_says_so(server: Any) -> Non
     assert not server.scheduler.running and not server.scheduler.waiting
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, IndexError, AssertionError])
 def test_a_round_that_fails_fails_those_in_it_and_no_others(
-    server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         monkeypatch.undo()
-        raise RuntimeError("[enforce fail] can't allocate memory")
+        raise kind("[enforce fail] can't allocate memory")
 
     asked: dict[str, Any] = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 5,
                              "temperature": 0}

@@ -100,10 +100,8 @@ class Prompts:
         if reading is not None:
             pairs = zip(prompts, self._known, strict=True)
             rests = [prompt[known:] for prompt, known in pairs]
-            self._observe_known(first, prompts)
-            return self._commit(first, rests, reading)
+            return self._commit(first, rests, reading, prompts)
         rests = self._rests(view, prompts)
-        self._observe_known(first, prompts)
         start, longest, before = 0, max(map(len, rests)), max(self._known)
         while start < longest:
             view.bound(self.cache.capacity if self.shapes.closed else before + start)
@@ -115,7 +113,7 @@ class Prompts:
             reading = self.target.read(
                 tree, view, last_only=alone, hidden_layers=self._hidden_layers
             )
-            logits = self._commit(first, texts, reading)
+            logits = self._commit(first, texts, reading, () if start > width else prompts)
         if longest > SHORT:
             self.remember(view, prompts[0], len(prompts[0]))
         if self.prompt_cache is not None:
@@ -151,29 +149,31 @@ class Prompts:
             view.reach(max(self._known))
         return [prompt[known:] for prompt, known in zip(prompts, self._known, strict=True)]
 
-    def _observe_known(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
-        """Tell the drafter of what was not read. Of hidden states it needs the last one alone,
-        which comes with the rest."""
-        device, layers = self.cache.lengths.device, len(self._hidden_layers)
-        for place, (prompt, known) in enumerate(zip(prompts, self._known, strict=True)):
-            if not known:
-                continue
-            tokens = torch.tensor([prompt[:known]], device=device)
-            nodes, count = torch.arange(known, device=device)[None], torch.tensor([known])
-            hidden = None
-            if layers:
-                nothing = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=device)
-                hidden = nothing.expand(1, known, layers, self.target.hidden_size)
-            commit = Commit([first + place], tokens, nodes, count.to(device), hidden)
-            self.drafter.observe(commit)
+    def _observe_known(self, row: int, tokens: Sequence[int]) -> None:
+        """Tell the drafter of what was not read of a row's prompt. Of hidden states it needs the
+        last one alone, which comes with the rest."""
+        device, layers, known = self.cache.lengths.device, len(self._hidden_layers), len(tokens)
+        nodes, count = torch.arange(known, device=device)[None], torch.tensor([known])
+        hidden = None
+        if layers:
+            nothing = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=device)
+            hidden = nothing.expand(1, known, layers, self.target.hidden_size)
+        text = torch.tensor([tokens], device=device)
+        self.drafter.observe(Commit([row], text, nodes, count.to(device), hidden))
 
-    def _commit(self, first: int, texts: Sequence[Sequence[int]], reading: Reading) -> Tensor:
+    def _commit(
+        self, first: int, texts: Sequence[Sequence[int]], reading: Reading,
+        prompts: Sequence[Sequence[int]],
+    ) -> Tensor:  # fmt: skip
         """Commit parts of prompts that were read into the rows from `first` on; return the logits
-        at their ends, [b, 1, V]."""
+        at their ends, [b, 1, V]. prompts: of which the drafter hears what was known; row by row, as
+        rows begin."""
         logits, device = reading.logits, self.cache.lengths.device
         count = torch.tensor([len(text) for text in texts], device=device)
         self._nest(first, len(texts)).keep(None, count)
         for place, text in enumerate(texts):
+            if prompts and (known := self._known[place]):
+                self._observe_known(first + place, prompts[place][:known])
             own, deep = slice(place, place + 1), self.shapes.chunk(len(text))
             chain = TokenTree.chain(self._padded([text], deep))
             nodes = torch.arange(deep, device=device)[None]

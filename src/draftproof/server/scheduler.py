@@ -76,7 +76,7 @@ class Lane:
             if self.decoder is None:
                 self.decoder = self.engine.decoder(self.rows, self.length)
             self._round(self.decoder, lock)
-        except (DraftproofError, RuntimeError, MemoryError) as error:   # out of memory: Runtime
+        except Exception as error:                      # whatever it is, others are served
             if self.decoder is None:                                    # there is no room for it
                 self.running += [self.waiting.popleft()]
             for row in (row for one in self.running for row in one.rows):

@@ -141,7 +141,9 @@ class CallReader:
     def push(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
         """The text that is certain to be none of a call, and the calls that are complete."""
         self._held += text
-        said, calls = self._parted(last) if self.form.end else self._whole(last)
+        bare = not (self._said or self._open or self.calls) and self._held.lstrip()[:1] == "{"
+        whole = bare or not self.form.end                       # small models forget the marks
+        said, calls = self._whole(last) if whole else self._parted(last)
         self.calls += len(calls)
         self._said = self._said or bool(said)
         return said, calls
