@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -32,6 +32,8 @@ from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Scheduler
 from draftproof.server.tools import Tools, messages_of
 
+Sent = Annotated[dict[str, Any], Body()]
+"""A JSON object."""
 BODY = 8 << 20
 """Bytes of a request."""
 OWN = ("response_format", "tools", "tool_choice")
@@ -74,7 +76,7 @@ class Server:
         app.get("/", response_class=HTMLResponse)(self.page)
         return app
 
-    async def completions(self, request: Request, body: dict[str, Any] = Body()) -> Response:  # noqa: B008
+    async def completions(self, request: Request, body: Sent) -> Response:
         """OpenAI's text completions."""
         given = body.get("prompt")
         parts = [given]
@@ -84,14 +86,14 @@ class Server:
         wish = Wish(False, **_own_wishes(body))
         return await self._answer(request, body, [prompt_of(one, False) for one in prompts], wish)
 
-    async def chat(self, request: Request, body: dict[str, Any] = Body()) -> Response:  # noqa: B008
+    async def chat(self, request: Request, body: Sent) -> Response:
         """OpenAI's chat completions."""
         prompt, tools = await run_in_threadpool(self._chat, body)
         form = tools.form if tools else None
         wish = Wish(True, form=form, **_own_wishes(body))
         return await self._answer(request, body, [prompt], wish, tools)
 
-    async def tokenize(self, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
+    async def tokenize(self, body: Sent) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
         if "messages" in body:
             tokens, _ = await run_in_threadpool(self._chat, body)

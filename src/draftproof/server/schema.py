@@ -1,4 +1,4 @@
-"""What requests may hold, for the OpenAPI description; what they hold is checked where it is read."""
+"""What requests may hold, for the OpenAPI description; it is checked where it is read."""
 
 from __future__ import annotations
 
