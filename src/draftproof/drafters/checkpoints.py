@@ -208,7 +208,7 @@ def _token_map(ids: Tensor | None, rows: int, vocabulary: Vocabulary) -> Tensor 
     least, most, known = int(ids.min()), int(ids.max()), vocabulary.vocab_size
     if len(ids) > rows or most >= known or least < 0:
         raise DrafterMismatch(
-            f"the Medusa heads map {rows} rows to {len(ids)} tokens up to {most}, "
+            f"the draft heads map {rows} rows to {len(ids)} tokens up to {most}, "
             f"{vocabulary.name} has {known}; use heads trained for this target"
         )
     return ids.to(torch.int64)
