@@ -262,8 +262,8 @@ def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
         noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching,
         append_tokens,
         prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
-        beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle, learn_pairs,
-        likely_successors, judge,
+        beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle,
+        learn_pairs, likely_successors, judge,
         merge_trees, well_formed,
     ]  # fmt: skip
     assert {function.__name__ for function in torch_functions} == CPU._own.keys()

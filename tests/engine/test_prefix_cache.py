@@ -45,7 +45,7 @@ def test_a_conversation_is_the_same_and_read_once(
     options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn is the last one's text with more behind it; then several side by side."""
-    with_it, without = (dp.load("demo", budget=5, **options) for _ in range(2))  # type: ignore[arg-type]
+    with_it, without = (dp.load("demo", budget=5, **options) for _ in range(2))
     with_it.prefixes = PrefixCache(64 << 20)
     sampling = dp.Sampling(temperature=0.8, seed=3, logprobs=True)
     since, text = counted(with_it.target, monkeypatch), with_it.codec.encode(LONG)
@@ -92,7 +92,8 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     engine.generate(texts[0], max_new_tokens=2)
     each = engine.prefixes.nbytes
     engine.prefixes = cache = PrefixCache(2 * each + each // 2)
-    for text in (*texts[:2], texts[0], texts[2]):                   # the second was not used longest
+    # the second was not used longest
+    for text in (*texts[:2], texts[0], texts[2]):
         engine.generate(text, max_new_tokens=2)
         assert 0 < cache.nbytes <= cache.limit
     assert [cache.length(text, 1) > 50 for text in texts] == [True, False, True, False]

@@ -48,7 +48,8 @@ def test_ids_come_as_from_transformers(n: int) -> None:
 
 
 def test_the_loop_is_free_while_text_comes() -> None:
-    """Also under several streams, whose texts are those of `stream`; no round runs in its thread."""
+    """Also under several streams, whose texts are those of `stream`; no round runs in its
+    thread."""
     one, asked, home = engine(), prompts(3, seed=1), threading.get_ident()
     wanted = [one.generate([text], max_new_tokens=40)[0].tokens for text in asked]
     steps, within = one.decoder, set[int]()

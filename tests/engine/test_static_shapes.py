@@ -196,8 +196,8 @@ def test_wishes_pass_the_emulation() -> None:
     """Penalties, forbidden words and a minimum length copy nothing to the device in a round, and
     write through no view."""
     wish = Sampling(
-        temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
-        no_repeat_ngram=3, logit_bias={3: 1.0}, banned_words=([1, 2], [4]),
+        temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.1, no_repeat_ngram=3, logit_bias={3: 1.0}, banned_words=([1, 2], [4]),
         min_new_tokens=3, stop_tokens=(5,), logprobs=True,
     )  # fmt: skip
     assert (

@@ -97,8 +97,9 @@ def test_an_evaluation_of_lm_eval_gives_its_own_answers(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, lines)))
     found = [
         lm_eval.simple_evaluate(
-            name, model_args={"pretrained": str(draftproof.embedded("demo")), "dtype": "float32", "device": "cpu"},
-            tasks=[task], batch_size=2, log_samples=True, bootstrap_iters=0,
+            name, tasks=[task], batch_size=2, log_samples=True, bootstrap_iters=0,
+            model_args={"pretrained": str(draftproof.embedded("demo")), "dtype": "float32",
+                        "device": "cpu"},
         )["samples"]["stories"]
         for name in ("hf", "draftproof")
     ]  # fmt: skip

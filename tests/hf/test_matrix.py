@@ -70,7 +70,9 @@ def test_a_stop_string_inside_a_round_leaves_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("ends", [None, 38])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_criterion_may_keep_state_and_look_at_the_whole_batch(rows: int, ends: int | None) -> None:
+def test_a_criterion_may_keep_state_and_look_at_the_whole_batch(
+    rows: int, ends: int | None
+) -> None:
     """Asked once per token about all rows, as lm-eval's, which says "all have been done once"."""
     class AllSaid:
         def __init__(self) -> None:
@@ -148,7 +150,9 @@ def test_a_cache_of_the_same_text_may_be_handed_in(family: str, rows: int) -> No
     with pytest.raises(BadInput, match="past_key_values of another text"):
         own.generate(other, attention_mask=mask, past_key_values=first.past_key_values, **how)
     with pytest.raises(BadInput, match="past_key_values"):
-        own.generate(more[:, -2:], attention_mask=mask, past_key_values=first.past_key_values, **how)
+        own.generate(
+            more[:, -2:], attention_mask=mask, past_key_values=first.past_key_values, **how
+        )
 
 
 def test_a_model_in_training_is_read_without_dropout_and_trains_on() -> None:

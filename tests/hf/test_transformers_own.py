@@ -48,7 +48,8 @@ def test_outputs_have_their_types_lengths_and_shapes(family: str, drawn: dict[st
         assert torch.equal(out.sequences[:, : prompt.shape[1]],
                            prompt.repeat_interleave(rows // 2, 0))  # fmt: skip
         for steps in (out.scores, out.logits):
-            assert len(steps) == NEW and {one.shape for one in steps} == {(rows, own.config.vocab_size)}
+            assert len(steps) == NEW
+            assert {one.shape for one in steps} == {(rows, own.config.vocab_size)}
             assert {one.dtype for one in steps} == {torch.float32}
     seeds = []
     for seed in (1, 1):

@@ -1,11 +1,30 @@
-"""What the engine hands out: completions, and chunks of a stream."""
+"""What a call may ask for, and what the engine hands out: completions, and chunks of a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
+from draftproof.core.params import Sampling
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
+
+Wanted = Sampling | Sequence[Sampling] | None
+
+
+class Options(TypedDict, total=False):
+    """What a call may ask for.
+
+    sampling: one for all or one per prompt; None takes the model's own generation defaults.
+    n: samples of each prompt; sample i is the same whatever `n` is. batch_size: rows at a time
+    (default: all, up to 8).
+    """
+
+    max_new_tokens: int | None
+    sampling: Wanted
+    n: int
+    batch_size: int | None
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ class EngineConfig:
     assistant_model: str | Path | PreTrainedModel | None = _drafting(
         None, "Draft with this smaller model: demo-draft, folder, hub id.", "MODEL")
     drafter: str | Path | Drafter | None = _drafting(
-        None, "portfolio (default), prompt-lookup, suffix, recycling, none, mtp (of the model's own "
-        "checkpoint), medusa, redrafter, self-int8, self-layers:N, a folder (heads, EAGLE-3, DFlash); "
-        "several as one: medusa+suffix.", "NAME")
+        None, "portfolio (default), prompt-lookup, suffix, recycling, none, mtp (of the model's "
+        "own checkpoint), medusa, redrafter, self-int8, self-layers:N, a folder (heads, EAGLE-3, "
+        "DFlash); several as one: medusa+suffix.", "NAME")
     budget: int | Budget | None = _drafting(
         None, "Draft K tokens in every round; without it, as many as pay.", "K",
         flags=("--num-assistant-tokens",), type=int | None)

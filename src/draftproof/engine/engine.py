@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from threading import RLock
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from draftproof.engine.batch import Request
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.completion import Chunk as Chunk
 from draftproof.engine.completion import Completion as Completion
+from draftproof.engine.completion import Options, Wanted
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.prompts import Prompt as Prompt
@@ -44,23 +46,6 @@ ROWS = 8
 
 if hasattr(os, "register_at_fork"):     # a forked process lacks the threads OpenMP would wait for
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
-
-Wanted = Sampling | Sequence[Sampling] | None
-
-
-class Options(TypedDict, total=False):
-    """What a call may ask for.
-
-    sampling: one for all or one per prompt; None takes the model's own generation defaults.
-    n: samples of each prompt; sample i is the same whatever `n` is. batch_size: rows at a time
-    (default: all, up to 8).
-    """
-
-    max_new_tokens: int | None
-    sampling: Wanted
-    n: int
-    batch_size: int | None
 
 
 class Engine:
@@ -211,7 +196,8 @@ class Engine:
         )
         chunks = await asyncio.wrap_future(begin)
         try:
-            while (chunk := await loop.run_in_executor(self._thread, next, chunks, None)) is not None:
+            step = partial(loop.run_in_executor, self._thread, next, chunks, None)
+            while (chunk := await step()) is not None:
                 yield chunk
         finally:
             self._thread.submit(chunks.close)

@@ -34,7 +34,9 @@ def refuse(
         asked.append("cache_implementation='quantized'")
     if synced:
         asked.append("synced_gpus")
-    asked += [name for name in model_kwargs if name not in READ_HERE and model_kwargs[name] is not None]
+    asked += [
+        name for name in model_kwargs if name not in READ_HERE and model_kwargs[name] is not None
+    ]
     types = model_kwargs.get("token_type_ids")
     if types is not None and bool((types != 0).any()):
         asked.append("token_type_ids")

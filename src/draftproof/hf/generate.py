@@ -1,4 +1,4 @@
-"""``model.generate(**inputs, custom_generate=draftproof.generate)``: transformers' call, our decoding.
+"""``model.generate(**inputs, custom_generate=draftproof.generate)``: their call, our decoding.
 
 transformers prepares everything (logits processors, stopping criteria, lengths, left padding) and
 calls a function of this form in place of its own loop. Whatever it prepared is honoured, token by
@@ -171,8 +171,8 @@ def _sampling(
         kind = order[: order.index(type(rest[-1])) + 1].pop()
         order = order[: order.index(kind)]
         name, one = WARPERS[kind], rest.pop()
-        keeps, fills = getattr(one, "min_tokens_to_keep", 1), getattr(one, "filter_value", -torch.inf)
-        if keeps > 1 or fills != -torch.inf:
+        fills = getattr(one, "filter_value", -torch.inf)
+        if getattr(one, "min_tokens_to_keep", 1) > 1 or fills != -torch.inf:
             rest.append(one)
             break
         options[name] = getattr(one, name)
@@ -203,7 +203,8 @@ class _Processor:
 
 
 def _engine(
-    model: Any, assistant: Any, drafter: Any, budget: int | None, acceptance: str | None, config: Any
+    model: Any, assistant: Any, drafter: Any, budget: int | None, acceptance: str | None,
+    config: Any,
 ) -> Engine:
     """The engine of this model and drafter; kept with the model."""
     if assistant is not None and drafter is not None:
