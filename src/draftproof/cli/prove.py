@@ -50,6 +50,9 @@ Parts = Annotated[
 JsonFile = Annotated[Path | None, _file("--json", "The report, for machines.")]
 HtmlFile = Annotated[Path | None, _file("--html", "The certificate, one page.")]
 MarkdownFile = Annotated[Path | None, _file("--markdown", "The certificate, in Markdown.")]
+ModelsFile = Annotated[
+    Path | None, _file("--models", "Write the lists of architectures in this page anew.")
+]
 SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the random numbers start.")]
 
 
@@ -63,10 +66,11 @@ NAMES = (
 def prove(
     model: Model = None, quick: Quick = False, section: Parts = None, seed: SeedOf = 0,
     json_: JsonFile = None, html: HtmlFile = None, markdown: MarkdownFile = None,
+    models: ModelsFile = None,
     *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
-    for file in (json_, html, markdown):
+    for file in (json_, html, markdown, models):
         if file is not None and not file.absolute().parent.is_dir():
             folder = file.absolute().parent
             raise BadInput(f"there is no folder {folder} for {file.name}; make it first")
@@ -78,6 +82,12 @@ def prove(
     for file, page in pages:
         if file is not None:
             file.write_text(page(), encoding="utf-8")
+    if models is not None:
+        from draftproof.verify.architectures import write_lists
+
+        for one in found.sections:
+            if one.name == "architectures":
+                write_lists(one, models)
     if not found.passed:
         raise typer.Exit(1)
 

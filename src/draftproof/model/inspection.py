@@ -111,10 +111,15 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
     on_chain = chain.error(target)
     on_tree = tree.error(target) if not target.has_states else float("inf")
     if not on_chain <= 6 * tolerance:
+        name = type(model).__name__
+        if getattr(model.config, "is_decoder", True) is False and not model._is_stateful:
+            raise UnsupportedModel(
+                f"{name} may look at later tokens (is_decoder is false in its config), so it cannot "
+                "write; set that to true if it was trained to write, or choose another model"
+            )
         raise UnsupportedModel(
-            f"{type(model).__name__} gives other logits when read through a cache with explicit "
-            "positions and a four-dimensional mask than on its own (ALiBi models do, and some that "
-            "quantise activations); it cannot be run exactly, choose another"
+            f"{name} places tokens, or masks them, by what its own cache holds, or quantises what "
+            "is read together: drafts cannot be read exactly; run it with transformers' generate"
         )
     if target.has_states:
         check_states(target)

@@ -96,7 +96,11 @@ def context_of(config: Any) -> int:
 def layout_of(model: PreTrainedModel) -> Layout:
     """What the model stores per layer, learnt from one forward with transformers' own cache."""
     _check_runnable(model)
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    try:
+        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=model.config)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise _not_run(model, error) from error
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
         raise UnsupportedModel(
@@ -105,7 +109,6 @@ def layout_of(model: PreTrainedModel) -> Layout:
         )
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-    cache = DynamicCache(config=model.config)
     logits = _first_logits(model, cache, cache_name)
     _check_cache(type(model).__name__, cache)
     windows: dict[str, int | None] = {}
@@ -146,9 +149,7 @@ def _first_logits(model: PreTrainedModel, cache: DynamicCache, cache_name: str) 
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         out = model(input_ids=ids, use_cache=True, **{cache_name: cache})
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise UnsupportedModel(
-            f"{name} does not run as a causal language model with a KV cache: {first_line(error)}"
-        ) from error
+        raise _not_run(model, error) from error
     logits = getattr(out, "logits", None)
     if logits is None or logits.dim() != 3:
         raise UnsupportedModel(
@@ -160,6 +161,13 @@ def _first_logits(model: PreTrainedModel, cache: DynamicCache, cache_name: str) 
             "dtype small"
         )
     return logits
+
+
+def _not_run(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(model).__name__} does not run as a causal language model with transformers' cache "
+        f"({first_line(error)}); run it as its model card says"
+    )
 
 
 def _check_cache(name: str, cache: DynamicCache) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GgufConfig,
+)
 from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -69,7 +76,7 @@ def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
     sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode. dtype None: the checkpoint's own, or float32 where bfloat16
+    """A causal LM in evaluation mode, of an image-text model what reads text. dtype None: the checkpoint's own, or float32 where bfloat16
     is not native. Weights that the checkpoint lacks are an error, those that go unused a warning.
 
     sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it
@@ -84,7 +91,7 @@ def load_model(
             )
         folder, options = _source(name, trust_remote_code)
         config = AutoConfig.from_pretrained(folder, **options)
-        _check_config(name, config)
+        kind = _kind_of(name, config)
         wanted = _dtype(dtype) or "auto"
         place = Device.found(device)
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
@@ -97,10 +104,12 @@ def load_model(
             options |= {"device_map": {"": str(where)}} if _is_installed("accelerate") else {}
         if sharding is not None:
             options = options | {"distributed_config": sharding, "device_map": None}
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        loaded, report = kind.from_pretrained(
             folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     _check_report(name, type(loaded).__name__, report)
+    if sharding is None:
+        _drop_towers(loaded)
     if "gguf_file" in options:
         vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
         vars(loaded.config).pop("quantization_config", None)
@@ -158,18 +167,32 @@ def _source(name: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
     return str(Path(name).parent), {**options, "gguf_file": Path(name).name}
 
 
-def _check_config(name: str, config: Any) -> None:
-    """Refuse what is no causal language model."""
+def _kind_of(name: str, config: Any) -> Any:
+    """What loads a model of this configuration; refuses what writes no text."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
         )
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
-        raise UnsupportedModel(
-            f"{name} is a {config.model_type} model; transformers has no causal language model "
-            "for it"
-        )
+    if type(config) in AutoModelForCausalLM._model_mapping or own_code:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    raise UnsupportedModel(
+        f"{name} is a {config.model_type} model; transformers has no causal language model for it"
+    )
+
+
+def _drop_towers(model: PreTrainedModel) -> None:
+    """Leave out what a model sees and hears with: it reads text, and need not be moved or held."""
+    decoder = model.get_decoder()
+    towers = [
+        (parent, name) for parent in list(model.modules()) for name, child in parent.named_children()
+        if isinstance(child, PreTrainedModel) and decoder is not child
+        and decoder not in child.modules() and child not in decoder.modules()
+    ]
+    for parent, name in towers:
+        setattr(parent, name, nn.Module())
 
 
 def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.context = context_of(config)
-        self.hidden_size: int = config.hidden_size
+        self.hidden_size = int(getattr(config, "hidden_size", 0))
         self._scaling = LogitScaling.of(config)         # a config is slow to ask
         self.kv_cache = kv_cache
         self.quantization: Quantization | None = None    # what it cost, and saved

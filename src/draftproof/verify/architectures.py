@@ -3,15 +3,16 @@ random, run exactly or refused. Whole texts are compared, longer than any window
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from draftproof.core.messages import Frontier
@@ -22,34 +23,8 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, failed, silent
+from draftproof.verify.small_models import VOCAB, tiny, variants
 
-VOCAB, CONTEXT, WINDOW, HEADS = 128, 256, 16, 4
-SMALL: dict[str, Any] = {
-    "vocab_size vocab_size_per_layer_input": VOCAB,
-    "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim": 32,
-    "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim": 64,
-    "moe_intermediate_size shared_expert_intermediate_size": 32,
-    "num_hidden_layers n_layer num_layers decoder_layers": 4,
-    "num_attention_heads n_head num_heads decoder_attention_heads": HEADS,
-    "num_key_value_heads num_kv_heads encoder_layers encoder_attention_heads": 2,
-    "max_position_embeddings n_positions n_ctx max_sequence_length max_seq_len": CONTEXT,
-    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-    "num_experts_per_tok moe_topk": 2,
-    "n_group topk_group bos_token_id decoder_start_token_id": 1,
-    "q_lora_rank kv_lora_rank": 16,
-    "head_dim swa_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim": 8,
-    "pad_token_id eos_token_id": None,
-    "sliding_window": WINDOW, "initializer_range": 0.3, "tie_word_embeddings": False,
-}
-SIZES = {name: size for names, size in SMALL.items() for name in names.split()}
-"""What configurations call their sizes, whichever family they are of, and the small sizes here."""
-OF_ONE: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "hrm_text": {"initializer_range": 0.1},     # reads its layers repeatedly: rounding would grow
-    "moshi": {"sliding_window": CONTEXT},       # its cache crops what its forward sees
-}
-LARGE = 3e7
-"""Parameters that a model is not made with."""
 QUICK = (
     "bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3",
     "qwen3_moe",
@@ -57,14 +32,22 @@ QUICK = (
 PROMPTS, NEW_TOKENS = (24, 3, 9), 24
 
 
+LISTS = "## By type in `config.json`"
+"""The heading in docs/models.md behind which everything is written by `listed`."""
+
+
 class Kind(StrEnum):
-    """What came of an architecture: none may be broken; some find no small configuration."""
+    """What came of an architecture, the worst last: none may be broken; some find no small
+    configuration."""
 
     exact = "exact"
     chains = "exact, chains alone"
     refused = "refused"
-    broken = "broken"
     unmade = "not made"
+    broken = "broken"
+
+
+WORDS = {Kind.exact: "Trees", Kind.chains: "Chains"}
 
 
 class Finding(NamedTuple):
@@ -102,6 +85,37 @@ def prove_architectures(
     return Section("architectures", verdict, figures, failures)
 
 
+def write_lists(section: Section, page: Path) -> None:
+    """Write the lists of docs/models.md anew, behind their heading."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    page.write_text(text.partition(LISTS)[0] + listed(section), encoding="utf-8")
+
+
+def listed(section: Section) -> str:
+    """What the section found, type by type, in Markdown: the end of docs/models.md."""
+    found, lines = section.figures, [LISTS]
+    for kind, words in WORDS.items():
+        if found[kind]:
+            names = found[kind] if isinstance(found[kind], str) else ", ".join(sorted(found[kind]))
+            lines.append(f"**{words}**: {names}.")
+    for kind in (Kind.refused, Kind.unmade):
+        reasons: dict[str, list[str]] = {}
+        for name, why in sorted(found[kind].items()):
+            reasons.setdefault(_without_name(why), []).append(name)
+        title = "Refused, with this sentence" if kind is Kind.refused else "Not made so small"
+        if not reasons:
+            continue
+        lines += [f"**{title}**:", "\n".join(
+            f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items())
+        )]
+    return "\n\n".join(lines) + "\n"
+
+
+def _without_name(why: str) -> str:
+    """A reason, of whichever class of model."""
+    return re.sub(r"^\w+(?:For\w+|Model\w*) ", "", " ".join(why.split()))
+
+
 def examine(name: str, around: Callable[[Target], Target] = lambda target: target) -> Finding:
     """Write with a tiny model of this type, plainly and with drafts; compare with its own words.
 
@@ -109,10 +123,21 @@ def examine(name: str, around: Callable[[Target], Target] = lambda target: targe
     """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    try:
+        found = [_examined(name, own, around) for own in variants(name)]
+        return max(found, key=lambda one: list(Kind).index(one.kind))
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _examined(
+    name: str, own: Mapping[str, Any], around: Callable[[Target], Target]
+) -> Finding:
+    """What came of one of its variants."""
     loaded = False
     try:
         try:
-            model = tiny(name)
+            model = tiny(name, own)
         except Exception as error:                  # a configuration that wants other sizes
             return Finding(name, Kind.unmade, failed(error))
         target = around(Target(model))
@@ -124,40 +149,6 @@ def examine(name: str, around: Callable[[Target], Target] = lambda target: targe
         return Finding(name, Kind.broken if loaded else Kind.refused, str(error))
     except Exception as error:
         return Finding(name, Kind.broken, failed(error))
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-def tiny(name: str) -> PreTrainedModel:
-    """A random model of this type, in float32. Raises whatever its configuration raises."""
-    mapping = AutoModelForCausalLM._model_mapping
-    config = _config(next(one for one in mapping if one.model_type == name), OF_ONE.get(name, {}))
-    with torch.device("meta"):
-        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
-    if size > LARGE:
-        raise ValueError(f"it has {size} parameters, however small its configuration is")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model: PreTrainedModel = made.eval()
-    model.generation_config = GenerationConfig()
-    return model
-
-
-def _config(kind: Any, own: dict[str, Any]) -> Any:
-    """A small configuration: by all of `SIZES` that this kind knows, or all but one."""
-    usual = kind()
-    known = {*usual.to_dict(), *kind.attribute_map, *inspect.signature(kind.__init__).parameters}
-    sizes = {key: size for key, size in SIZES.items() if key in known or hasattr(usual, key)} | own
-    if hasattr(usual, "kv_lora_rank"):              # compressed keys have as many heads as queries
-        sizes["num_key_value_heads"] = HEADS
-    errors: list[Exception] = []
-    for unwanted in (None, *sizes):
-        try:
-            return kind(**{key: value for key, value in sizes.items() if key != unwanted})
-        except Exception as raised:                 # validators of all kinds
-            errors.append(raised)
-    raise errors[0]
 
 
 class _Knows(Drafter):

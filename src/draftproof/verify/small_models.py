@@ -1,0 +1,164 @@
+"""A tiny random model of any type, with every kind of layer that its published checkpoints have and
+every threshold on length so small that a short text crosses it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+VOCAB, CONTEXT, WINDOW, HEADS, LAYERS = 128, 256, 16, 4, 4
+SMALL: dict[str, Any] = {
+    "vocab_size vocab_size_per_layer_input": VOCAB,
+    "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim embed_dim": 32,
+    "out_hidden_size hidden_size_per_layer_input moe_intermediate_size expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim": 64,
+    "mlp_dim shared_intermediate_size intermediate_size_mlp mamba_d_ssm": 64,
+    "num_hidden_layers n_layer num_layers n_layers decoder_layers": LAYERS,
+    "num_attention_heads n_head num_heads n_heads decoder_attention_heads": HEADS,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
+    "linear_num_value_heads time_step_rank mamba_dt_rank": 4,
+    "num_key_value_heads num_kv_heads encoder_attention_heads num_global_key_value_heads": 2,
+    "depth encoder_layers num_encoder_layers num_experts_per_tok moe_topk": 2,
+    "linear_num_key_heads altup_num_inputs": 2, "index_n_heads": 32,     # fewer scores tie at zero
+    "n_group topk_group bos_token_id decoder_start_token_id first_k_dense_replace": 1,
+    "mamba_n_groups n_groups mamba_ngroups num_dense_layers num_mem_blocks": 1,
+    "max_position_embeddings n_positions n_ctx max_sequence_length max_seq_len": CONTEXT,
+    "q_lora_rank kv_lora_rank image_size": 16,
+    "head_dim swa_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim patch_size": 8,
+    "global_head_dim index_head_dim linear_key_head_dim linear_value_head_dim laurel_rank": 8,
+    "mamba_d_state ssm_state_size state_size mamba_head_dim mamba_d_head mamba_headdim": 8,
+    "mamba_n_heads n_mamba_heads mamba_num_heads mamba_chunk_size chunk_size index_topk": 8,
+    "pad_token_id eos_token_id": None,
+    "sliding_window attention_chunk_size": WINDOW,
+    "initializer_range": 0.3, "tie_word_embeddings": False,
+}
+SIZES = {name: size for names, size in SMALL.items() for name in names.split()}
+"""What configurations call their sizes, whichever family they are of, and the small sizes here."""
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+WINDOWS = {"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
+STATES = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
+CONVOLUTIONS = {"layer_types": ["conv", "conv", FULL, "conv"]}
+SHARED = {"layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2}
+"""The last two layers take the keys of the first two."""
+GEMMA_3N = {**SHARED, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+DOTS_3 = {
+    "layer_types": [SLIDING, SLIDING, "indexed_attention", SLIDING], "n_shared_experts": 1,
+    "num_key_value_heads": HEADS, "swa_num_attention_heads": HEADS, "swa_head_dim": 16,
+    "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+    "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "shared_experts_intermediate_size": 32,
+}  # fmt: skip
+QWEN_4 = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+          "indexer_compress_ratio": 4}
+USED_WINDOWS = {**WINDOWS, "use_sliding_window": True, "max_window_layers": 0}
+ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
+            "xlm-roberta-xl")
+BERTS = ("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert",
+         "roc_bert", "roformer", "xmod")
+"""Encoders, which are causal only if they are made decoders."""
+
+OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
+    "bailing_hybrid": (STATES,),
+    "bamba": ({"attn_layer_indices": [2]},),
+    "blt": ({"encoder_hash_byte_group_vocab": 64},),
+    "cohere_compass_text": ({**WINDOWS, "rope_parameters": dict.fromkeys((FULL, SLIDING), ROPE)},),
+    "dbrx": ({"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+              "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},),
+    "dots1": ({**WINDOWS, "n_shared_experts": 1},),
+    "doge": ({"keep_window_size": CONTEXT},),       # its context; see `model.layout.context_of`
+    "dots3_note": ({"text_config": DOTS_3},),
+    "dots3_note_text": (DOTS_3,),
+    "emu3": ({"text_config": {"pad_token_id": 0}},),
+    "falcon": ({}, {"alibi": True}, {"new_decoder_architecture": True}),
+    "gemma3": ({"text_config": WINDOWS},),
+    "gemma3_text": (WINDOWS,),
+    "gemma3n_text": (GEMMA_3N,),
+    "gemma4": tuple({"text_config": {**own, "pad_token_id": 0}} for own in (SHARED, WINDOWS)),
+    "gemma4_unified": ({"text_config": {**WINDOWS, "pad_token_id": 0}},),
+    "gemma4_text": (SHARED, WINDOWS),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},),
+    "granitemoehybrid": ({"layer_types": ["mamba", "mamba", "attention", "mamba"]},),
+    "hrm_text": ({"initializer_range": 0.1},),      # reads its layers repeatedly: rounding grows
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1},),
+    "kimi_linear": (
+        {**STATES, "num_key_value_heads": HEADS, "linear_head_dim": 8, "linear_num_heads": 4},
+    ),
+    "kolibri1": (WINDOWS,),
+    "laguna": (WINDOWS,),
+    "lfm2": (CONVOLUTIONS,),
+    "lfm2_moe": (CONVOLUTIONS,),
+    "mamba2": ({"head_dim": 16},),
+    "mellum": (WINDOWS,),
+    "minimax_m3_vl_text": (
+        {"layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    ),
+    "ministral": (WINDOWS,),
+    "modernbert-decoder": ({"pad_token_id": 0},),
+    "moshi": ({"sliding_window": CONTEXT},),        # its cache crops what its forward sees
+    "musicgen": ({"decoder": {"pad_token_id": 0}},),
+    "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL, LINEAR]},),
+    "phi3": ({}, {"sliding_window": None}),
+    "qwen4_exp": ({"text_config": QWEN_4},),
+    "qwen4_exp_text": (QWEN_4,),
+    "qwen2": ({}, USED_WINDOWS),
+    "qwen2_moe": ({}, USED_WINDOWS),
+    "qwen3": ({}, USED_WINDOWS),
+    "reformer": ({"is_decoder": True, "axial_pos_embds": False},),
+    **{name: ({"pad_token_id": 1, "is_decoder": True},) for name in ROBERTAS},
+    **{name: ({"is_decoder": True},) for name in BERTS},
+    "smollm3": ({"no_rope_layers": [1, 1, 0, 1]},),
+    "zamba2": ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 2},),
+}  # fmt: skip
+"""What a type is made with beside `SIZES`: several, if its checkpoints differ in their layers."""
+LARGE = 3e7
+"""Parameters that a model is not made with."""
+
+
+def variants(name: str) -> tuple[dict[str, Any], ...]:
+    """The kinds of checkpoints that there are of a type, by what they are configured with."""
+    return OF_ONE.get(name, ({},))
+
+
+def tiny(name: str, own: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """A random model of this type, in float32; own: one of its variants, None for the first. Raises
+    whatever its configuration raises."""
+    mapping = AutoModelForCausalLM._model_mapping
+    kind = next(one for one in mapping if one.model_type == name)
+    config = _config(kind, variants(name)[0] if own is None else own)
+    with torch.device("meta"):
+        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGE:
+        raise ValueError(f"it has {size} parameters, however small its configuration is")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = made.eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def _config(kind: Any, own: Mapping[str, Any]) -> Any:
+    """A small configuration: by all of `SIZES` that this kind knows, or all but one, and so those
+    that it is made of."""
+    usual = kind()
+    known = {*usual.to_dict(), *kind.attribute_map, *inspect.signature(kind.__init__).parameters}
+    sizes = {key: size for key, size in SIZES.items() if key in known or hasattr(usual, key)}
+    if "kv_lora_rank" in known:              # compressed keys have as many heads as queries
+        sizes["num_key_value_heads"] = HEADS
+    sizes |= own
+    for part in getattr(kind, "sub_configs", {}):
+        given = getattr(usual, part, None)
+        if hasattr(given, "model_type"):
+            sizes[part] = _config(type(given), own.get(part, {})).to_dict()
+    errors: list[Exception] = []
+    for unwanted in (None, *sizes):
+        try:
+            return kind(**{key: value for key, value in sizes.items() if key != unwanted})
+        except Exception as raised:                 # validators of all kinds
+            errors.append(raised)
+    raise errors[0]
