@@ -23,38 +23,25 @@ SIZES = {
 }
 FAMILIES = {
     "llama": ("Llama", {}),
-    "llama bias": (
-        "Llama",
-        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "head_dim": 48}
-    ),
+    "llama bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True,
+                             "head_dim": 48}),
     "mistral sliding": ("Mistral", {"sliding_window": 70}),
     "qwen2": ("Qwen2", {}),
     "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2, "logits_scaling": 4.0,
-        },
-    ),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2, "logits_scaling": 4.0}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
-    "gemma3": (
-        "Gemma3",
-        {
-            "sliding_window": 70, "query_pre_attn_scalar": 24, "pad_token_id": None,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "gemma3": ("Gemma3", {
+        "sliding_window": 70, "query_pre_attn_scalar": 24, "pad_token_id": None,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "phi3 turned in part": ("Phi3", {
+        "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
         },
-    ),
-    "phi3 turned in part": (
-        "Phi3",
-        {
-            "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
-            },
-        },
-    ),
-}
+    }),
+}  # fmt: skip
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
 found = kernels()

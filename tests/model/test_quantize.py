@@ -138,8 +138,10 @@ def test_the_loss_is_what_it_says() -> None:
     before, after = Says(one), Says(other)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "quantized", lambda *given, **wanted: after)
-        loss = quantized_and_compared(before, "int8", torch.tensor([1, 2]))[1]          # type: ignore[arg-type]
-        empty = quantized_and_compared(before, "int8", None)[1]                         # type: ignore[arg-type]
+        loss = quantized_and_compared(before, "int8",
+                                      torch.tensor([1, 2]))[1]          # type: ignore[arg-type]
+        empty = quantized_and_compared(before, "int8",
+                                       None)[1]                         # type: ignore[arg-type]
     assert loss.kl == pytest.approx(
         float((one * (one / other).log()).sum(1).mean())
     ) and loss.agreement == 0.5

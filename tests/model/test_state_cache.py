@@ -26,12 +26,14 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "he
 LINEAR, FULL = "linear_attention", "full_attention"
 SSM = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gated delta net": ("Qwen3_5TextConfig", {**SIZES, **GDN, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "gated delta net": ("Qwen3_5TextConfig",
+                        {**SIZES, **GDN, "layer_types": [LINEAR, FULL, LINEAR]}),
     "convolutions": ("Lfm2Config", {**SIZES, "layer_types": ["conv", FULL, "conv"]}),
     "Mamba 1, whose scan is handed its state": (
         "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
     "states and keys in one layer": (
-        "FalconH1Config", {**SIZES, **SSM, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32}),
+        "FalconH1Config", {**SIZES, **SSM, "mamba_n_heads": 4, "mamba_d_head": 8,
+                           "mamba_d_ssm": 32}),
     "no single steps": (
         "NemotronHConfig",
         {**SIZES, "layers_block_type": [LINEAR, FULL, LINEAR], "mamba_num_heads": 4, "n_groups": 1,
@@ -68,7 +70,8 @@ def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
     assert own.steps == (kind != "no single steps")
     with torch.no_grad():
         for weight in draft.model.parameters():
-            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            weight.add_(0.01 * torch.randn(weight.shape,
+                                           generator=torch.Generator().manual_seed(0)))
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
         plain = texts(Engine(own), want, 1)
         if want.temperature == 0:

@@ -1,4 +1,5 @@
-"""The C library: compiled once for each level, kept whole, done without where it cannot be had; one noise on all machines."""
+"""The C library: compiled once for each level, kept whole, done without where it cannot be had; one
+noise on all machines."""
 
 from __future__ import annotations
 
@@ -18,12 +19,26 @@ from draftproof.core import noise
 from draftproof.core.noise import Role
 from draftproof.errors import BadInput
 from draftproof.native import build as module
-from draftproof.native.build import BUILDS, ISA, LEVELS, SOURCES, SWITCH, able, compile_to, compiler, load, opened
+from draftproof.native.build import (
+    BUILDS,
+    ISA,
+    LEVELS,
+    SOURCES,
+    SWITCH,
+    able,
+    compile_to,
+    compiler,
+    load,
+    opened,
+)
 from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import Kernels, kernels
 
 HERE = [build for build in BUILDS if build in able(LEVELS[-1])]
-ARM, QEMU = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+ARM, QEMU = (
+    shutil.which("aarch64-linux-gnu-gcc"),
+    shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static"),
+)
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler here")
 
 
@@ -38,13 +53,16 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def keys(count: int) -> Tensor:
     """[count, 100, 2] streams, of seeds of 64 bits at 100 positions each."""
     seeds = [seed * 0x9E3779B97F4A7C15 % 2**64 for seed in range(count)]
-    return noise.stream(noise.row_keys(seeds, [0] * count), Role.TARGET, torch.arange(100).expand(count, -1) * 997)
+    return noise.stream(
+        noise.row_keys(seeds, [0] * count), Role.TARGET, torch.arange(100).expand(count, -1) * 997
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("build", list(BUILDS))
 def test_noise_has_the_bits_of_the_operators_on_every_level(build: str) -> None:
-    """10,000 pairs of a seed and a position; and everywhere from the likeliest token to the least."""
+    """10,000 pairs of a seed and a position; and everywhere from the likeliest token to the least.
+    """
     if build not in HERE:
         pytest.skip(f"needs {build}")
     found, streams = CpuOps(Kernels(opened(build))), keys(100)
@@ -56,24 +74,34 @@ def test_noise_has_the_bits_of_the_operators_on_every_level(build: str) -> None:
 
 def test_the_logarithm_of_noise_is_one() -> None:
     numbers = torch.cat([torch.logspace(-9.6, 1.3, 100_000), torch.linspace(0.5, 2, 100_001)])
-    torch.testing.assert_close(noise._log_(numbers.clone()), numbers.double().log().float(), rtol=3e-7, atol=1e-8)
+    torch.testing.assert_close(
+        noise._log_(numbers.clone()), numbers.double().log().float(), rtol=3e-7, atol=1e-8
+    )
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:5000]), lambda path: path.write_bytes(b""),
-                                    lambda path: path.write_bytes(Path(torch.__file__).read_bytes()), lambda path: path.unlink()],
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.write_bytes(path.read_bytes()[:5000]), lambda path: path.write_bytes(b""),
+     lambda path: path.write_bytes(Path(torch.__file__).read_bytes()), lambda path: path.unlink()],
                          ids=["truncated", "empty", "foreign", "absent"])  # fmt: skip
-def test_a_damaged_library_is_compiled_again(cached: Path, damage: Callable[[Path], object]) -> None:
+def test_a_damaged_library_is_compiled_again(
+    cached: Path, damage: Callable[[Path], object]
+) -> None:
     assert module._found("portable").parent == cached
     [library] = cached.glob("*.so")
     whole = library.read_bytes()
     damage(library)
     assert module._found("portable") == library
-    assert library.read_bytes() == whole and len(list(cached.iterdir())) == 2, "and nothing else is left behind"
+    assert library.read_bytes() == whole and len(list(cached.iterdir())) == 2, (
+        "and nothing else is left behind"
+    )
 
 
 @needs_compiler
-def test_a_library_is_kept_and_not_taken_from_somebody_else(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_kept_and_not_taken_from_somebody_else(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = module._found("portable")
     made = library.stat().st_ino
     assert module._found("portable").stat().st_ino == made
@@ -88,13 +116,18 @@ def test_a_library_is_kept_and_not_taken_from_somebody_else(cached: Path, monkey
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     code = "from draftproof.native.kernels import library; print(library().build)"
     told = {**os.environ, ISA: "portable", "XDG_CACHE_HOME": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=told, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=told, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert [one.communicate(timeout=200)[0].strip() for one in both] == ["portable"] * 2
     assert len(list((tmp_path / "draftproof").iterdir())) == 2
 
 
 @needs_compiler
-def test_what_a_wheel_brought_needs_no_compiler(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wheel_brought_needs_no_compiler(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = cached.parent / "native"
     (home / "built").mkdir(parents=True)
     for path in module.HERE.glob("*.h"):
@@ -126,12 +159,20 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
         "import draftproof as dp; from draftproof.native.kernels import kernels\n"
         "told = dict(max_new_tokens=12, sampling=dp.Sampling(temperature=0.8, seed=3))\n"
         "engine = dp.load('demo', drafter='prompt-lookup')\n"
-        "drafted = [one.tokens for one in engine.generate('Lily had a cat. Lily had', n=2, **told)]\n"
+        "done = engine.generate('Lily had a cat. Lily had', n=2, **told)\n"
+        "drafted = [one.tokens for one in done]\n"
         "alone = engine.generate('Lily had a cat. Lily had', **told)[0].tokens\n"
         "print(kernels() is None, drafted[0] == alone, len(alone) > 9)"
     )
-    bare = {"PATH": "", "CC": "/nowhere/cc", "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **bare}, capture_output=True, text=True)
+    bare = {
+        "PATH": "",
+        "CC": "/nowhere/cc",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **bare}, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
@@ -140,9 +181,11 @@ DRIVER = """
 #include "model.h"
 int draftproof_tiles;
 void draftproof_gumbel(const int32_t *, float *, int64_t, int64_t, int64_t);
-void draftproof_norm(bf16 *, const bf16 *, const float *, const float *, const Norm *, bf16 *, int64_t, int64_t);
+void draftproof_norm(bf16 *, const bf16 *, const float *, const float *, const Norm *, bf16 *,
+        int64_t, int64_t);
 void draftproof_gate(const bf16 *, bf16 *, int64_t, int64_t, int64_t);
-void draftproof_attention(const Read *r, const bf16 *i, const float *q, const float *k, const Norm *n, bf16 *a, bf16 *b, bf16 *o) {}
+void draftproof_attention(const Read *r, const bf16 *i, const float *q, const float *k,
+        const Norm *n, bf16 *a, bf16 *b, bf16 *o) {}
 void draftproof_multiply(const Linear *l, const bf16 *i, bf16 *o, int64_t r, int64_t t) {}
 int main(void) {
     static float noise[64 * 333], weight[1920];
@@ -169,10 +212,17 @@ int main(void) {
 def test_aarch64_compiles_without_warnings(tmp_path: Path) -> None:
     for source in SOURCES:
         flags = [*module.FLAGS, "-Wall", "-Wextra", "-Werror"]
-        subprocess.run([str(ARM), *flags, "-c", str(source), "-o", str(tmp_path / "one.o")], check=True, timeout=200)
+        subprocess.run(
+            [str(ARM), *flags, "-c", str(source), "-o", str(tmp_path / "one.o")],
+            check=True,
+            timeout=200,
+        )
 
 
-@pytest.mark.skipif(ARM is None or QEMU is None or compiler() is None, reason="needs gcc, aarch64-linux-gnu-gcc and qemu-user")
+@pytest.mark.skipif(
+    ARM is None or QEMU is None or compiler() is None,
+    reason="needs gcc, aarch64-linux-gnu-gcc and qemu-user",
+)
 def test_aarch64_has_the_bits_of_x86(tmp_path: Path) -> None:
     """Noise as torch has it; norms and gates as the portable build has them."""
     (tmp_path / "driver.c").write_text(DRIVER)
@@ -182,9 +232,21 @@ def test_aarch64_has_the_bits_of_x86(tmp_path: Path) -> None:
         for source in (module.HERE / "noise.c", module.HERE / "layers.c", tmp_path / "driver.c"):
             objects.append(str(tmp_path / f"{source.stem}.o"))
             flags = [one for one in module.options("portable", source) if one != "-fopenmp"]
-            subprocess.run([gcc, *flags, "-I", str(module.HERE), "-c", str(source), "-o", objects[-1]], check=True, timeout=200)
-        subprocess.run([gcc, "-static", *objects, "-o", str(tmp_path / "driver"), "-lm"], check=True, timeout=200)
-        said.append(subprocess.run([*before, str(tmp_path / "driver")], check=True, capture_output=True, timeout=200).stdout)
+            subprocess.run(
+                [gcc, *flags, "-I", str(module.HERE), "-c", str(source), "-o", objects[-1]],
+                check=True,
+                timeout=200,
+            )
+        subprocess.run(
+            [gcc, "-static", *objects, "-o", str(tmp_path / "driver"), "-lm"],
+            check=True,
+            timeout=200,
+        )
+        said.append(
+            subprocess.run(
+                [*before, str(tmp_path / "driver")], check=True, capture_output=True, timeout=200
+            ).stdout
+        )
     assert said[0] == said[1] and len(said[0]) == 64 * 333 * 4 + 4 * 1920 * 2 + 2 * 1920 * 2
     streams = (torch.arange(128) * 0x9E3779B9).to(torch.int32).view(64, 2)
     noises = torch.frombuffer(bytearray(said[0][: 64 * 333 * 4]), dtype=torch.float32).view(64, 333)

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 @pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 16), (33, 50), (288, 768)])
-def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, dtype: torch.dtype, fold: int) -> None:
+def test_what_is_interleaved_can_be_had_back(
+    outputs: int, inputs: int, dtype: torch.dtype, fold: int
+) -> None:
     weight = (100 * torch.rand(outputs, inputs)).to(dtype)
     packed = interleaved(weight, fold)
     assert packed.shape[2:] == (32, fold) and packed.is_contiguous()
@@ -24,10 +26,15 @@ def test_what_is_interleaved_can_be_had_back(outputs: int, inputs: int, dtype: t
 
 @pytest.mark.parametrize(
     ("gelu", "opened"),
-    [(False, torch.nn.functional.silu), (True, lambda gate: torch.nn.functional.gelu(gate, approximate="tanh"))],
+    [
+        (False, torch.nn.functional.silu),
+        (True, lambda gate: torch.nn.functional.gelu(gate, approximate="tanh")),
+    ],
     ids=["silu", "gelu"],
 )
-def test_a_gate_of_any_size_lets_through_what_it_should(gelu: bool, opened: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_gate_of_any_size_lets_through_what_it_should(
+    gelu: bool, opened: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Far below zero nothing, however far: exponentials there are beyond any number."""
     found = kernels()
     assert found is not None
@@ -36,7 +43,9 @@ def test_a_gate_of_any_size_lets_through_what_it_should(gelu: bool, opened: Call
         up, out = torch.full_like(gate, 2.0), torch.empty_like(gate)
         both = torch.cat([gate, up])
         found.gate(both.data_ptr(), out.data_ptr(), gelu, 1, len(gate))
-        torch.testing.assert_close(out, opened(gate.float()).bfloat16() * up, rtol=0.01, atol=1e-3 if gelu else 1e-30)
+        torch.testing.assert_close(
+            out, opened(gate.float()).bfloat16() * up, rtol=0.01, atol=1e-3 if gelu else 1e-30
+        )
     broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
     found.gate(broken.data_ptr(), out.data_ptr(), gelu, 1, 16)
     assert out[:16].isnan().all()

@@ -1,4 +1,5 @@
-"""What depends on the processor, on each level below its own: this library and torch are held to that level."""
+"""What depends on the processor, on each level below its own: this library and
+torch are held to that level."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from draftproof.native.build import ISA, LEVELS, able
 
 TESTS = Path(__file__).parents[1]
 WHAT = [
-    "native/test_kernels.py", "core/test_ops.py", "native/test_build.py::test_the_environment_chooses_the_library",
+    "native/test_kernels.py", "core/test_ops.py",
+    "native/test_build.py::test_the_environment_chooses_the_library",
     "core/test_noise.py", "model/test_quantized_linear.py", "model/test_fused_forward.py",
 ]  # fmt: skip
 TORCH = {
@@ -29,7 +31,16 @@ def test_all_is_right_on_a_lower_level(level: str) -> None:
         pytest.skip("this level is what the other tests run on")
     if level not in {build.partition("-")[0] for build in able(LEVELS[-1])}:
         pytest.skip(f"needs {level}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(TESTS / one) for one in WHAT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *(str(TESTS / one) for one in WHAT),
+    ]
     held = {**os.environ, **TORCH[level], ISA: level}
     done = subprocess.run(command, env=held, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,5 @@
-"""Linear layers by kernels: the product of the definition, and bits that do not depend on what is read beside."""
+"""Linear layers by kernels: the product of the definition, and bits that do not depend on what is
+read beside."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from draftproof.native.build import BUILDS, LEVELS, able, opened
 from draftproof.native.kernels import Kernels
 from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
 
-SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100), (100, 4224)]
+SHAPES = [
+    (32, 16),
+    (33, 50),
+    (70, 511),
+    (288, 513),
+    (40, 1040),
+    (1200, 48),
+    (32, 2100),
+    (100, 4224),
+]
 
 
 @pytest.fixture(scope="module", params=[build for build in BUILDS if build != "portable"])
@@ -37,8 +47,11 @@ def multiplied(found: Kernels, weight: Tensor, bias: Tensor | None, inputs: Tens
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int, biased: bool) -> None:
-    """Small whole numbers, whose sums single precision holds exactly in any order: only the last rounding is left."""
+def test_sums_of_whole_numbers_are_exact(
+    found: Kernels, outputs: int, size: int, biased: bool
+) -> None:
+    """Small whole numbers, whose sums single precision holds exactly in any order: only the
+    last rounding is left."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randint(-4, 5, (outputs, size), generator=dice).float()
     bias = torch.randint(-9, 10, (outputs,), generator=dice).float() if biased else None
@@ -49,13 +62,23 @@ def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int
 
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
-def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(found: Kernels, outputs: int, size: int) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
+    found: Kernels, outputs: int, size: int
+) -> None:
     dice = torch.Generator().manual_seed(1)
-    weight, inputs = torch.randn(outputs, size, generator=dice), torch.randn(130, size, generator=dice).bfloat16()
+    weight, inputs = (
+        torch.randn(outputs, size, generator=dice),
+        torch.randn(130, size, generator=dice).bfloat16(),
+    )
     whole = multiplied(found, weight, None, inputs)
-    torch.testing.assert_close(whole.float(), inputs.float() @ weight.bfloat16().float().t(), rtol=0.01, atol=0.05)
+    torch.testing.assert_close(
+        whole.float(), inputs.float() @ weight.bfloat16().float().t(), rtol=0.01, atol=0.05
+    )
     for start, many in ((0, 1), (5, 2), (3, 9), (17, 12), (40, 13), (1, 64), (20, 110)):
-        assert torch.equal(multiplied(found, weight, None, inputs[start : start + many]), whole[start : start + many]), many
+        assert torch.equal(
+            multiplied(found, weight, None, inputs[start : start + many]),
+            whole[start : start + many],
+        ), many
 
 
 def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
@@ -67,7 +90,10 @@ def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
 
 def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = torch.Generator().manual_seed(2)
-    weight, inputs = torch.randn(310, 700, generator=dice), torch.randn(30, 700, generator=dice).bfloat16()
+    weight, inputs = (
+        torch.randn(310, 700, generator=dice),
+        torch.randn(30, 700, generator=dice).bfloat16(),
+    )
     wanted = multiplied(found, weight, None, inputs)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -75,8 +101,11 @@ def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_heads_are_the_same_whichever_thread_makes_them(found: Kernels, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole heads by one thread each or, where there are fewer than threads, each by all of them."""
+def test_heads_are_the_same_whichever_thread_makes_them(
+    found: Kernels, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole heads by one thread each or, where there are fewer than threads, each by all of
+    them."""
     dice = torch.Generator().manual_seed(3)
     weights = [(torch.randn(160, 160, generator=dice) / 12).bfloat16() for _ in range(6)]
     held = [interleaved(weight, 2) for weight in weights]
@@ -91,7 +120,9 @@ def test_heads_are_the_same_whichever_thread_makes_them(found: Kernels, rows: in
     torch.testing.assert_close(first, torch.stack(wanted), rtol=0.02, atol=0.05)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert all(torch.equal(found.residual_blocks(blocks, 3, 2, hidden), first) for _ in range(50)), threads
+        assert all(
+            torch.equal(found.residual_blocks(blocks, 3, 2, hidden), first) for _ in range(50)
+        ), threads
 
 
 def in_8_bits(found: Kernels, codes: Tensor, scale: Tensor, inputs: Tensor) -> Tensor:
@@ -103,10 +134,14 @@ def in_8_bits(found: Kernels, codes: Tensor, scale: Tensor, inputs: Tensor) -> T
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
 def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, size: int) -> None:
-    """As whole numbers say: weights and inputs up to the largest, where sums of 16 bits would not do."""
+    """As whole numbers say: weights and inputs up to the largest, where sums of 16 bits would
+    not do."""
     dice = torch.Generator().manual_seed(4)
     codes = torch.randint(-128, 128, (outputs, size), generator=dice, dtype=torch.int8)
-    scale, inputs = torch.rand(outputs, generator=dice) / 100, torch.randn(21, size, generator=dice).bfloat16()
+    scale, inputs = (
+        torch.rand(outputs, generator=dice) / 100,
+        torch.randn(21, size, generator=dice).bfloat16(),
+    )
     inputs[3], codes[1], codes[2] = 1, 127, -128
     first = Kernels(opened(able(LEVELS[-1])[0]))
     whole = in_8_bits(found, codes, scale, inputs)
@@ -116,23 +151,36 @@ def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, 
     wanted = (numbers.double() @ codes.double().t()) * scale.double() * largest.double()
     torch.testing.assert_close(whole.double(), wanted, rtol=0.01, atol=0.02 * size**0.5)
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
-        assert torch.equal(in_8_bits(found, codes, scale, inputs[start : start + many]), whole[start : start + many]), many
+        assert torch.equal(
+            in_8_bits(found, codes, scale, inputs[start : start + many]),
+            whole[start : start + many],
+        ), many
 
 
-def in_4_bits(found: Kernels, weights: tuple[Tensor, Tensor, Tensor | None], outputs: int, inputs: Tensor) -> Tensor:
+def in_4_bits(
+    found: Kernels, weights: tuple[Tensor, Tensor, Tensor | None], outputs: int, inputs: Tensor
+) -> Tensor:
     return found.multiply(Linear.of_4_bits(*weights, None, inputs.shape[-1], outputs), inputs)
 
 
 @pytest.mark.parametrize("supers", [False, True], ids=["scales", "supers"])
-@pytest.mark.parametrize(("outputs", "size"), [(32, 32), (33, 64), (70, 500), (288, 513), (1200, 48), (100, 4224)])
-def test_4_bits_are_those_of_the_definition_on_every_level(found: Kernels, outputs: int, size: int, supers: bool) -> None:
-    """Scales of any sign, minima, and supergroups as in Q4_K; inputs of which one is loud; the largest sums there are."""
+@pytest.mark.parametrize(
+    ("outputs", "size"), [(32, 32), (33, 64), (70, 500), (288, 513), (1200, 48), (100, 4224)]
+)
+def test_4_bits_are_those_of_the_definition_on_every_level(
+    found: Kernels, outputs: int, size: int, supers: bool
+) -> None:
+    """Scales of any sign, minima, and supergroups as in Q4_K; inputs of which one is loud; the
+    largest sums there are."""
     dice = torch.Generator().manual_seed(5)
     groups = -(-size // 32)
     codes = torch.randint(0, 16, (outputs, size), generator=dice, dtype=torch.uint8)
     inputs = torch.randn(21, size, generator=dice).bfloat16()
     inputs[4], inputs[5], codes[1], inputs[6, size // 2] = 1, -1, 15, 1000
-    scales, minima = (torch.randn(outputs, groups, generator=dice) / 10).half(), (torch.rand(outputs, groups, generator=dice) - 0.5).half()
+    scales, minima = (
+        (torch.randn(outputs, groups, generator=dice) / 10).half(),
+        (torch.rand(outputs, groups, generator=dice) - 0.5).half(),
+    )
     weights = nibbles(codes), grouped(scales, minima), None
     if supers:
         some = torch.randint(0, 64, (2, outputs, groups), generator=dice, dtype=torch.uint8)
@@ -140,13 +188,23 @@ def test_4_bits_are_those_of_the_definition_on_every_level(found: Kernels, outpu
         scales, minima = some * over.float().repeat_interleave(8, -1)[..., :groups]
         weights = nibbles(codes), grouped(*some), grouped(*over)
     whole = in_4_bits(found, weights, outputs, inputs)
-    assert torch.equal(whole, in_4_bits(Kernels(opened(able(LEVELS[-1])[0])), weights, outputs, inputs))
-    dense = codes * scales.double().repeat_interleave(32, 1)[:, :size] + minima.double().repeat_interleave(32, 1)[:, :size]
+    assert torch.equal(
+        whole, in_4_bits(Kernels(opened(able(LEVELS[-1])[0])), weights, outputs, inputs)
+    )
+    dense = (
+        codes * scales.double().repeat_interleave(32, 1)[:, :size]
+        + minima.double().repeat_interleave(32, 1)[:, :size]
+    )
     padded = torch.nn.functional.pad(inputs.float(), (0, -size % 32)).view(21, groups, 32)
     largest = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    rounded_ = (((padded * (127 / largest) + 128.5).floor() - 128) * (largest.double() / 127)).view(21, -1)[:, :size]
+    rounded_ = (((padded * (127 / largest) + 128.5).floor() - 128) * (largest.double() / 127)).view(
+        21, -1
+    )[:, :size]
     wanted = rounded_ @ dense.t()
     spread = rounded_.norm(dim=1, keepdim=True) * dense.norm(dim=1)
     assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 100).all())
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
-        assert torch.equal(in_4_bits(found, weights, outputs, inputs[start : start + many]), whole[start : start + many]), many
+        assert torch.equal(
+            in_4_bits(found, weights, outputs, inputs[start : start + many]),
+            whole[start : start + many],
+        ), many

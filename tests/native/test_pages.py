@@ -13,7 +13,9 @@ import torch
 from draftproof.native.pages import enlarge, release
 
 SMAPS = Path("/proc/self/smaps")
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or not SMAPS.exists(), reason="pages are looked up as Linux tells them")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not SMAPS.exists(), reason="pages are looked up as Linux tells them"
+)
 
 
 def told(address: int) -> str:

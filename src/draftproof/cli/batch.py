@@ -77,7 +77,7 @@ class Batch:
     def run(self) -> None:
         """Complete all rows that are not in `out` yet. Raises BadInput at the end for bad rows."""
         group = group_of(self.config)
-        lines, ready, tally = group.told(self._begun)
+        lines, ready, tally = group.from_rank_0(self._begun)
         if tally.rows == len(lines):
             show.note(f"{self.out} is complete: {len(lines)} rows")
         elif not group.leads:                               # what rank 0 writes, all ranks compute

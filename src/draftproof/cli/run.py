@@ -57,7 +57,7 @@ def run(
                 )
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
             return
-        what = group.told(lambda: _prompt(text, prompt, prompt_file))   # stdin is rank 0's
+        what = group.from_rank_0(lambda: _prompt(text, prompt, prompt_file))   # stdin is rank 0's
         writer = None if json_ else show.StreamWriter(sys.stdout, color)
         _run(config, sampling, as_chat(what) if chat else what, n, compare, writer)
 

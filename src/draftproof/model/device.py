@@ -137,9 +137,9 @@ class Device:
 
     def memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""
-        told = getattr(self._module, "mem_get_info", None)
-        if told is not None:
-            free, total = told(self.where)
+        ask = getattr(self._module, "mem_get_info", None)
+        if ask is not None:
+            free, total = ask(self.where)
             return int(free), int(total)
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")

@@ -114,8 +114,8 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
         name = type(model).__name__
         if getattr(model.config, "is_decoder", True) is False and not model._is_stateful:
             raise UnsupportedModel(
-                f"{name} may look at later tokens (is_decoder is false in its config), so it cannot "
-                "write; set that to true if it was trained to write, or choose another model"
+                f"{name} may look at later tokens (is_decoder is false in its config), so it "
+                "cannot write; set that to true if it was trained to write, or choose another model"
             )
         raise UnsupportedModel(
             f"{name} places tokens, or masks them, by what its own cache holds, or quantises what "

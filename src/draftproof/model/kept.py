@@ -53,7 +53,8 @@ class Kept:
                 return None
             with safe_open(self.file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-                tensors = {name: _own(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+                names = list(opened.keys())
+                tensors = {name: _own(opened.get_tensor(name)) for name in names}
             facts: dict[str, Any] = json.loads(metadata["facts"])
             whole = facts["sums"] == {name: _sum(one) for name, one in tensors.items()}
             return (facts, tensors) if whole and metadata["key"] == self.key else None
@@ -91,9 +92,9 @@ def came_from(model: nn.Module, name: str) -> None:
     place = Path(found).parent if isinstance(found, str) else Path(name)
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = (".json", ".safetensors", ".bin", ".gguf", ".py")
-    told = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
+    files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
             for one in files if one.suffix in kinds]
-    setattr(model, _SOURCE, (str(place.resolve()), told, Snapshot.of(model)))
+    setattr(model, _SOURCE, (str(place.resolve()), files, Snapshot.of(model)))
 
 
 def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept | None:

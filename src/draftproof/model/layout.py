@@ -179,7 +179,8 @@ def _check_cache(name: str, cache: DynamicCache) -> None:
             "); run it with transformers' generate"
         )
     filled = [
-        one.is_initialized if isinstance(one, DynamicLayer) else any(one.has_previous_state.values())
+        one.is_initialized if isinstance(one,
+                                         DynamicLayer) else any(one.has_previous_state.values())
         for one in cache.layers if not isinstance(one, DummyLayer)
     ]
     if not filled or not all(filled):

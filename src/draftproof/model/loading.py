@@ -76,7 +76,8 @@ def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
     sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode, of an image-text model what reads text. dtype None: the checkpoint's own, or float32 where bfloat16
+    """A causal LM in evaluation mode, of an image-text model what reads text. dtype None: the
+    checkpoint's own, or float32 where bfloat16
     is not native. Weights that the checkpoint lacks are an error, those that go unused a warning.
 
     sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it
@@ -96,7 +97,8 @@ def load_model(
         place = Device.found(device)
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
         where = place.where
-        if "gguf_file" in options:              # blocks are unpacked, to what the file's floats have
+        # blocks are unpacked, to what the file's floats have
+        if "gguf_file" in options:
             options["quantization_config"] = GgufConfig(dequantize=True)
             wanted = place.dtype_for(torch.bfloat16) if wanted == "auto" else wanted
         elif (method := _quantised_with(config)) is not None:
@@ -187,7 +189,8 @@ def _drop_towers(model: PreTrainedModel) -> None:
     """Leave out what a model sees and hears with: it reads text, and need not be moved or held."""
     decoder = model.get_decoder()
     towers = [
-        (parent, name) for parent in list(model.modules()) for name, child in parent.named_children()
+        (parent, name)
+        for parent in list(model.modules()) for name, child in parent.named_children()
         if isinstance(child, PreTrainedModel) and decoder is not child
         and decoder not in child.modules() and child not in decoder.modules()
     ]
@@ -304,7 +307,8 @@ def _clear_errors(name: str) -> Iterator[None]:
         raise ModelNotFound(f"the model {name} cannot be loaded: {first_line(error)}") from error
     except Exception as error:
         known = type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx"))
-        if known or name.endswith(".gguf"):             # a cut-off one raises whatever reading it can
+        # a cut-off one raises whatever reading it can
+        if known or name.endswith(".gguf"):
             raise ModelNotFound(f"the model {name} cannot be read: {first_line(error)}") from error
         raise
 

@@ -71,23 +71,23 @@ class ProcessGroup:
         """Rank 0's number."""
         return int(self.same(torch.tensor([mine]))[0])
 
-    def told(self, make: Callable[[], T]) -> T:
+    def from_rank_0(self, make: Callable[[], T]) -> T:
         """What `make` gives rank 0, on every rank; a foreseen error as well."""
         if self.alone:
             return make()
-        told: list[T | Exception | None] = [None]
+        found: list[T | Exception | None] = [None]
         if self.leads:
             try:
-                told = [make()]
+                found = [make()]
             except (DraftproofError, OSError) as error:
-                told = [error]
+                found = [error]
         with self.intact():
-            dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], OSError) and not self.leads:         # no file of this rank's
-            raise BadInput(f"rank 0 met this: {told[0]}") from told[0]
-        if isinstance(told[0], Exception):
-            raise told[0]
-        return told[0]  # type: ignore[return-value]
+            dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], OSError) and not self.leads:         # no file of this rank's
+            raise BadInput(f"rank 0 met this: {found[0]}") from found[0]
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]  # type: ignore[return-value]
 
     def intact(self) -> AbstractContextManager[None]:
         """Raise RankLost, in one sentence, when another rank goes away inside the block."""

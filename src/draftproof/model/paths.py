@@ -17,20 +17,20 @@ def paths(target: Target) -> dict[str, str]:
     build, host = library().build, target.device.type == "cpu"
     layers, fused = _layers(target), target.skips_absent
     sdpa = "torch's scaled_dot_product_attention"
-    told = {
+    found = {
         "layers": layers,
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond" if fused else sdpa,
         "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
     }
     if not host:
-        return told
+        return found
     for kind in ("int8", "int4"):
         slow = slow_because(kind, target.dtype)
-        told[kind] = (
+        found[kind] = (
             f"our {build} kernel" if slow is None
             else f"right, and not quicker than the original: {slow}"
         )
-    return told
+    return found
 
 
 def _layers(target: Target) -> str:

@@ -69,7 +69,8 @@ def quantized(
     """A shallow copy of `model` with its linear layers quantised; all else is shared with it.
 
     kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
-    use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings gets weights of its own. In "int4" the head has 8
+    use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings
+    gets weights of its own. In "int4" the head has 8
     bits, and so has what does not divide into groups. Raises BadInput where this cannot be had.
     """
     if kind not in KINDS:

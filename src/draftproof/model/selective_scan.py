@@ -22,7 +22,8 @@ _handed = threading.local()
 
 
 class HandedStates(dict[int, Any]):
-    """Recurrent states by number; the one asked for last is what this thread's scan goes on from."""
+    """Recurrent states by number; the one asked for last is what this thread's scan goes on
+    from."""
 
     def __getitem__(self, index: int) -> Any:
         _handed.state = super().__getitem__(index)

@@ -62,7 +62,8 @@ def _adapters(module: Any) -> str:
     return repr((*states, getattr(module, "scaling", None)))
 
 
-def check_state(model: PreTrainedModel, name: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_state(model: PreTrainedModel, name: str, dtype: torch.dtype,
+                device: torch.device) -> None:
     """Refuse a model that was cast, moved, or put in training mode after it was loaded."""
     if model.training:
         raise BadInput(

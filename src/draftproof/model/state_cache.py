@@ -1,4 +1,5 @@
-"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by tokens.
+"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by
+tokens.
 
 States are those of each row before its last few committed tokens, which wait: a read reads these
 again, in one pass with what it was asked for. States move on where everything that was read was
@@ -22,7 +23,8 @@ from draftproof.model.state_layer import HybridLayer, StateLayer, StateShape
 
 BLOCK = 16
 """Tokens of a row that are read in one pass, if a draft is not longer: those that wait, the root,
-and as much of the draft as fits. A row whose draft does not fit moves on, so rows wait no longer."""
+and as much of the draft as fits. A row whose draft does not fit moves on, so rows wait no
+longer."""
 
 
 class Block(NamedTuple):
@@ -63,8 +65,8 @@ class StateCache(KVCache):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, waiting: Tensor, text: Tensor,
-        steps: bool
+        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, waiting: Tensor,
+        text: Tensor, steps: bool
     ) -> None:
         super().__init__(layers, lengths, capacity)
         self.waiting, self.text, self.steps = waiting, text, steps

@@ -24,7 +24,8 @@ class Codec:
         self.tokenizer = tokenizer
         self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special_tokens = {token: str(one.content) for token, one in added.items() if one.special}
+        self.special_tokens = {token: str(one.content) for token,
+                               one in added.items() if one.special}
 
     @property
     def pad_token(self) -> int:
@@ -35,7 +36,8 @@ class Codec:
         """Token ids of `text`, with the tokenizer's special tokens unless told otherwise."""
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise BadInput(
-                f"{text!r:.40} has half of a surrogate pair, a cut emoji perhaps; give whole characters"
+                f"{text!r:.40} has half of a surrogate pair, a cut emoji perhaps; give whole "
+                "characters"
             )
         return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
@@ -116,7 +118,9 @@ class TextStream:
         # a stray byte unmakes the character before it, which was said
         except Exception:
             self._stream = DecodeStream(skip_special_tokens=True)
-            return "".join(self._stream.step(self._backend, left) or "" for left in self._pending)  # type: ignore[arg-type]
+            step, backend = self._stream.step, self._backend
+            said = (step(backend, left) for left in self._pending)  # type: ignore[arg-type]
+            return "".join(one or "" for one in said)
 
     def _slow_step(self) -> str:
         text = self._decoded(self._before + self._pending)[len(self._decoded(self._before)) :]

@@ -1,16 +1,21 @@
-/* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums of values. */
+/* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums
+ * of values. */
 #include <omp.h>
 
 #include "attention.h"
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     float factor = factor_of(x, norm->epsilon, size);
-    for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, rounded(wide(x + i) * factor) * loaded(weight + i));
+    for (int64_t i = 0; i < size; i += LANES)
+        narrowed(out + i, rounded(wide(x + i) * factor) * loaded(weight + i));
 }
 
-/* One head of one token, normed if there is a weight; of its numbers those that do are turned to its position. */
-static void turned(const Read *read, const bf16 *x, const float *weight, const Norm *norm, int64_t position, bf16 *out) {
-    int64_t size = read->head_dim, half = read->turned / 2, known = position < read->context ? position : read->context - 1;
+/* One head of one token, normed if there is a weight; of its numbers those that do are turned to
+ * its position. */
+static void turned(const Read *read, const bf16 *x, const float *weight, const Norm *norm,
+        int64_t position, bf16 *out) {
+    int64_t size = read->head_dim, half = read->turned / 2,
+            known = position < read->context ? position : read->context - 1;
     const bf16 *cosines = read->cosines + known * size, *sines = read->sines + known * size;
     bf16 own[WIDEST], other[WIDEST];
     if (weight) normed(x, weight, norm, own, size), x = own;
@@ -23,7 +28,8 @@ static void turned(const Read *read, const bf16 *x, const float *weight, const N
     memset(other + 2 * half, 0, (size_t)(size - 2 * half) * sizeof *other);
     for (int64_t i = 0; i < size; i += LANES) {
         bits minus = (places + (int32_t)i < (int32_t)half) & INT32_MIN;
-        lanes across = wide(other + i) * wide(sines + i);                                   /* exact, as any product of two */
+        /* exact, as any product of two */
+        lanes across = wide(other + i) * wide(sines + i);
         narrowed(out + i, rounded(wide(x + i) * wide(cosines + i)) + (lanes)((bits)across ^ minus));
     }
 }
@@ -34,24 +40,30 @@ static int64_t depth_of(const int64_t *parents, int64_t node) {
     return depth;
 }
 
-/* Of the scores of LANES slots from `slot` on, those that are not in [start, end) become those of nothing. */
+/* Of the scores of LANES slots from `slot` on, those that are not in [start, end) become those of
+ * nothing. */
 static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t end) {
     bits at = places + (int32_t)slot, outside = (at < (int32_t)start) | (at >= (int32_t)end);
-    lanes x = (lanes)(((bits)loaded(scores + slot) & ~outside) | ((bits)((lanes){} - INFINITY) & outside));
+    lanes x = (lanes)(((bits)loaded(scores + slot) & ~outside) | ((bits)((lanes){}
+            - INFINITY) & outside));
     memcpy(scores + slot, &x, sizeof x);
 }
 
-/* Scores of a query become chances, summed up in the order of the text: from where its window begins to `length`, then the nodes of
- * its path. Those of other nodes, and of what only others hear, become 0. */
+/* Scores of a query become chances, summed up in the order of the text: from where its window
+ * begins to `length`, then the nodes of its path. Those of other nodes, and of what only others
+ * hear, become 0. */
 static void softened(const Heard *of, Query *query, float *scores) {
-    int64_t length = of->length, start = query->start, deep = query->deep, coarse = of->way->whole > 1;
-    int64_t apart = query->path[deep - 1] >= deep;              /* whether nodes that are on other paths lie between its own */
+    int64_t length = of->length, start = query->start, deep = query->deep,
+            coarse = of->way->whole > 1;
+    /* whether nodes that are on other paths lie between its own */
+    int64_t apart = query->path[deep - 1] >= deep;
     float on[deep];
     if (apart) {
         for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
         memcpy(scores + length, on, sizeof on);
     }
-    int64_t first = start / LANES * LANES, end = length + deep, whole = (end + LANES - 1) / LANES * LANES;
+    int64_t first = start / LANES * LANES, end = length + deep,
+            whole = (end + LANES - 1) / LANES * LANES;
     bounded(scores, first, start, end);
     bounded(scores, whole - LANES, start, end);
     lanes most = loaded(scores + first), sum = {};
@@ -72,16 +84,16 @@ static void softened(const Heard *of, Query *query, float *scores) {
 }
 
 /* `CALL(n)` with the number that `some` is, 1 to TOGETHER: sums of so many stay in registers. */
-#define WITH_NUMBER(some, CALL)                                                                                        \
-    switch (some) {                                                                                                    \
-    case 1: CALL(1); break;                                                                                            \
-    case 2: CALL(2); break;                                                                                            \
-    case 3: CALL(3); break;                                                                                            \
-    case 4: CALL(4); break;                                                                                            \
-    case 5: CALL(5); break;                                                                                            \
-    case 6: CALL(6); break;                                                                                            \
-    case 7: CALL(7); break;                                                                                            \
-    default: CALL(8);                                                                                                  \
+#define WITH_NUMBER(some, CALL) \
+    switch (some) { \
+    case 1: CALL(1); break; \
+    case 2: CALL(2); break; \
+    case 3: CALL(3); break; \
+    case 4: CALL(4); break; \
+    case 5: CALL(5); break; \
+    case 6: CALL(6); break; \
+    case 7: CALL(7); break; \
+    default: CALL(8); \
     }
 
 /* Queries as numbers, where vectors read them: [padded][size], behind the heads. */
@@ -89,10 +101,10 @@ static inline float *widened_heads(const Heard *of) {
     return (float *)(of->heads + of->padded * of->size);
 }
 
-/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK]. Each a
- * sum along size. */
-static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first, const int some,
-                                                         int64_t slot, const lanes *keys, float scale) {
+/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK].
+ * Each a sum along size. */
+static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first,
+        const int some, int64_t slot, const lanes *keys, float scale) {
     const float *heads = widened_heads(of) + first * of->size;
     lanes sum[TOGETHER] = {};
     for (int64_t i = 0; i < of->size; i++)
@@ -130,8 +142,10 @@ static void all_scored(const Heard *of, float scale) {
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
         const bf16 *keys = of->keys + s * of->size;
         ahead(of, s);
-        if (s + BLOCK > of->capacity) {                         /* what lies behind may be nobody's */
-            bf16 *last = memset((float *)of->room + STRETCH / 4 * of->size, 0, (size_t)(BLOCK * of->size) * sizeof *last);
+        /* what lies behind may be nobody's */
+        if (s + BLOCK > of->capacity) {
+            bf16 *last = memset((float *)of->room + STRETCH / 4 * of->size, 0,
+                    (size_t)(BLOCK * of->size) * sizeof *last);
             keys = memcpy(last, keys, (size_t)((end - s) * of->size) * sizeof *last);
         }
         beside(keys, of->size, tile);
@@ -140,9 +154,10 @@ static void all_scored(const Heard *of, float scale) {
     }
 }
 
-/* Sums of the values of `some` queries from `first` on, over what is committed and these `count` slots behind it. */
-static inline __attribute__((always_inline)) void summed(const Heard *of, int64_t first, const int some, const int64_t *slots,
-                                                         int64_t count) {
+/* Sums of the values of `some` queries from `first` on, over what is committed and these `count`
+ * slots behind it. */
+static inline __attribute__((always_inline)) void summed(const Heard *of, int64_t first,
+        const int some, const int64_t *slots, int64_t count) {
     const float *chances = of->scores + first * of->stride;
     for (int64_t i = 0; i < of->size; i += LANES) {
         lanes sum[TOGETHER] = {};
@@ -154,7 +169,8 @@ static inline __attribute__((always_inline)) void summed(const Heard *of, int64_
             lanes value = wide(of->values + slots[n] * of->size + i);
             for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + slots[n]] * value;
         }
-        for (int q = 0; q < some; q++) memcpy(of->sums + (first + q) * of->size + i, &sum[q], sizeof sum[q]);
+        for (int q = 0; q < some; q++)
+            memcpy(of->sums + (first + q) * of->size + i, &sum[q], sizeof sum[q]);
     }
 }
 
@@ -176,17 +192,24 @@ static const Way by_vectors = {TOGETHER, 1, all_scored, all_summed};
 #include "attention_tiles.h"
 #endif
 
-/* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is (node, head of the group). */
-static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, const bf16 *keys, const bf16 *values,
-                     const bf16 *next, const bf16 *inner, const float *weight, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
-    int64_t size = read->head_dim, group = read->heads / read->key_heads, begin = start_of(read, row), count = to - from;
+/* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is
+ * (node, head of the group). */
+static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head,
+        const bf16 *keys, const bf16 *values, const bf16 *next, const bf16 *inner,
+        const float *weight, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
+    int64_t size = read->head_dim, group = read->heads / read->key_heads,
+            begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
-    int64_t padded = (count + together - 1) / together * together, stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
-    float *sums = scratch(padded * (stride + 3 * size) + STRETCH / 2 * size), *scores = sums + padded * size;
+    int64_t padded = (count + together - 1) / together * together,
+            stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
+    float *sums = scratch(padded * (stride + 3 * size) + STRETCH / 2 * size),
+            *scores = sums + padded * size;
     bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 4 * padded * size;
     Heard heard = {
-        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count, .padded = padded,
-        .stride = stride, .earliest = length, .length = length, .nodes = nodes, .capacity = read->capacity,
+        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count,
+                .padded = padded,
+        .stride = stride, .earliest = length, .length = length, .nodes = nodes,
+                .capacity = read->capacity,
         .heads = heads, .scores = scores, .sums = sums, .room = room,
     };
     Query queries[count];
@@ -194,13 +217,17 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     heard.queries = queries;
     memset(heads + count * size, 0, (size_t)((padded - count) * size) * sizeof *heads);
     for (int64_t q = 0; q < count; q++) {
-        int64_t place = (from + q) / group, node = node_at(read, row, place), head = key_head * group + (from + q) % group;
+        int64_t place = (from + q) / group, node = node_at(read, row, place),
+                head = key_head * group + (from + q) % group;
         int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
-        const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head) * size;
+        const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head)
+                * size;
         turned(read, x, weight, norm, position, heads + q * size);
-        for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n]) paths[q][d] = n;
+        for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n])
+            paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
-        if (read->window && position >= read->window) queries[q].start = position + 1 - read->window;
+        if (read->window && position >= read->window) queries[q].start
+                = position + 1 - read->window;
         if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
     }
     way->scored(&heard, read->scale);
@@ -208,41 +235,48 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     way->summed(&heard);
     for (int64_t q = 0; q < count; q++) {
         bf16 *to = out + ((begin + queries[q].place) * read->heads + queries[q].head) * size;
-        for (int64_t i = 0; i < size; i += LANES) narrowed(to + i, loaded(sums + q * size + i) * queries[q].share);
+        for (int64_t i = 0; i < size; i += LANES)
+            narrowed(to + i, loaded(sums + q * size + i) * queries[q].share);
     }
 }
 
-/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys normed if there is a weight, and
- * turned. */
-static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner, const float *weight, const Norm *norm, bf16 *keys,
-                    bf16 *values) {
-    int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads, length = read->lengths[row];
+/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys
+ * normed if there is a weight, and turned. */
+static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner,
+        const float *weight, const Norm *norm, bf16 *keys, bf16 *values) {
+    int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads,
+            length = read->lengths[row];
     int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
     for (int64_t w = 0; w < some; w++) {
         int64_t node = node_at(read, row, w), slot = (length + node) * size;
         const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
-        turned(read, x, weight, norm, length + depth_of(read->parents + row * read->nodes, node), keys + slot);
+        turned(read, x, weight, norm, length + depth_of(read->parents + row * read->nodes, node),
+                keys + slot);
         memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
     }
 }
 
-/* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads, head_dim]: turn them, write keys
- * and values [rows, key_heads, capacity, head_dim] behind the committed tokens, attend to those and to each node's own path;
- * out [start_of(rows), heads, head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for each
- * other in the end. */
-void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
-                          bf16 *keys, bf16 *values, bf16 *out) {
-    int64_t size = read->head_dim, group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
+/* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
+ * head_dim]: turn them, write keys and values [rows, key_heads, capacity, head_dim] behind the
+ * committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
+ * head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for
+ * each other in the end. */
+void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
+        const float *key_weight, const Norm *norm, bf16 *keys, bf16 *values, bf16 *out) {
+    int64_t size = read->head_dim, group = read->heads / read->key_heads,
+            shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group;
-    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1, each = (queries + wanted - 1) / wanted;
+    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1,
+            each = (queries + wanted - 1) / wanted;
     each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each;
     int64_t store = read->capacity * size;
-    if (parts > 1) {                                            /* several threads read what one has written */
+    /* several threads read what one has written */
+    if (parts > 1) {
 #pragma omp for
         for (int64_t one = 0; one < shared; one++)
-            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, norm, keys + one * store,
-                    values + one * store);
+            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, norm,
+                    keys + one * store, values + one * store);
     }
     int64_t team = omp_get_num_threads();
     const Way *way = &by_vectors;
@@ -253,13 +287,14 @@ void draftproof_attention(const Read *read, const bf16 *inner, const float *quer
 #pragma omp for schedule(static, 1) nowait
     for (int64_t one = 0; one < shared * parts; one++) {
         int64_t which = one / parts, row = which / read->key_heads, head = which % read->key_heads;
-        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group, from = one % parts * each;
+        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group,
+                from = one % parts * each;
         int64_t next = one + team < shared * parts ? (one + team) / parts : which;
         bf16 *held = keys + which * store, *meant = values + which * store;
         if (parts == 1) written(read, row, head, inner, key_weight, norm, held, meant);
         if (from < own)
-            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight, norm, out, from,
-                     from + each < own ? from + each : own);
+            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight,
+                    norm, out, from, from + each < own ? from + each : own);
     }
 #if TILES
     if (draftproof_tiles) released(mode);

@@ -2,14 +2,15 @@
 #pragma once
 #include "attention.h"
 
-/* By tiles: a sum of values is, of WHOLE places of the text after another, the sum of those at even places and of those at odd
- * ones, of chances in bfloat16. Where the last places have other slots in a tree, vectors sum up in the same way. Denormal numbers
- * count 0 in both. */
+/* By tiles: a sum of values is, of WHOLE places of the text after another, the sum of those at even
+ * places and of those at odd ones, of chances in bfloat16. Where the last places have other slots
+ * in a tree, vectors sum up in the same way. Denormal numbers count 0 in both. */
 
-/* Sums in 0; chances or keys in 1, times pairs of values, or of numbers of queries, in 2; in 3 and 4 half of both. Returns what
- * `released` is to be told. */
+/* Sums in 0; chances or keys in 1, times pairs of values, or of numbers of queries, in 2; in 3 and
+ * 4 half of both. Returns what `released` is to be told. */
 static unsigned tiled(void) {
-    static const Tiles tiles = {.palette = 1, .bytes = {64, 64, 64, 32, 64}, .rows = {16, 16, 16, 16, 8}};
+    static const Tiles tiles = {.palette = 1, .bytes = {64, 64, 64, 32, 64},
+            .rows = {16, 16, 16, 16, 8}};
     unsigned mode = _mm_getcsr();
     _tile_loadconfig(&tiles);
     _mm_setcsr(mode | 0x8040);
@@ -21,9 +22,11 @@ static void released(unsigned mode) {
     _mm_setcsr(mode);
 }
 
-/* Where queries lie as tiles want them, from the `first` of BLOCK of them on: pairs of numbers, beside those of the others. */
+/* Where queries lie as tiles want them, from the `first` of BLOCK of them on: pairs of numbers,
+ * beside those of the others. */
 static inline uint32_t *woven(const Heard *of, int64_t first) {
-    return (uint32_t *)(of->heads + (of->padded + first) * of->size);                      /* behind the heads */
+    /* behind the heads */
+    return (uint32_t *)(of->heads + (of->padded + first) * of->size);
 }
 
 static void all_woven(const Heard *of) {
@@ -31,14 +34,18 @@ static void all_woven(const Heard *of) {
     for (int64_t q = 0; q < of->padded; q += BLOCK)
         for (int64_t i = 0; i < words; i += LANES) {
             lanes square[BLOCK];
-            for (int64_t j = 0; j < BLOCK; j++) memcpy(square + j, of->heads + (q + j) * of->size + 2 * i, sizeof *square);
+            for (int64_t j = 0; j < BLOCK; j++)
+                memcpy(square + j, of->heads + (q + j) * of->size + 2 * i, sizeof *square);
             transposed(square);
-            memcpy(woven(of, q) + i * BLOCK, square, (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
+            memcpy(woven(of, q) + i * BLOCK, square,
+                    (size_t)(words - i < LANES ? words - i : LANES) * sizeof *square);
         }
 }
 
-/* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys [BLOCK][size] these are. */
-static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys, float scale) {
+/* Scores of BLOCK queries from `first` on with the BLOCK slots from `slot` on, whose keys
+ * [BLOCK][size] these are. */
+static inline void squared(const Heard *of, int64_t first, int64_t slot, const bf16 *keys,
+        float scale) {
     const uint32_t *pairs = woven(of, first);
     int64_t size = of->size, whole = size / WHOLE * WHOLE;
     lanes square[BLOCK];
@@ -77,16 +84,19 @@ static void all_squared(const Heard *of, float scale) {
     }
 }
 
-/* Sums of the values of the slots `from` to `to`, a multiple of WHOLE of them, by chances in bfloat16. */
+/* Sums of the values of the slots `from` to `to`, a multiple of WHOLE of them, by chances in
+ * bfloat16. */
 static void multiplied(const Heard *of, int64_t from, int64_t to) {
     int64_t size = of->size;
-    uint32_t *pairs = of->room;                                                             /* [STRETCH / 2][size] */
+    /* [STRETCH / 2][size] */
+    uint32_t *pairs = of->room;
     if (from == to) memset(of->sums, 0, (size_t)(of->padded * size) * sizeof(float));
     for (int64_t begin = from; begin < to; begin += STRETCH) {
         int64_t end = begin + STRETCH < to ? begin + STRETCH : to;
         for (int64_t s = begin; s < end; s += 2)
             for (int64_t i = 0; i < size; i += LANES) {
-                words even = (words)wide(of->values + s * size + i), odd = (words)wide(of->values + (s + 1) * size + i);
+                words even = (words)wide(of->values + s * size + i),
+                        odd = (words)wide(of->values + (s + 1) * size + i);
                 odd |= even >> 16;
                 memcpy(pairs + (s - begin) / 2 * size + i, &odd, sizeof odd);
             }
@@ -107,9 +117,10 @@ static void multiplied(const Heard *of, int64_t from, int64_t to) {
     }
 }
 
-/* The sums of `some` queries from `first` on go on over `count` places of the text: slots of their values, and of their chances. */
-static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first, const int some, const int64_t *slots,
-                                                        const int64_t *chances, int64_t count) {
+/* The sums of `some` queries from `first` on go on over `count` places of the text: slots of their
+ * values, and of their chances. */
+static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first,
+        const int some, const int64_t *slots, const int64_t *chances, int64_t count) {
     int64_t size = of->size;
     for (int64_t i = 0; i < size; i += LANES)
         for (int64_t p = 0; p < count; p += WHOLE) {
@@ -120,7 +131,8 @@ static inline __attribute__((always_inline)) void added(const Heard *of, int64_t
                     const float *chance = of->scores + first * of->stride + chances[s + odd];
                     __m512 value = (__m512)wide(of->values + slots[s + odd] * size + i);
                     for (int k = 0; k < some; k++)
-                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chance[k * of->stride]), value, half[odd][k]);
+                        half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chance[k * of->stride]),
+                                value, half[odd][k]);
                 }
             for (int k = 0; k < some; k++) {
                 float *sums = of->sums + (first + k) * size + i;
@@ -131,20 +143,25 @@ static inline __attribute__((always_inline)) void added(const Heard *of, int64_t
 }
 
 static void all_multiplied(const Heard *of) {
-    int64_t from = of->earliest / WHOLE * WHOLE, to = of->length / WHOLE * WHOLE, behind = of->length - to;
+    int64_t from = of->earliest / WHOLE * WHOLE, to = of->length / WHOLE * WHOLE,
+            behind = of->length - to;
     for (int64_t q = 0; q < of->count; q++) {
         float *chances = of->scores + q * of->stride;
-        for (int64_t s = from; s < to; s += LANES) narrowed((bf16 *)chances + s, loaded(chances + s));  /* never overtakes */
+        /* never overtakes */
+        for (int64_t s = from; s < to; s += LANES) narrowed((bf16 *)chances + s,
+                loaded(chances + s));
         chances[of->stride - 1] = 0;
     }
     multiplied(of, from, to);
     for (int64_t q = 0, some; q < of->count; q += some) {
         const Query *first = of->queries + q;
         int64_t count = behind + first->deep, slots[count + 1], chances[count + 1];
-        for (some = 1; some < 4 && q + some < of->count && first[some].place == first->place;) some++;
+        for (some = 1; some < 4 && q + some < of->count && first[some].place == first->place;)
+            some++;
         for (int64_t p = 0; p < count; p++)
             slots[p] = chances[p] = p < behind ? to + p : of->length + first->path[p - behind];
-        slots[count] = of->length, chances[count] = of->stride - 1;                         /* one more counts 0 */
+        /* one more counts 0 */
+        slots[count] = of->length, chances[count] = of->stride - 1;
         if (some == 1) added(of, q, 1, slots, chances, count);
         else if (some == 2) added(of, q, 2, slots, chances, count);
         else if (some == 3) added(of, q, 3, slots, chances, count);

@@ -1,10 +1,12 @@
 /* Choosing tokens by scores, accepting trees, and chains of a draft model. */
 #include "scores.h"
 
-/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are -inf or one is NaN. Each heat is
- * that of `each` rows; places say which of noise [., vocab] is whose. */
-void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, int64_t each, int64_t rows,
-                     int64_t vocab, int64_t nothing, int64_t *tokens, int64_t threads) {
+/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are
+ * -inf or one is NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is
+ * whose. */
+void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *places,
+        const float *heats, int64_t each, int64_t rows, int64_t vocab, int64_t nothing,
+        int64_t *tokens, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         const float *own = noise ? noise + places[r] * vocab : NULL;
@@ -20,15 +22,16 @@ void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *pl
         float top = -INFINITY;
         int64_t token = nothing;
         for (int l = 0; l < LANES; l++)
-            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top = most[l], token = first[l] + l;
+            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top
+                    = most[l], token = first[l] + l;
         tokens[r] = some_of(broken) ? nothing : token;
     }
 }
 
-/* Whether trees [rows, nodes] are well formed: tokens are below `vocab` or `absent`, parents come before their children, and no path
- * is deeper than `deep`. */
-int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, int64_t rows, int64_t nodes, int64_t deep, int64_t vocab,
-                               int64_t absent) {
+/* Whether trees [rows, nodes] are well formed: tokens are below `vocab` or `absent`, parents come
+ * before their children, and no path is deeper than `deep`. */
+int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, int64_t rows,
+        int64_t nodes, int64_t deep, int64_t vocab, int64_t absent) {
     int64_t depths[nodes];
     for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes)
         for (int64_t node = 0; node < nodes; node++) {
@@ -41,16 +44,19 @@ int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, in
     return 1;
 }
 
-/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand too. Of the path to the
- * first of the deepest: its nodes, root first, [rows, deep], places beyond it hold their own index. found [4, rows]: how many they
- * are, what was picked behind them, how many nodes behind the root are not absent, and how deep these go. */
-void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int64_t *picks, int64_t rows, int64_t nodes, int64_t deep,
-                       int64_t absent, int64_t *path, int64_t *found) {
+/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand
+ * too. Of the path to the first of the deepest: its nodes, root first, [rows, deep], places beyond
+ * it hold their own index. found [4, rows]: how many they are, what was picked behind them, how
+ * many nodes behind the root are not absent, and how deep these go. */
+void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int64_t *picks,
+        int64_t rows, int64_t nodes, int64_t deep, int64_t absent, int64_t *path, int64_t *found) {
     int64_t depths[nodes], levels[nodes];
-    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes, path += deep) {
+    for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes,
+            path += deep) {
         int64_t last = depths[0] = levels[0] = 0, there = 0, reach = 0;
         for (int64_t node = 1; node < nodes; node++) {
-            int64_t above = parents[node], stands = depths[above] >= 0 && tokens[node] == picks[above];
+            int64_t above = parents[node], stands
+                    = depths[above] >= 0 && tokens[node] == picks[above];
             depths[node] = stands ? depths[above] + 1 : -1;
             last = depths[node] > depths[last] ? node : last;
             levels[node] = levels[above] + 1;
@@ -58,16 +64,18 @@ void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int6
             there++;
             reach = levels[node] > reach ? levels[node] : reach;
         }
-        found[r] = depths[last] + 1, found[rows + r] = picks[last], found[2 * rows + r] = there, found[3 * rows + r] = reach;
+        found[r] = depths[last] + 1, found[rows + r] = picks[last], found[2 * rows + r] = there,
+                found[3 * rows + r] = reach;
         for (int64_t d = deep - 1; d > depths[last]; d--) path[d] = d;
         for (int64_t node = last; node >= 0; node = parents[node]) path[depths[node]] = node;
     }
 }
 
-/* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is none of them. The rows lie in `parts`
- * matrices [rows, nodes, vocab]; tokens and best are [rows, parts * nodes, count]. */
-void draftproof_top_tokens(const bf16 *const *logits, int64_t parts, int64_t rows, int64_t nodes, int64_t vocab, int64_t count,
-                    int64_t *tokens, float *best, int64_t threads) {
+/* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is
+ * none of them. The rows lie in `parts` matrices [rows, nodes, vocab]; tokens and best are [rows,
+ * parts * nodes, count]. */
+void draftproof_top_tokens(const bf16 *const *logits, int64_t parts, int64_t rows, int64_t nodes,
+        int64_t vocab, int64_t count, int64_t *tokens, float *best, int64_t threads) {
     int64_t each = parts * nodes;
 #pragma omp parallel for num_threads(threads) if (rows * each > 1 && rows * each * vocab > SMALL)
     for (int64_t i = 0; i < rows * each; i++) {
@@ -75,50 +83,63 @@ void draftproof_top_tokens(const bf16 *const *logits, int64_t parts, int64_t row
         Scored found[count];
         for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
         lanes most = (lanes){} - INFINITY;
-        for (int64_t t = 0; t < vocab; t += LANES) most = larger(heated(own, NULL, 1, t, vocab), most);
+        for (int64_t t = 0; t < vocab; t += LANES)
+            most = larger(heated(own, NULL, 1, t, vocab), most);
         float least = bar(most, count);
-        for (int64_t t = 0; t < vocab; t += LANES) chosen(heated(own, NULL, 1, t, vocab), least, t, found, count);
-        for (int64_t k = 0; k < count; k++) tokens[i * count + k] = found[k].token, best[i * count + k] = found[k].score;
+        for (int64_t t = 0; t < vocab; t += LANES)
+            chosen(heated(own, NULL, 1, t, vocab), least, t, found, count);
+        for (int64_t k = 0; k < count; k++)
+            tokens[i * count + k] = found[k].token, best[i * count + k] = found[k].score;
     }
 }
 
-/* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of each: chances are the softmax of
- * trust times the scores. Where a logit is NaN nothing has a chance. */
-void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places, const float *heats, const float *trusts,
-                     int64_t rows, int64_t vocab, int64_t count, float *odds, int64_t *tokens, int64_t threads) {
+/* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of
+ * each: chances are the softmax of trust times the scores. Where a logit is NaN nothing has a
+ * chance. */
+void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places,
+        const float *heats, const float *trusts, int64_t rows, int64_t vocab, int64_t count,
+        float *odds, int64_t *tokens, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         Scored best[count];
         const float *own = noise ? noise + places[r] * vocab : NULL;
-        float whole = weighed(logits + r * vocab, own, heats[r], trusts[r], vocab, scratch(vocab + LANES), best, count);
+        float whole = weighed(logits + r * vocab, own, heats[r], trusts[r], vocab,
+                scratch(vocab + LANES), best, count);
         for (int64_t k = 0; k < count; k++) {
             int there = whole < INFINITY && best[k].score > -INFINITY;
-            odds[r * count + k] = there ? (best[k].score - best->score) * trusts[r] - whole : -INFINITY;
+            odds[r * count + k] = there ? (best[k].score - best->score) * trusts[r] - whole
+                    : -INFINITY;
             tokens[r * count + k] = best[k].token;
         }
     }
 }
 
-/* Draft a chain per row. Each row reads what it lacks of its text [rows, room], up to its root at positions[row], and has
- * lengths[row] = positions[row] then; behind the root, token after token the best of each, each read in turn as the next node of the
- * scratch. places [rows] name the noise of the root. A row ends after `steps` tokens, where the logarithm of the chance that its
- * chain stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest `nodes` tokens are kept.
- * tokens [rows, 1 + steps], the root first, `absent` behind the end. turns, likewise, with how many nodes per row each would be
- * kept. reads [rows]: how many tokens of a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more,
- * the root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and rows * width * size + rows *
- * vocab more. */
-int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, const int64_t *text, int64_t room, const int64_t *positions,
-                         int64_t *lengths, int64_t width, int64_t steps, int64_t nodes, const float *noise, const int64_t *places,
-                         const float *heats, const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
-                         int64_t *reads, bf16 *work) {
+/* Draft a chain per row. Each row reads what it lacks of its text [rows, room], up to its root at
+ * positions[row], and has lengths[row] = positions[row] then; behind the root, token after token
+ * the best of each, each read in turn as the next node of the scratch. places [rows] name the noise
+ * of the root. A row ends after `steps` tokens, where the logarithm of the chance that its chain
+ * stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest
+ * `nodes` tokens are kept. tokens [rows, 1 + steps], the root first, `absent` behind the end.
+ * turns, likewise, with how many nodes per row each would be kept. reads [rows]: how many tokens of
+ * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
+ * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
+ * rows * width * size + rows * vocab more. */
+int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, const int64_t *text,
+        int64_t room, const int64_t *positions, int64_t *lengths, int64_t width, int64_t steps,
+        int64_t nodes, const float *noise, const int64_t *places, const float *heats,
+        const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
+        int64_t *reads, bf16 *work) {
     const Linear *head = model->head;
     const Read *read = ways;
-    int64_t rows = read->rows, vocab = head->outputs, size = head->size, most = width > steps ? width : steps, lack = 1;
+    int64_t rows = read->rows, vocab = head->outputs, size = head->size,
+            most = width > steps ? width : steps, lack = 1;
     bf16 *last = work, *own = last + rows * width * size, *rest = own + rows * vocab;
-    for (int64_t r = 0; r < rows; r++) lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
+    for (int64_t r = 0; r < rows; r++)
+        lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
     width = lack < width ? lack : width;
     nodes = nodes < rows * steps ? nodes : rows * steps;
-    int64_t parents[rows * most], asked[rows * width], where[rows], found[rows], starts[rows + 1], which[rows], live[rows], going = rows;
+    int64_t parents[rows * most], asked[rows * width], where[rows], found[rows], starts[rows + 1],
+            which[rows], live[rows], going = rows;
     asked[0] = 0;
     float chance[rows], heat[rows], trust[rows], sums[rows];
     Scored likely[nodes];
@@ -129,11 +150,13 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
             asked[r * width + node] = place <= positions[r] ? text[r * room + place] : 0;
             parents[r * width + node] = node - 1;
         }
-        for (int64_t d = 0; d <= steps; d++) tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
+        for (int64_t d = 0; d <= steps; d++)
+            tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
         tokens[r * (1 + steps)] = text[r * room + positions[r]], sums[r] = 0;
     }
     for (int64_t way = 0; way < model->ways; way++)
-        ways[way].lengths = lengths, ways[way].parents = parents, ways[way].first = 0, ways[way].nodes = width;
+        ways[way].lengths = lengths, ways[way].parents = parents, ways[way].first = 0,
+                ways[way].nodes = width;
     draftproof_forward(ways, model, stores, asked, last, NULL, NULL, rest);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
@@ -142,9 +165,11 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
     }
     for (int64_t d = 0;;) {
         for (int64_t i = 0; i < going; i++)
-            where[i] = places ? places[live[i]] + d : 0, heat[i] = heats[live[i]], trust[i] = trusts[live[i]];
+            where[i] = places ? places[live[i]] + d : 0, heat[i] = heats[live[i]],
+                    trust[i] = trusts[live[i]];
         if (!d) draftproof_linear(head, last, own, going, read->threads);
-        draftproof_best_tokens(own, noise, where, heat, trust, going, vocab, 1, chance, found, read->threads);
+        draftproof_best_tokens(own, noise, where, heat, trust, going, vocab, 1, chance, found,
+                read->threads);
         for (int64_t i = 0; i < going; i++) {
             int64_t r = live[i], at = r * (1 + steps) + d + 1;
             sums[r] += chance[i];
@@ -155,7 +180,8 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
         d++;
         for (int64_t i = 0; i < going && d < steps; i++) {
             float sum = sums[live[i]];
-            if (sum > -INFINITY && sum >= floor && sum >= likely[nodes - 1].score) live[on++] = live[i];
+            if (sum > -INFINITY && sum >= floor && sum >= likely[nodes - 1].score) live[on++]
+                    = live[i];
         }
         if (!on) break;
         going = on;
@@ -170,11 +196,13 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
         for (int64_t way = 0; way < model->ways; way++)
-            ways[way].first = d, ways[way].nodes = d + 1, ways[way].starts = starts, ways[way].which = which;
+            ways[way].first = d, ways[way].nodes = d + 1, ways[way].starts = starts,
+                    ways[way].which = which;
         draftproof_forward(ways, model, stores, asked, last, own, NULL, rest);
     }
     int64_t longest = 0;
-    for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++) turns[likely[n].token] = n / rows + 1;
+    for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++)
+        turns[likely[n].token] = n / rows + 1;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 1; d <= steps; d++) {
             int64_t at = r * (1 + steps) + d;
@@ -184,14 +212,16 @@ int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, co
     return longest;
 }
 
-/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each row's start [rows + 1]; their
- * tokens; and back [rows, nodes], which of them each node is, or, if it is not there, some other. */
-void draftproof_present_nodes(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens, int64_t *starts, int64_t *which,
-                     int64_t *some, int64_t *back) {
+/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each
+ * row's start [rows + 1]; their tokens; and back [rows, nodes], which of them each node is, or, if
+ * it is not there, some other. */
+void draftproof_present_nodes(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens,
+        int64_t *starts, int64_t *which, int64_t *some, int64_t *back) {
     int64_t count = starts[0] = 0;
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t node = 0; node < nodes; node++) {
-            if (tokens[r * nodes + node] != absent) which[count] = node, some[count++] = tokens[r * nodes + node];
+            if (tokens[r * nodes + node] != absent) which[count] = node,
+                    some[count++] = tokens[r * nodes + node];
             back[r * nodes + node] = count - 1;
         }
         starts[r + 1] = count;

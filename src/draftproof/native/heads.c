@@ -7,9 +7,11 @@ typedef struct {
     const float *gains, *rest;
 } Pairs;
 
-/* The `count` likeliest children of a parent and the logarithms of their chances, falling: its pairs, each of whose chances
- * [vocab] gains, and the head's own best choices. weight: what gains are multiplied with. */
-static void behind(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own, float weight, Scored *best, int64_t count) {
+/* The `count` likeliest children of a parent and the logarithms of their chances, falling: its
+ * pairs, each of whose chances [vocab] gains, and the head's own best choices. weight: what gains
+ * are multiplied with. */
+static void behind(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own,
+        float weight, Scored *best, int64_t count) {
     int64_t first = pairs->starts[parent], named = pairs->starts[parent + 1] - first;
     const int32_t *tokens = pairs->tokens + first;
     const float *gains = pairs->gains + first;
@@ -17,7 +19,8 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
     lanes sum = {}, taken = {};
     for (int64_t i = 0; i < named; i += LANES) {
         lanes before = (lanes){} - INFINITY, gain = {};
-        for (int64_t l = 0; l < LANES && i + l < named; l++) before[l] = chances[tokens[i + l]], gain[l] = gains[i + l];
+        for (int64_t l = 0; l < LANES && i + l < named; l++)
+            before[l] = chances[tokens[i + l]], gain[l] = gains[i + l];
         lanes after = before + weight * gain;
         taken += expo(before), sum += expo(after);
         memcpy(lifted + i, &after, sizeof after);
@@ -31,17 +34,20 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
         for (int64_t i = 0; i < named; i++) twice |= tokens[i] == own[k].token;
         if (!twice) ranked(best, count, own[k].score + rest, own[k].token);
     }
-    for (int64_t k = 0; k < count; k++) best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
+    for (int64_t k = 0; k < count; k++)
+        best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
-/* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and pairs, in falling order of their
- * chances, of which at most `children` have one parent: tokens, parents and chances [rows, nodes + 1], `absent` and 0 where there
- * are no more. With a shape [2, nodes + 1], the tree of this shape instead: each node's parent, and which of its
- * children it is. Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
-void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *shape, const bf16 *logits, const int64_t *roots,
-                       int64_t rows, int64_t heads, int64_t vocab, int64_t nodes, int64_t children, const float *noise,
-                       const int64_t *places, const float *heats, const float *trusts, int64_t absent, int64_t *tokens,
-                       int64_t *parents, float *odds, float *work, int64_t threads) {
+/* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and
+ * pairs, in falling order of their chances, of which at most `children` have one parent: tokens,
+ * parents and chances [rows, nodes + 1], `absent` and 0 where there are no more. With a shape [2,
+ * nodes + 1], the tree of this shape instead: each node's parent, and which of its children it is.
+ * Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
+void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *shape,
+        const bf16 *logits, const int64_t *roots, int64_t rows, int64_t heads, int64_t vocab,
+        int64_t nodes, int64_t children, const float *noise, const int64_t *places,
+        const float *heats, const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents,
+        float *odds, float *work, int64_t threads) {
     int64_t wide = vocab + LANES, most = children < vocab ? children : vocab;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();
@@ -51,24 +57,33 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
         float *chances = work + i * wide;
         Scored *best = own + i * most;
         const float *heard = noise ? noise + (places[r] + i % heads) * vocab : NULL;
-        float whole = weighed(logits + i * vocab, heard, heats[r], trusts[r], vocab, chances, best, most), top = best->score;
-        for (int64_t k = 0; k < most; k++) best[k].score = whole < INFINITY ? (best[k].score - top) * trusts[r] - whole : -INFINITY;
+        float whole = weighed(logits + i * vocab, heard, heats[r], trusts[r], vocab, chances, best,
+                most), top = best->score;
+        for (int64_t k = 0; k < most; k++)
+            best[k].score = whole < INFINITY ? (best[k].score - top) * trusts[r] - whole
+                    : -INFINITY;
         for (int64_t t = 0; t < vocab; t += LANES) {
-            lanes chance = whole < INFINITY ? (loaded(chances + t) - top) * trusts[r] - whole : (lanes){} - INFINITY;
+            lanes chance = whole < INFINITY ? (loaded(chances + t) - top) * trusts[r] - whole
+                    : (lanes){} - INFINITY;
             memcpy(chances + t, &chance, sizeof chance);
         }
     }
 #pragma omp parallel for num_threads(threads) if (rows > 2)
     for (int64_t r = 0; r < rows; r++) {
-        int64_t *token = tokens + r * (nodes + 1), *above = parents + r * (nodes + 1), rank[nodes + 1], depth[nodes + 1];
-        float *chance = odds + r * (nodes + 1), next[nodes + 1], push = weight * trusts[r] / heats[r];
-        Scored *lists = (Scored *)scratch((nodes + 1) * most * (int64_t)(sizeof(Scored) / sizeof(float)));
+        int64_t *token = tokens + r * (nodes + 1), *above = parents + r * (nodes + 1),
+                rank[nodes + 1], depth[nodes + 1];
+        float *chance = odds + r * (nodes + 1), next[nodes + 1],
+                push = weight * trusts[r] / heats[r];
+        Scored *lists = (Scored *)scratch((nodes + 1) * most
+                * (int64_t)(sizeof(Scored) / sizeof(float)));
         rank[0] = 0;
-        for (int64_t n = 0; n <= nodes; n++) {                  /* next: the chance of the next child that a node has not got */
+        /* next: the chance of the next child that a node has not got */
+        for (int64_t n = 0; n <= nodes; n++) {
             int64_t from = n && shape ? shape[n] : 0;
             for (int64_t m = 1; m < n && !shape; m++)
                 if (next[m] > next[from]) from = m;
-            const Scored *child = lists + from * most + (n && shape ? shape[nodes + 1 + n] : rank[from]);
+            const Scored *child = lists + from * most
+                    + (n && shape ? shape[nodes + 1 + n] : rank[from]);
             token[n] = roots[r], above[n] = -1, chance[n] = 0, depth[n] = 0;
             if (n) {
                 int there = next[from] > -INFINITY && child->score > -INFINITY;
@@ -76,12 +91,14 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
                 above[n] = there || shape ? from : 0;
                 chance[n] = there ? chance[from] + child->score : -INFINITY;
                 depth[n] = depth[from] + 1;
-                if (!shape) next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
+                if (!shape) next[from] = ++rank[from] < most ? chance[from] + child[1].score
+                        : -INFINITY;
             }
             rank[n] = 0, next[n] = -INFINITY;
             if (token[n] == absent || depth[n] == heads) continue;
             int64_t at = r * heads + depth[n];
-            behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most, most);
+            behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most,
+                    most);
             next[n] = chance[n] + lists[n * most].score;
         }
         for (int64_t n = 0; n <= nodes; n++) chance[n] = expf(chance[n]);
@@ -101,9 +118,9 @@ static void spread(const bf16 *few, const int64_t *map, int64_t rows, int64_t kn
     }
 }
 
-/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of all,
- * to `map` [outputs], the tokens of a draft vocabulary, if there is one; and pairs, and what their gains
- * are multiplied with. */
+/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of
+ * all, to `map` [outputs], the tokens of a draft vocabulary, if there is one; and pairs, and what
+ * their gains are multiplied with. */
 typedef struct {
     const Linear *blocks;
     Linear projection;
@@ -113,27 +130,31 @@ typedef struct {
     float weight;
 } Heads;
 
-/* As draftproof_bigram_tree, by what the first `heads` heads say of hidden states [rows, size]. room: rows * heads * (2 size + vocab
- * + outputs) numbers. */
-void draftproof_medusa_tree(const Heads *of, const bf16 *hidden, const int64_t *shape, const int64_t *roots, int64_t rows, int64_t heads,
-                       int64_t nodes, int64_t children, const float *noise, const int64_t *places, const float *heats,
-                       const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents, float *odds, bf16 *room, float *work,
-                       int64_t threads) {
-    int64_t size = of->blocks->size, vocab = of->vocab, known = of->projection.outputs, all = rows * heads;
+/* As draftproof_bigram_tree, by what the first `heads` heads say of hidden states [rows, size].
+ * room: rows * heads * (2 size + vocab + outputs) numbers. */
+void draftproof_medusa_tree(const Heads *of, const bf16 *hidden, const int64_t *shape,
+        const int64_t *roots, int64_t rows, int64_t heads, int64_t nodes, int64_t children,
+        const float *noise, const int64_t *places, const float *heats, const float *trusts,
+        int64_t absent, int64_t *tokens, int64_t *parents, float *odds, bf16 *room, float *work,
+        int64_t threads) {
+    int64_t size = of->blocks->size, vocab = of->vocab, known = of->projection.outputs,
+            all = rows * heads;
     bf16 *states = room, *beside = states + all * size, *logits = beside + all * size;
     bf16 *few = of->map ? logits + all * vocab : logits;
     draftproof_heads(of->blocks, hidden, states, beside, heads, of->layers, rows, threads);
     for (int64_t i = 0; i < all; i++)                               /* row by row */
-        memcpy(beside + i * size, states + (i % heads * rows + i / heads) * size, (size_t)size * sizeof(bf16));
+        memcpy(beside + i * size, states + (i % heads * rows + i / heads) * size,
+                (size_t)size * sizeof(bf16));
     draftproof_linear(&of->projection, beside, few, all, threads);
     if (of->map) spread(few, of->map, all, known, vocab, logits);
-    draftproof_bigram_tree(&of->pairs, of->weight, shape, logits, roots, rows, heads, vocab, nodes, children, noise, places, heats, trusts,
-                      absent, tokens, parents, odds, work, threads);
+    draftproof_bigram_tree(&of->pairs, of->weight, shape, logits, roots, rows, heads, vocab, nodes,
+            children, noise, places, heats, trusts, absent, tokens, parents, odds, work, threads);
 }
 
-/* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU; `first`: the bias of `back`
- * counts where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab, hidden]. map: the tokens
- * of a draft vocabulary, that the projection knows alone, or none. */
+/* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU;
+ * `first`: the bias of `back` counts where there is no state yet. narrow: in front of the blocks,
+ * if its size is not 0. table: [vocab, hidden]. map: the tokens of a draft vocabulary, that the
+ * projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks;
@@ -142,8 +163,10 @@ typedef struct {
     int64_t hidden, layers, recurs, smooth, first, vocab;
 } Recurrence;
 
-/* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before them, become states. */
-static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside, int64_t rows, int64_t threads) {
+/* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before
+ * them, become states. */
+static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside,
+        int64_t rows, int64_t threads) {
     int64_t size = head->hidden, all = rows * size;
     bf16 *more = beside + all;
     if (head->recurs) {
@@ -151,7 +174,8 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
         memcpy(x, beside, (size_t)all * sizeof(bf16));
         if (before) draftproof_linear(&head->back, before, more, rows, threads);
         else if (head->first && head->back.bias)
-            for (int64_t r = 0; r < rows; r++) memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
         else memset(more, 0, (size_t)all * sizeof(bf16));
     } else if (before) memcpy(more, before, (size_t)all * sizeof(bf16));
     else memset(more, 0, (size_t)all * sizeof(bf16));
@@ -161,19 +185,25 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     }
 }
 
-/* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows, hidden] and roots [rows]. All
- * that is weighed goes into pools [rows, .]: tokens, parents (places in the pool), logarithms of the chance of the path; the root
- * is in place 0. A search may end early below `floor`, as a chain does. Returns the size of a pool. work: room for
- * rows * width * (8 hidden + 2 wide + outputs) numbers, where wide and outputs are the projection's. */
-int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots, int64_t rows, int64_t width, int64_t length,
-                          const float *noise, const int64_t *places, const float *heats, const float *trusts, float floor,
-                          int64_t *tokens, int64_t *parents, float *chances, int64_t room, bf16 *work, int64_t threads) {
-    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab, most = rows * width;
+/* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows,
+ * hidden] and roots [rows]. All that is weighed goes into pools [rows, .]: tokens, parents (places
+ * in the pool), logarithms of the chance of the path; the root is in place 0. A search may end
+ * early below `floor`, as a chain does. Returns the size of a pool. work: room for rows * width *
+ * (8 hidden + 2 wide + outputs) numbers, where wide and outputs are the projection's. */
+int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots,
+        int64_t rows, int64_t width, int64_t length, const float *noise, const int64_t *places,
+        const float *heats, const float *trusts, float floor, int64_t *tokens, int64_t *parents,
+        float *chances, int64_t room, bf16 *work, int64_t threads) {
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab,
+            most = rows * width;
     int64_t known = head->projection.outputs;
-    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden, *beside = before + most * hidden;
-    bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
+    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden,
+            *beside = before + most * hidden;
+    bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden,
+            *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
-    float *heard = noise && head->map ? scratch(most * known) : NULL;     /* by the draft vocabulary */
+    /* by the draft vocabulary */
+    float *heard = noise && head->map ? scratch(most * known) : NULL;
     int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
     float sums[most], odds[most * width], heat[most], trust[most];
     for (int64_t r = 0; r < rows; r++) {
@@ -186,23 +216,29 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < beams; b++) {
                 int64_t at = r * beams + b, token = tokens[r * room + ends[r * width + b]];
-                memcpy(state + at * hidden, head->table + token * hidden, (size_t)hidden * sizeof(bf16));
-                if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden, (size_t)hidden * sizeof(bf16));
+                memcpy(state + at * hidden, head->table + token * hidden,
+                        (size_t)hidden * sizeof(bf16));
+                if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden,
+                        (size_t)hidden * sizeof(bf16));
                 where[at] = places ? places[r] + d : 0, heat[at] = heats[r], trust[at] = trusts[r];
             }
         advanced(head, state, d ? before : NULL, beside, count, threads);
         for (int64_t at = 0; at < count; at++) {
-            memcpy(pairs + 2 * at * hidden, context + at / beams * hidden, (size_t)hidden * sizeof(bf16));
-            memcpy(pairs + (2 * at + 1) * hidden, state + at * hidden, (size_t)hidden * sizeof(bf16));
+            memcpy(pairs + 2 * at * hidden, context + at / beams * hidden,
+                    (size_t)hidden * sizeof(bf16));
+            memcpy(pairs + (2 * at + 1) * hidden, state + at * hidden,
+                    (size_t)hidden * sizeof(bf16));
         }
         if (head->narrow.size) draftproof_linear(&head->narrow, pairs, x, count, threads);
         else memcpy(x, pairs, (size_t)(2 * count * hidden) * sizeof(bf16));
-        for (int64_t l = 0; l < head->layers; l++) draftproof_residual(head->blocks + l, x, room_beside, count, threads);
+        for (int64_t l = 0; l < head->layers; l++)
+            draftproof_residual(head->blocks + l, x, room_beside, count, threads);
         draftproof_linear(&head->projection, x, logits, count, threads);
         for (int64_t at = 0; heard && at < count; at++, where[at - 1] = at - 1)
             for (int64_t i = 0; i < known; i++)
                 heard[at * known + i] = noise[where[at] * vocab + head->map[i]];
-        draftproof_best_tokens(logits, heard ? heard : noise, where, heat, trust, count, known, width, odds, found, threads);
+        draftproof_best_tokens(logits, heard ? heard : noise, where, heat, trust, count, known,
+                width, odds, found, threads);
         for (int64_t n = 0; head->map && n < count * width; n++) found[n] = head->map[found[n]];
         float top = -INFINITY;
         for (int64_t r = 0; r < rows; r++) {
@@ -211,7 +247,8 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
             for (int64_t b = 0; b < beams; b++)
                 for (int64_t k = 0; k < width; k++) {
                     int64_t at = (r * beams + b) * width + k, place = size + b * width + k;
-                    tokens[r * room + place] = found[at], parents[r * room + place] = ends[r * width + b];
+                    tokens[r * room + place] = found[at],
+                            parents[r * room + place] = ends[r * width + b];
                     float chance = chances[r * room + place] = sums[r * width + b] + odds[at];
                     if (chance > best[width - 1].score) ranked(best, width, chance, place);
                 }

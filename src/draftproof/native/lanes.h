@@ -1,11 +1,9 @@
 /* What all kernels share: vectors of LANES numbers, and bfloat16.
  *
- * The sources are compiled once for each level of the processor (native/build.py): a vector is one register of that level.
- *
- * Every sum runs in an order fixed by a token's place in its own text: never by how many queries are read together, by
- * the slot a node of a tree lies in, or by the number of threads. So a position has the same bits read alone, in a
- * chain, or in a tree.
- */
+ * The sources are compiled once for each level of the processor (native/build.py): a vector is one
+ * register of that level.  Every sum runs in an order fixed by a token's place in its own text:
+ * never by how many queries are read together, by the slot a node of a tree lies in, or by the
+ * number of threads. So a position has the same bits read alone, in a chain, or in a tree. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -28,7 +26,8 @@ typedef int32_t bits __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-enum { SMALL = 1 << 14, PRODUCTS = 1 << 17 };                       /* below so many numbers, or products, one thread */
+/* below so many numbers, or products, one thread */
+enum { SMALL = 1 << 14, PRODUCTS = 1 << 17 };
 
 static inline float widen(bf16 x) {
     union { uint32_t i; float f; } u = {(uint32_t)x << 16};
@@ -56,7 +55,8 @@ static inline lanes wide(const bf16 *from) {
     return widened(h);
 }
 
-/* As `narrow`; processors that do it themselves take what is smaller than any normal number for zero. */
+/* As `narrow`; processors that do it themselves take what is smaller than any normal number for
+ * zero. */
 static inline halves shortened(lanes x) {
 #ifdef __AVX512BF16__
     __m256bh short_ = _mm512_cvtneps_pbh((__m512)x);
@@ -69,7 +69,8 @@ static inline halves shortened(lanes x) {
     out = (out & ~nan) | (nan & 0x7fc0);
 #if AVX2
     out &= 0xffff;
-    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)out), _mm256_extracti128_si256((__m256i)out, 1));
+    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)out),
+            _mm256_extracti128_si256((__m256i)out, 1));
 #else
     return __builtin_convertvector(out, halves);
 #endif
@@ -156,7 +157,8 @@ static inline lanes larger(lanes a, lanes b) {           /* the second where eit
 #endif
 }
 
-static inline lanes expo(lanes x) {             /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
+/* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
+static inline lanes expo(lanes x) {
 #ifdef __AVX512F__
     __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
 #else
@@ -196,7 +198,8 @@ static inline lanes silu(lanes x) {
     return opened(x, x);
 }
 
-/* GELU as it is approximated by a hyperbolic tangent: x / 2 * (1 + tanh(y / 2)) = x / (1 + e^-y). Beyond 20 it is x or nothing. */
+/* GELU as it is approximated by a hyperbolic tangent: x / 2 * (1 + tanh(y / 2)) = x / (1 + e^-y).
+ * Beyond 20 it is x or nothing. */
 static inline lanes tanh_gelu(lanes x) {
     lanes least = (lanes){} - 20.0f, above = larger(least, x), near = -larger(least, -above);
     lanes y = 1.5957691216f * (near + 0.044715f * near * near * near);
@@ -205,7 +208,8 @@ static inline lanes tanh_gelu(lanes x) {
 
 static inline float largest(lanes x) {
 #ifdef __AVX512F__
-    x = larger((lanes)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xee), x);                 /* halves to halves */
+    /* halves to halves */
+    x = larger((lanes)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xee), x);
     x = larger((lanes)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x55), x);
     x = larger((lanes)_mm512_permute_ps((__m512)x, 0xee), x);
     return larger((lanes)_mm512_permute_ps((__m512)x, 0x55), x)[0];
@@ -213,7 +217,8 @@ static inline float largest(lanes x) {
     float each[LANES];
     memcpy(each, &x, sizeof x);
     for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) each[i] = each[i + half] > each[i] ? each[i + half] : each[i];
+        for (int i = 0; i < half; i++)
+            each[i] = each[i + half] > each[i] ? each[i + half] : each[i];
     return each[0];
 #endif
 }
@@ -249,7 +254,8 @@ static inline int some_of(bits x) {
     for (int i = 0; i < LANES; i++) { \
         if (i & (step)) continue; \
         lanes a = (square)[i], b = (square)[i + (step)]; \
-        (square)[i] = SHUFFLED(a, b, BARE upper), (square)[i + (step)] = SHUFFLED(a, b, BARE lower); \
+        (square)[i] = SHUFFLED(a, b, BARE upper), \
+                (square)[i + (step)] = SHUFFLED(a, b, BARE lower); \
     }
 #endif
 
@@ -261,18 +267,24 @@ static inline void transposed(lanes *square) {
         __m512i a = (__m512i)square[i], b = (__m512i)square[i + 1];
         one[i] = _mm512_unpacklo_epi32(a, b), one[i + 1] = _mm512_unpackhi_epi32(a, b);
     }
-    for (int i = 0; i < LANES; i += 4)                          /* part l of two[i + k]: column 4 l + k of rows i to i + 3 */
+    /* part l of two[i + k]: column 4 l + k of rows i to i + 3 */
+    for (int i = 0; i < LANES; i += 4)
         for (int k = 0; k < 2; k++) {
             two[i + 2 * k] = _mm512_unpacklo_epi64(one[i + k], one[i + 2 + k]);
             two[i + 2 * k + 1] = _mm512_unpackhi_epi64(one[i + k], one[i + 2 + k]);
         }
     for (int k = 0; k < 4; k++) {
-        __m512i even = _mm512_shuffle_i32x4(two[k], two[4 + k], 0x88), more = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0x88);
-        __m512i odd = _mm512_shuffle_i32x4(two[k], two[4 + k], 0xdd), rest = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0xdd);
-        square[k] = (lanes)_mm512_shuffle_i32x4(even, more, 0x88), square[8 + k] = (lanes)_mm512_shuffle_i32x4(even, more, 0xdd);
-        square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88), square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
+        __m512i even = _mm512_shuffle_i32x4(two[k], two[4 + k], 0x88),
+                more = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(two[k], two[4 + k], 0xdd),
+                rest = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0xdd);
+        square[k] = (lanes)_mm512_shuffle_i32x4(even, more, 0x88),
+                square[8 + k] = (lanes)_mm512_shuffle_i32x4(even, more, 0xdd);
+        square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88),
+                square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
     }
-#else                                                           /* in halves of halves: what is off the diagonal changes places */
+/* in halves of halves: what is off the diagonal changes places */
+#else
 #if LANES == 8
     SWAPPED(square, 1, (0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15))
     SWAPPED(square, 2, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))

@@ -1,14 +1,16 @@
-/* What stands between the linear layers of a Llama-like model, but for attention: norms, gates; and all of its layers. */
+/* What stands between the linear layers of a Llama-like model, but for attention: norms, gates; and
+ * all of its layers. */
 #include "model.h"
 
 enum { PART = 1024 };
 
-/* Norms and gates are made by all threads of a team together, which do not wait for each other in the end. */
+/* Norms and gates are made by all threads of a team together, which do not wait for each other in
+ * the end. */
 
-/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it; out = hidden / rms(hidden) *
- * weight. [rows, size] each, size a multiple of 16. */
-void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight, const Norm *norm, bf16 *out,
-                          int64_t rows, int64_t size) {
+/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it;
+ * out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight,
+        const Norm *norm, bf16 *out, int64_t rows, int64_t size) {
 #pragma omp for nowait
     for (int64_t r = 0; r < rows; r++) {
         bf16 *x = hidden + r * size, *y = out + r * size;
@@ -18,18 +20,21 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
         for (int64_t i = 0; i < size; i += LANES) {
             lanes v = wide(x + i);
             if (d) {
-                lanes more = added ? rounded(wide(d + i) * within) * loaded(added + i) : wide(d + i) * norm->share;
+                lanes more = added ? rounded(wide(d + i) * within) * loaded(added + i)
+                        : wide(d + i) * norm->share;
                 v = rounded(v + rounded(more));
                 narrowed(x + i, v);
             }
             squares += v * v;
         }
         float factor = 1.0f / sqrtf(total(squares) / (float)size + norm->epsilon);
-        for (int64_t i = 0; i < size; i += LANES) narrowed(y + i, rounded(wide(x + i) * factor) * loaded(weight + i));
+        for (int64_t i = 0; i < size; i += LANES)
+            narrowed(y + i, rounded(wide(x + i) * factor) * loaded(weight + i));
     }
 }
 
-/* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows, size]. */
+/* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows,
+ * size]. */
 void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
@@ -43,23 +48,28 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows,
         }
 }
 
-/* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows, heads, capacity] of so many
- * bytes a slot. A node never lies before its destination, so nothing is overwritten that is still to be read. */
-void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count, int64_t capacity,
-                     int64_t rows, const int64_t *lengths, const int64_t *nodes, int64_t deep) {
+/* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows,
+ * heads, capacity] of so many bytes a slot. A node never lies before its destination, so nothing is
+ * overwritten that is still to be read. */
+void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count,
+        int64_t capacity, int64_t rows, const int64_t *lengths, const int64_t *nodes,
+        int64_t deep) {
     for (int64_t s = 0; s < count; s++)
         for (int64_t line = 0; line < rows * heads[s]; line++) {
             int64_t row = line / heads[s], size = bytes[s];
             char *scratch = stores[s] + (line * capacity + lengths[row]) * size;
             for (int64_t d = 0; d < deep; d++)
                 if (nodes[row * deep + d] != d)
-                    memcpy(scratch + d * size, scratch + nodes[row * deep + d] * size, (size_t)size);
+                    memcpy(scratch + d * size, scratch + nodes[row * deep + d] * size,
+                            (size_t)size);
         }
 }
 
-/* Rows become copies of others, one after another: `to` of `from`, each as long as it is, in stores as above. */
-void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count, int64_t capacity, int64_t copies,
-                     const int64_t *to, const int64_t *from, const int64_t *lengths) {
+/* Rows become copies of others, one after another: `to` of `from`, each as long as it is, in stores
+ * as above. */
+void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count,
+        int64_t capacity, int64_t copies, const int64_t *to, const int64_t *from,
+        const int64_t *lengths) {
     for (int64_t s = 0; s < count; s++)
         for (int64_t c = 0; c < copies; c++)
             for (int64_t head = 0; head < heads[s]; head++) {
@@ -69,12 +79,14 @@ void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *b
             }
 }
 
-/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens [start_of(rows)] become hidden
- * states behind the final norm, in `last`, and logits of these, if they are wanted; the states before layer n go to kept[n] where
- * that is not null, nor kept. Tokens the model does not know are read as some that it knows. stores: keys and values of each layer
- * in turn. work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates) numbers. */
-void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
-                        bf16 *const *kept, bf16 *work) {
+/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens
+ * [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if
+ * they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
+ * the model does not know are read as some that it knows. stores: keys and values of each layer in
+ * turn. work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
+ * numbers. */
+void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores,
+        const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work) {
     const Layer *layers = model->layers;
     const Read *read = ways;
     const Norm *norm = &model->norm;
@@ -85,22 +97,26 @@ void draftproof_forward(const Read *ways, const Model *model, bf16 *const *store
         bf16 *delta = NULL;
 #pragma omp for nowait                                          /* rows as norms have them */
         for (int64_t r = 0; r < width; r++) {
-            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < model->vocab ? tokens[r] : model->vocab - 1;
+            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < model->vocab ? tokens[r] : model->vocab
+                    - 1;
             const bf16 *embedding = model->embeddings + known * size;
-            for (int64_t i = 0; i < size; i += LANES) narrowed(hidden + r * size + i, wide(embedding + i) * model->loud);
+            for (int64_t i = 0; i < size; i += LANES)
+                narrowed(hidden + r * size + i, wide(embedding + i) * model->loud);
         }
         for (int64_t n = 0; n < model->count; n++) {
             const Layer *layer = layers + n;
             int64_t gates = layer->down.size;
             bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
             bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-            draftproof_norm(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed, width, size);
+            draftproof_norm(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed,
+                    width, size);
 #pragma omp barrier
 #pragma omp master
             if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
             draftproof_multiply(&layer->inner, normed, states, width, threads);
 #pragma omp barrier
-            draftproof_attention(ways + layer->way, states, layer->query, layer->key, norm, stores[2 * n], stores[2 * n + 1], mixed);
+            draftproof_attention(ways + layer->way, states, layer->query, layer->key, norm,
+                    stores[2 * n], stores[2 * n + 1], mixed);
 #pragma omp barrier
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);
@@ -114,7 +130,8 @@ void draftproof_forward(const Read *ways, const Model *model, bf16 *const *store
             draftproof_multiply(&layer->down, gate, delta, width, threads);
 #pragma omp barrier
         }
-        draftproof_norm(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width, size);
+        draftproof_norm(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width,
+                size);
         if (logits) {
 #pragma omp barrier
             draftproof_multiply(model->head, last, logits, width, threads);

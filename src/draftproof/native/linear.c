@@ -1,4 +1,5 @@
-/* Linear layers in bfloat16, 8 and 4 bits: by tiles where the processor has them, else by vectors. */
+/* Linear layers in bfloat16, 8 and 4 bits: by tiles where the processor has them, else by vectors.
+ * */
 #define _GNU_SOURCE
 #include "linear_vectors.h"
 #if TILES
@@ -24,7 +25,8 @@ int64_t draftproof_usable(void) {
 #endif
 }
 
-/* Bit 0: linear layers of 8, and of 4, bits can be read here; bit 1: of bfloat16; bit 2: by tiles. */
+/* Bit 0: linear layers of 8, and of 4, bits can be read here; bit 1: of bfloat16; bit 2: by tiles.
+ * */
 int64_t draftproof_linears(void) { return HAS_LINEARS | HAS_LINEARS << 1 | TILES << 2; }
 
 static int by_tiles(const Product *of) { return TILES && of->kind != INT4; }
@@ -42,8 +44,9 @@ static float largest_input(const bf16 *x, int64_t size) {
     return some_of(broken) ? NAN : largest(top);
 }
 
-/* Activations times `factor` to the nearest whole number, -127 to 127, zeros up to `padded`; each in a
- * byte or, if wide, four by four in 16 bits: first, third, second, fourth. Returns the sum of the codes. */
+/* Activations times `factor` to the nearest whole number, -127 to 127, zeros up to `padded`; each
+ * in a byte or, if wide, four by four in 16 bits: first, third, second, fourth. Returns the sum of
+ * the codes. */
 static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, int wide_codes,
                      int32_t *words) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
@@ -94,7 +97,8 @@ static void prepare(const Product *of, int64_t row) {
     if (of->kind == INT8) of->scales[row] = most, of->offset[row] = 0;
     if (most > 0) factor = 127.0f / most;
     for (int64_t b = 0; b < of->count; b += of->block) {
-        int64_t words = of->count - b < of->block ? of->count - b : of->block, padded = words * inputs;
+        int64_t words = of->count - b < of->block ? of->count - b : of->block,
+                padded = words * inputs;
         int64_t left = size - b * inputs, some = left < 0 ? 0 : left < padded ? left : padded;
         int32_t *to = inputs_at(of, from, beside, b) + (row - from) * of->block * of->width;
         const bf16 *here = x + b * inputs;
@@ -119,17 +123,20 @@ static void room(Product *of) {
     of->offset = (int32_t *)(of->scales + scales), of->words = of->offset + of->rows;
 }
 
-/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait for
- * each other in the end. Few inputs are laid out by each thread for itself, which is sooner done than to
- * wait for the others. */
-void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
-    Product of = {.layer = layer, .inputs = inputs, .out = out, .rows = rows, .block = BLOCK, .width = 2};
+/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait
+ * for each other in the end. Few inputs are laid out by each thread for itself, which is sooner
+ * done than to wait for the others. */
+void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
+        int64_t threads) {
+    Product of = {.layer = layer, .inputs = inputs, .out = out, .rows = rows, .block = BLOCK,
+            .width = 2};
     int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
     of.kind = layer->groups ? INT4 : layer->scale ? INT8 : BFLOAT16;
     of.count = layer->padded / (of.kind == INT4 ? 8 : of.kind == INT8 ? 4 : 2);
     if (of.kind == INT8) of.width = 1 + WIDE_CODES;
 #if TILES
-    if (by_tiles(&of)) of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS, together = TILE_STRIPS;
+    if (by_tiles(&of)) of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
+            together = TILE_STRIPS;
 #endif
     of.stretch = (of.count + of.block - 1) / of.block * of.block;
     of.chunks = (rows + most - 1) / most;
@@ -148,7 +155,8 @@ void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int
         for (int64_t c = 0; c < of.chunks; c += CHUNKS) {
             int64_t first = strips * p / parts, last = strips * (p + 1) / parts;
             int64_t bottom = c + CHUNKS < of.chunks ? c + CHUNKS : of.chunks;
-            if (first == last) continue;                                /* more threads than strips */
+            /* more threads than strips */
+            if (first == last) continue;
 #if TILES
             if (by_tiles(&of)) {
                 tile_panel(&of, first, last, c, bottom);
@@ -163,25 +171,28 @@ void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int
 }
 
 /* The same, by threads of its own. */
-void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads) {
+void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
+        int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
     draftproof_multiply(layer, inputs, out, rows, threads);
 }
 
-/* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as much. */
-void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads) {
+/* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as
+ * much. */
+void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
+        int64_t threads) {
     draftproof_linear(layer, inputs, beside, rows, threads);
     for (int64_t i = 0; i < rows * layer->outputs; i += LANES)
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
 }
 
 /* What heads with `layers` residual blocks each, blocks [heads, layers], make of hidden states
- * [rows, size]: [heads, rows, size]. Heads know nothing of each other, so threads take whole ones, where
- * there are enough of them. beside: as much room as states. */
-void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads,
-                      int64_t layers, int64_t rows, int64_t threads) {
+ * [rows, size]: [heads, rows, size]. Heads know nothing of each other, so threads take whole ones,
+ * where there are enough of them. beside: as much room as states. */
+void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
+        int64_t heads, int64_t layers, int64_t rows, int64_t threads) {
     int64_t count = rows * blocks->size, each = heads < threads ? threads : 1;
-#pragma omp parallel for num_threads(threads)                                                       \
+#pragma omp parallel for num_threads(threads) \
     if (each == 1 && heads * layers * count * blocks->size > PRODUCTS)
     for (int64_t h = 0; h < heads; h++) {
         bf16 *own = states + h * count;

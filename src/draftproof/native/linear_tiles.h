@@ -5,14 +5,16 @@
 
 #include "linear.h"
 
-/* A chunk has up to TILE_ROWS rows, and blocks are of one tile. Weights wanted EARLY steps later are
- * asked for; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
+/* A chunk has up to TILE_ROWS rows, and blocks are of one tile. Weights wanted EARLY steps later
+ * are asked for; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
 enum { TILE_ROWS = 16, TILE_BLOCK = 16, TILE_STRIPS = 2 };
 enum { STEP = TILE_BLOCK * LINE, STEPS = 64, EARLY = 4 };
 
-static _Thread_local int64_t tile_form;                         /* of a thread's tiles; 0 if it has none */
+/* of a thread's tiles; 0 if it has none */
+static _Thread_local int64_t tile_form;
 
-/* Tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5, weights 6, 7. */
+/* Tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5, weights 6,
+ * 7. */
 static void tiled(int64_t upper, int64_t lower) {
     int64_t wanted = upper * (TILE_ROWS + 1) + lower;
     if (tile_form == wanted) return;
@@ -38,61 +40,64 @@ static inline void ahead(int64_t i, int64_t steps, const char *here, const char 
 }
 
 /* Sums of two chunks begin at zero, or go on from what was stored. */
-#define BEGIN(SUMS, OTHER)                                                                          \
-    if (fresh) {                                                                                    \
-        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                 \
-    } else {                                                                                        \
-        _tile_loadd(0, SUMS, 128); _tile_loadd(1, &(SUMS)[0][1], 128);                              \
-        _tile_loadd(2, OTHER, 128); _tile_loadd(3, &(OTHER)[0][1], 128);                            \
+#define BEGIN(SUMS, OTHER) \
+    if (fresh) { \
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); \
+    } else { \
+        _tile_loadd(0, SUMS, 128); _tile_loadd(1, &(SUMS)[0][1], 128); \
+        _tile_loadd(2, OTHER, 128); _tile_loadd(3, &(OTHER)[0][1], 128); \
     }
 
-/* So many steps of one chunk times two strips, or of two chunks times one strip, with sums [2 LANES] of
- * each row, each along its row, `fresh` or on from those that are there. Memory is asked for weights ahead
- * of time, at the end for those at `next`. */
-#define TILED(NAME, TIMES)                                                                          \
-    static void NAME##_strips(const int32_t *words, int64_t beside, const char *one,                \
-                              const char *two, const char *next, const char *after,                 \
-                              int64_t steps, int fresh, lanes (*sums)[2], lanes (*other)[2]) {      \
-        BEGIN(sums, other)                                                                          \
-        for (int64_t i = 0; i < steps; i++, words += beside * TILE_BLOCK, one += STEP, two += STEP) { \
-            _tile_loadd(4, words, 64);                                                              \
-            _tile_loadd(6, one, 128);                                                               \
-            TIMES(0, 4, 6);                                                                         \
-            _tile_loadd(7, one + 64, 128);                                                          \
-            TIMES(1, 4, 7);                                                                         \
-            _tile_loadd(6, two, 128);                                                               \
-            TIMES(2, 4, 6);                                                                         \
-            _tile_loadd(7, two + 64, 128);                                                          \
-            TIMES(3, 4, 7);                                                                         \
-            ahead(i, steps, one, next), ahead(i, steps, two, after);                                \
-        }                                                                                           \
-        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128);                              \
-        _tile_stored(2, other, 128); _tile_stored(3, &other[0][1], 128);                            \
-    }                                                                                               \
-    static void NAME##_chunks(const int32_t *upper, int64_t above, const int32_t *lower,            \
-                              int64_t below, const char *weights, const char *next,                 \
-                              int64_t steps, int fresh, lanes (*sums)[2]) {                         \
-        BEGIN(sums, sums + above)                                                                   \
-        for (int64_t i = 0; i < steps;                                                              \
-             i++, upper += above * TILE_BLOCK, lower += below * TILE_BLOCK, weights += STEP) {      \
-            _tile_loadd(6, weights, 128);                                                           \
-            _tile_loadd(4, upper, 64);                                                              \
-            TIMES(0, 4, 6);                                                                         \
-            _tile_loadd(5, lower, 64);                                                              \
-            TIMES(2, 5, 6);                                                                         \
-            _tile_loadd(7, weights + 64, 128);                                                      \
-            TIMES(1, 4, 7);                                                                         \
-            TIMES(3, 5, 7);                                                                         \
-            ahead(i, steps, weights, next);                                                         \
-        }                                                                                           \
-        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128);                              \
-        _tile_stored(2, sums + above, 128); _tile_stored(3, &sums[above][1], 128);                  \
+/* So many steps of one chunk times two strips, or of two chunks times one strip, with sums [2
+ * LANES] of each row, each along its row, `fresh` or on from those that are there. Memory is asked
+ * for weights ahead of time, at the end for those at `next`. */
+#define TILED(NAME, TIMES) \
+    static void NAME##_strips(const int32_t *words, int64_t beside, const char *one, \
+                              const char *two, const char *next, const char *after, \
+                              int64_t steps, int fresh, lanes (*sums)[2], lanes (*other)[2]) { \
+        BEGIN(sums, other) \
+        for (int64_t i = 0; i < steps; i++, words += beside * TILE_BLOCK, one += STEP, \
+                two += STEP) { \
+            _tile_loadd(4, words, 64); \
+            _tile_loadd(6, one, 128); \
+            TIMES(0, 4, 6); \
+            _tile_loadd(7, one + 64, 128); \
+            TIMES(1, 4, 7); \
+            _tile_loadd(6, two, 128); \
+            TIMES(2, 4, 6); \
+            _tile_loadd(7, two + 64, 128); \
+            TIMES(3, 4, 7); \
+            ahead(i, steps, one, next), ahead(i, steps, two, after); \
+        } \
+        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128); \
+        _tile_stored(2, other, 128); _tile_stored(3, &other[0][1], 128); \
+    } \
+    static void NAME##_chunks(const int32_t *upper, int64_t above, const int32_t *lower, \
+                              int64_t below, const char *weights, const char *next, \
+                              int64_t steps, int fresh, lanes (*sums)[2]) { \
+        BEGIN(sums, sums + above) \
+        for (int64_t i = 0; i < steps; \
+             i++, upper += above * TILE_BLOCK, lower += below * TILE_BLOCK, weights += STEP) { \
+            _tile_loadd(6, weights, 128); \
+            _tile_loadd(4, upper, 64); \
+            TIMES(0, 4, 6); \
+            _tile_loadd(5, lower, 64); \
+            TIMES(2, 5, 6); \
+            _tile_loadd(7, weights + 64, 128); \
+            TIMES(1, 4, 7); \
+            TIMES(3, 5, 7); \
+            ahead(i, steps, weights, next); \
+        } \
+        _tile_stored(0, sums, 128); _tile_stored(1, &sums[0][1], 128); \
+        _tile_stored(2, sums + above, 128); _tile_stored(3, &sums[above][1], 128); \
     }
 TILED(codes, _tile_dpbsud)
 TILED(pairs, _tile_dpbf16ps)
 
-/* The outputs of strips `first` to `last`, at most TILE_STRIPS, for chunks `top` to `bottom`, at most CHUNKS. */
-static void tile_panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
+/* The outputs of strips `first` to `last`, at most TILE_STRIPS, for chunks `top` to `bottom`, at
+ * most CHUNKS. */
+static void tile_panel(const Product *of, int64_t first, int64_t last, int64_t top,
+        int64_t bottom) {
     int64_t row = first_row(of, top), end = first_row(of, bottom), steps = of->count / TILE_BLOCK;
     int small = of->kind == INT8;
     lanes sums[TILE_STRIPS][ROWS][SIDES];
@@ -117,10 +122,11 @@ static void tile_panel(const Product *of, int64_t first, int64_t last, int64_t t
                                                       held, other);
                 continue;
             }
-            (small ? codes_chunks : pairs_chunks)(upper, above, lower, below, one, two, some, !b, held);
+            (small ? codes_chunks : pairs_chunks)(upper, above, lower, below, one, two, some, !b,
+                    held);
             if (last > first + 1)
-                (small ? codes_chunks : pairs_chunks)(upper, above, lower, below, two, next, some, !b,
-                                                      other);
+                (small ? codes_chunks : pairs_chunks)(upper, above, lower, below, two, next, some,
+                        !b, other);
         }
     }
     finish(of, first, last, row, end, sums);

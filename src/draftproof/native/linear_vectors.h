@@ -1,5 +1,5 @@
-/* Products of a few rows with strips of weights, by vectors. Every sum runs along its row, so its bits
- * depend neither on other rows nor, in 8 and 4 bits, on the level. */
+/* Products of a few rows with strips of weights, by vectors. Every sum runs along its row, so its
+ * bits depend neither on other rows nor, in 8 and 4 bits, on the level. */
 #pragma once
 #include "linear.h"
 
@@ -23,8 +23,8 @@ ALWAYS Weight weight_of(const int kind, const char *from) {
 #endif
 }
 
-/* Sums of products of four weights, unsigned, with the same four codes, signed. AVX2 without VNNI has
- * sums of 16 bits for weights of 4, which hold a group: 32 * 15 * 127 / 2. */
+/* Sums of products of four weights, unsigned, with the same four codes, signed. AVX2 without VNNI
+ * has sums of 16 bits for weights of 4, which hold a group: 32 * 15 * 127 / 2. */
 ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
 #if defined(__AVX512VNNI__)
     return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(codes));
@@ -63,9 +63,10 @@ ALWAYS lanes group_sum(lanes sum) {
     return number((bits)sum);
 }
 
-/* Scales, or minima, of LANES outputs of a strip from the `at`-th on, in a group: in half precision, or
- * whole numbers times those of supergroups. */
-ALWAYS lanes group_scales(const Linear *layer, int64_t groups, int64_t strip, int64_t group, int64_t at) {
+/* Scales, or minima, of LANES outputs of a strip from the `at`-th on, in a group: in half
+ * precision, or whole numbers times those of supergroups. */
+ALWAYS lanes group_scales(const Linear *layer, int64_t groups, int64_t strip, int64_t group,
+        int64_t at) {
     int64_t place = (strip * groups + group) * 2 * STRIP + at;
     if (!layer->supers) return from_half((const uint16_t *)layer->groups + place);
     int64_t super = strip * ((groups + SUPER - 1) / SUPER) + group / SUPER;
@@ -73,16 +74,16 @@ ALWAYS lanes group_scales(const Linear *layer, int64_t groups, int64_t strip, in
            from_bytes((const uint8_t *)layer->groups + place);
 }
 
-/* Words `word` to `word + count` of a strip times those of a chunk, which begins at row `from`. Memory is
- * asked for the weights at `ahead`, `step` bytes a word. */
+/* Words `word` to `word + count` of a strip times those of a chunk, which begins at row `from`.
+ * Memory is asked for the weights at `ahead`, `step` bytes a word. */
 typedef struct {
     int64_t from, strip, word, count, step;
     const char *ahead;
 } Stretch;
 
 /* For R rows, V vectors of outputs at a time, so that all sums stay in registers: on from `to`. */
-ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *of, const Stretch *at,
-                       lanes (*to)[SIDES]) {
+ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *of,
+        const Stretch *at, lanes (*to)[SIDES]) {
     const int width = kind == INT8 ? 1 + WIDE_CODES : 2, together = kind == INT4 ? GROUP_WORDS : 1;
     int64_t groups = of->count / GROUP_WORDS, step = at->step;
     const char *ahead = at->ahead;
@@ -145,8 +146,8 @@ static void (*const kernels[KINDS][MOST])(const Product *, const Stretch *, lane
     {EACH(BFLOAT16_OF)}, {EACH(INT8_OF)}, {EACH(INT4_OF)},
 };
 
-/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most CHUNKS.
- * Each pass over a block of weights asks memory for as much of the next block. */
+/* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most
+ * CHUNKS. Each pass over a block of weights asks memory for as much of the next block. */
 static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
     int64_t row = first_row(of, top), end = first_row(of, bottom), passes = 0;
     lanes sums[STRIPS][ROWS][SIDES];
@@ -157,8 +158,10 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
     for (int64_t b = 0; b < of->count; b += BLOCK)
         for (int64_t s = first; s < last; s++) {
             int64_t some = of->count - b < BLOCK ? of->count - b : BLOCK;
-            const char *next = s + 1 < last ? weights_at(of, s + 1, b) : weights_at(of, first, b + BLOCK);
-            Stretch at = {.strip = s, .word = b, .count = some, .step = LINE / passes, .ahead = next};
+            const char *next = s + 1 < last ? weights_at(of, s + 1, b)
+                    : weights_at(of, first, b + BLOCK);
+            Stretch at = {.strip = s, .word = b, .count = some, .step = LINE / passes,
+                    .ahead = next};
             for (int64_t c = top; c < bottom; c++) {
                 int64_t beside = first_row(of, c + 1) - first_row(of, c);
                 at.from = first_row(of, c);

@@ -4,24 +4,31 @@
 enum { CONTEXT = 16 };                          /* tokens before a place that the index looks at */
 
 /* The same of a pool of paths of `each` nodes, every one from the root on. */
-static void grow_paths(const int64_t *pool, const float *odds, int64_t paths, int64_t each, TreeOutput *out, int64_t r) {
+static void grow_paths(const int64_t *pool, const float *odds, int64_t paths, int64_t each,
+        TreeOutput *out, int64_t r) {
     int64_t above[paths * each];
     for (int64_t i = 0; i < paths * each; i++) above[i] = i % each ? i - 1 : -1;
     grow_tree(pool, above, odds, paths * each, SUMMED, out, r);
 }
 
-/* The chance that what followed a match of so many tokens before follows it again, `ahead` tokens further, if it did until there. */
-static inline float lasting(float match, int64_t ahead) { return (match + (float)ahead) / (match + (float)ahead + 3); }
+/* The chance that what followed a match of so many tokens before follows it again, `ahead` tokens
+ * further, if it did until there. */
+static inline float lasting(float match, int64_t ahead) { return (match + (float)ahead) / (match
+        + (float)ahead + 3); }
 
-/* Trees of what followed the last tokens of each text where they stood before: of the `near` most recent places where the last two
- * did, or then the last one, the `places` where most did, from `shortest` to `longest`, the most recent of equals; `steps` tokens from
- * each, round and round. As in drafters/prompt_lookup.py. */
-void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shortest, int64_t near, int64_t places, int64_t steps, TreeOutput *out) {
-    int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places], lengths[places];
+/* Trees of what followed the last tokens of each text where they stood before: of the `near` most
+ * recent places where the last two did, or then the last one, the `places` where most did, from
+ * `shortest` to `longest`, the most recent of equals; `steps` tokens from each, round and round. As
+ * in drafters/prompt_lookup.py. */
+void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shortest, int64_t near,
+        int64_t places, int64_t steps, TreeOutput *out) {
+    int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places],
+            lengths[places];
     float odds[places * each];
     for (int64_t r = 0; r < texts->rows; r++) {
         const int64_t *text = texts->tokens + r * texts->room;
-        int64_t last = root_at(texts, r), before = text[longest > 1 && last ? last - 1 : last], pairs = 0, single = 0, found = 0;
+        int64_t last = root_at(texts, r), before = text[longest > 1 && last ? last - 1 : last],
+                pairs = 0, single = 0, found = 0;
         for (int64_t p = last - 1; p >= 0 && pairs < near; p--)
             if (text[p] == text[last]) {
                 if (p && text[p - 1] == before) ends[pairs++] = p;
@@ -30,17 +37,20 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
         for (int64_t s = 0; s < single && pairs < near; s++) ends[pairs++] = others[s];
         for (int64_t e = 0; e < pairs; e++) {
             int64_t length = 1, at;
-            while (length < longest && length <= ends[e] && text[ends[e] - length] == text[last - length]) length++;
+            while (length < longest && length <= ends[e]
+                    && text[ends[e] - length] == text[last - length]) length++;
             if (length < shortest) continue;
             for (at = found < places ? found++ : places; at > 0; at--) {
-                if (lengths[at - 1] > length || (lengths[at - 1] == length && best[at - 1] > ends[e])) break;
+                if (lengths[at - 1] > length || (lengths[at - 1] == length
+                        && best[at - 1] > ends[e])) break;
                 if (at < places) lengths[at] = lengths[at - 1], best[at] = best[at - 1];
             }
             if (at < places) lengths[at] = length, best[at] = ends[e];
         }
         float left = 1;
         for (int64_t w = 0; w < places; w++) {
-            int64_t at = w * each, start = w < found ? best[w] + 1 : last, circle = last + 1 - start;
+            int64_t at = w * each, start = w < found ? best[w] + 1 : last,
+                    circle = last + 1 - start;
             float chance = left, length = w < found ? (float)lengths[w] : 0;
             pool[at] = text[last], odds[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
@@ -53,9 +63,10 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
     }
 }
 
-/* Text, and by a hash of each context of `sizes` [count] tokens, CONTEXT at most, the successors seen, on `ways` each: a tag, the last
- * place, how often. weights [2, count, CONTEXT] make slots and tags of contexts. The last token of the text, and the last entry, are
- * for nothing. As in drafters/suffix.py. */
+/* Text, and by a hash of each context of `sizes` [count] tokens, CONTEXT at most, the successors
+ * seen, on `ways` each: a tag, the last place, how often. weights [2, count, CONTEXT] make slots
+ * and tags of contexts. The last token of the text, and the last entry, are for nothing. As in
+ * drafters/suffix.py. */
 typedef struct {
     int64_t *text, *places;
     int32_t *tags;
@@ -65,7 +76,8 @@ typedef struct {
     int64_t room, count, ways, slots, shift, follow, scatter, absent;
 } Index;
 
-/* The first entry of each context that ends a text, and what the tag of a successor is counted from, [count] both. */
+/* The first entry of each context that ends a text, and what the tag of a successor is counted
+ * from, [count] both. */
 static void hashed(const Index *index, const int64_t *context, int64_t *entries, uint32_t *tags) {
     uint32_t tokens[CONTEXT];
     for (int l = 0; l < CONTEXT; l++) tokens[l] = (uint32_t)context[l] + 1;
@@ -82,17 +94,19 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
     return (int32_t)(tag + ((uint32_t)token + 1) * (uint32_t)index->follow);
 }
 
-/* Write counts[row] of tokens [rows, width] behind `ends` [rows], each behind its contexts; tails [rows, CONTEXT] are the text before
- * them. Ends and tails move on. */
-void draftproof_learn_text(const Index *index, int64_t *tails, int64_t *ends, const int64_t *tokens, const int64_t *counts, int64_t rows,
-                      int64_t width) {
+/* Write counts[row] of tokens [rows, width] behind `ends` [rows], each behind its contexts; tails
+ * [rows, CONTEXT] are the text before them. Ends and tails move on. */
+void draftproof_learn_text(const Index *index, int64_t *tails, int64_t *ends, const int64_t *tokens,
+        const int64_t *counts, int64_t rows, int64_t width) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
-        if (ends[r] < 0 || counts[r] > width || ends[r] + counts[r] + 2 > index->room) continue;        /* not its memory */
+        /* not its memory */
+        if (ends[r] < 0 || counts[r] > width || ends[r] + counts[r] + 2 > index->room) continue;
         for (int64_t d = 0; d < counts[r]; d++) {
             int64_t token = tokens[r * width + d], place = ends[r]++;
-            int64_t way = ((int32_t)(((uint32_t)token + 1) * (uint32_t)index->scatter) >> 30) & (index->ways - 1);
+            int64_t way = ((int32_t)(((uint32_t)token + 1)
+                    * (uint32_t)index->scatter) >> 30) & (index->ways - 1);
             index->text[place] = token;
             hashed(index, tail, entries, tags);
             for (int64_t o = 0; o < index->count; o++) {
@@ -109,16 +123,19 @@ void draftproof_learn_text(const Index *index, int64_t *tails, int64_t *ends, co
     }
 }
 
-/* Trees of the `paths` likeliest continuations of each text, `steps` tokens long, whose lane begins and ends there. An occurrence in
- * its own lane counts for `own` more. */
-void draftproof_continue_text(const Index *index, const Texts *texts, const int64_t *tails, const int64_t *begins, const int64_t *ends,
-                         float own, int64_t paths, int64_t steps, TreeOutput *out) {
-    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways], entries[index->count], context[CONTEXT];
+/* Trees of the `paths` likeliest continuations of each text, `steps` tokens long, whose lane begins
+ * and ends there. An occurrence in its own lane counts for `own` more. */
+void draftproof_continue_text(const Index *index, const Texts *texts, const int64_t *tails,
+        const int64_t *begins, const int64_t *ends, float own, int64_t paths, int64_t steps,
+        TreeOutput *out) {
+    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
+            entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];
     float odds[paths * each];
     Scored best[paths];
     for (int64_t r = 0; r < texts->rows; r++)
-        if (ends[r] >= 0 && ends[r] < index->room) index->text[ends[r]] = texts->tokens[r * texts->room + root_at(texts, r)];
+        if (ends[r] >= 0 && ends[r] < index->room) index->text[ends[r]]
+                = texts->tokens[r * texts->room + root_at(texts, r)];
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t root = texts->tokens[r * texts->room + root_at(texts, r)];
         memcpy(context, tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
@@ -130,20 +147,28 @@ void draftproof_continue_text(const Index *index, const Texts *texts, const int6
             if (context[CONTEXT - index->sizes[o]] == index->absent) continue;
             float seen[index->ways], kinds = 0, total = 0;
             for (int64_t w = 0; w < index->ways; w++) {
-                int64_t entry = entries[o] + w, place = places[o * index->ways + w] = index->places[entry], token = index->text[place];
-                int alive = token != index->absent && index->tags[entry] == tagged(index, tags[o], token);
-                seen[w] = alive ? index->counts[entry] + (place >= begins[r] && place <= ends[r] ? own : 0) : 0;
+                int64_t entry = entries[o] + w,
+                        place = places[o * index->ways + w] = index->places[entry],
+                        token = index->text[place];
+                int alive = token != index->absent
+                        && index->tags[entry] == tagged(index, tags[o], token);
+                seen[w] = alive ? index->counts[entry]
+                        + (place >= begins[r] && place <= ends[r] ? own : 0) : 0;
                 kinds += (float)alive, total += seen[w];
             }
             float among = kinds + total > 1 ? kinds + total : 1;
             for (int64_t w = 0; w < index->ways; w++)
-                if (left / among * seen[w] > best[paths - 1].score) ranked(best, paths, left / among * seen[w], o * index->ways + w);
+                if (left / among * seen[w] > best[paths - 1].score) ranked(best, paths,
+                        left / among * seen[w], o * index->ways + w);
             left *= kinds > 0 ? kinds / among : 1;
         }
         for (int64_t w = 0; w < paths; w++) {
-            int64_t at = w * each, way = best[w].token, start = way < 0 ? index->room - 1 : places[way];
-            int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;          /* its own end is its beginning */
-            float chance = best[w].score, match = way < 0 ? 0 : (float)index->sizes[way / index->ways];
+            int64_t at = w * each, way = best[w].token,
+                    start = way < 0 ? index->room - 1 : places[way];
+            /* its own end is its beginning */
+            int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;
+            float chance = best[w].score, match
+                    = way < 0 ? 0 : (float)index->sizes[way / index->ways];
             pool[at] = root, odds[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
                 int64_t place = start + (circle ? k % circle : k);

@@ -1,20 +1,25 @@
-/* The forms in which Python describes a model and a read of it (native/structures.py), and what reads it. */
+/* The forms in which Python describes a model and a read of it (native/structures.py), and what
+ * reads it. */
 #pragma once
 #include "lanes.h"
 
 /* One read of a model: what all its layers share. */
 typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
-    int64_t turned;                             /* so many of the first numbers of a head turn with its position */
+    /* so many of the first numbers of a head turn with its position */
+    int64_t turned;
     const int64_t *lengths;                     /* [rows] committed tokens */
-    const int64_t *parents;                     /* [rows, nodes] a parent comes before its children; -1 at the root */
+    /* [rows, nodes] a parent comes before its children; -1 at the root */
+    const int64_t *parents;
     const bf16 *cosines, *sines;                /* [context, head_dim] */
-    const int64_t *starts, *which;              /* [rows + 1] and [starts[rows]], or null: see below */
+    /* [rows + 1] and [starts[rows]], or null: see below */
+    const int64_t *starts, *which;
     float scale;
 } Read;
 
-/* What is read of each row lies row by row: all nodes from `first` on, or, with starts, the nodes which[starts[row]] up to
- * which[starts[row + 1]], ascending, so that a row with fewer nodes costs less. */
+/* What is read of each row lies row by row: all nodes from `first` on, or, with starts, the nodes
+ * which[starts[row]] up to which[starts[row + 1]], ascending, so that a row with fewer nodes costs
+ * less. */
 static inline int64_t start_of(const Read *read, int64_t row) {
     return read->starts ? read->starts[row] : row * (read->nodes - read->first);
 }
@@ -23,13 +28,14 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
     return read->starts ? read->which[read->starts[row] + place] : read->first + place;
 }
 
-/* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded up to a multiple of 32; padded,
- * the inputs rounded up, is a multiple of 16 * fold. With a scale per output they have 8 bits and 128 added to them, and fold
- * is 4; without, they are bfloat16 and fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null.
- *
- * With groups, weights have 4 bits: [outputs / 32, inputs / 32, 4, 32, 4] bytes, each of them the weight of one input and, in its upper
- * half, of that 4 inputs on. Groups: scales and minima [outputs / 32, inputs / 32, 2, 32] in half precision, or, with supers, whole
- * numbers of 8 bits that are multiplied by supers, [outputs / 32, inputs / 256, 2, 32] in half precision. */
+/* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded
+ * up to a multiple of 32; padded, the inputs rounded up, is a multiple of 16 * fold. With a scale
+ * per output they have 8 bits and 128 added to them, and fold is 4; without, they are bfloat16 and
+ * fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null.  With
+ * groups, weights have 4 bits: [outputs / 32, inputs / 32, 4, 32, 4] bytes, each of them the weight
+ * of one input and, in its upper half, of that 4 inputs on. Groups: scales and minima [outputs /
+ * 32, inputs / 32, 2, 32] in half precision, or, with supers, whole numbers of 8 bits that are
+ * multiplied by supers, [outputs / 32, inputs / 256, 2, 32] in half precision. */
 typedef struct {
     const void *weights;
     const float *scale;
@@ -44,17 +50,18 @@ typedef struct {
     float epsilon, share;
 } Norm;
 
-/* One layer of a model: queries, keys and values as one, gates and what they let through as one. Its heads see as the `way`-th of
- * several reads says. */
+/* One layer of a model: queries, keys and values as one, gates and what they let through as one.
+ * Its heads see as the `way`-th of several reads says. */
 typedef struct {
     Linear inner, output, gate_up, down;
-    const float *before, *after;                /* weights of norms in front of attention and gates; of heads, and of what */
+    /* weights of norms in front of attention and gates; of heads, and of what */
+    const float *before, *after;
     const float *query, *key, *mixed, *fed;     /* attention and gates add, which may be null */
     int64_t way;
 } Layer;
 
-/* A model: its layers, the weight of the final norm, embeddings [vocab, size] and what they are multiplied by, and what makes
- * logits of the last states, or null. */
+/* A model: its layers, the weight of the final norm, embeddings [vocab, size] and what they are
+ * multiplied by, and what makes logits of the last states, or null. */
 typedef struct {
     const Layer *layers;
     int64_t count, vocab, ways, gelu;           /* gates are GELU by tanh, or SiLU */
@@ -65,12 +72,15 @@ typedef struct {
     float loud;
 } Model;
 
-void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight, const float *key_weight, const Norm *norm,
-                          bf16 *keys, bf16 *values, bf16 *out);
-void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
-void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows, int64_t threads);
-void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside, int64_t heads, int64_t layers, int64_t rows,
-                      int64_t threads);
-void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows, int64_t threads);
-void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores, const int64_t *tokens, bf16 *last, bf16 *logits,
-                        bf16 *const *kept, bf16 *work);
+void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
+        const float *key_weight, const Norm *norm, bf16 *keys, bf16 *values, bf16 *out);
+void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
+        int64_t threads);
+void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
+        int64_t threads);
+void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
+        int64_t heads, int64_t layers, int64_t rows, int64_t threads);
+void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
+        int64_t threads);
+void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores,
+        const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work);

@@ -1,8 +1,8 @@
 /* Random numbers, as in core/noise.py: the same bits on every processor.
  *
- * Each operation here is one of IEEE arithmetic, rounded by itself, in the order of the torch version: this file is compiled
- * with -ffp-contract=off, so that no compiler makes one operation of a product and a sum.
- */
+ * Each operation here is one of IEEE arithmetic, rounded by itself, in the order of the torch
+ * version: this file is compiled with -ffp-contract=off, so that no compiler makes one operation of
+ * a product and a sum. */
 #include "lanes.h"
 
 static inline uint32_t mixed(uint32_t x) {      /* lowbias32 */
@@ -21,10 +21,10 @@ static inline words all_mixed(words x) {
     return x ^ x >> 16;
 }
 
-/* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows, count], told apart by origins
- * [rows, count] if there are some. */
-void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positions, const int64_t *origins, int32_t *out,
-                        int64_t rows, int64_t count) {
+/* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows,
+ * count], told apart by origins [rows, count] if there are some. */
+void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positions,
+        const int64_t *origins, int32_t *out, int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows * count; i++) {
         const uint32_t *key = (const uint32_t *)keys + 2 * (i / count);
         uint32_t low = mixed(key[0] ^ ((uint32_t)positions[i] * 0x9E3779B9u));
@@ -35,7 +35,8 @@ void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positi
     }
 }
 
-/* log(x) of normal numbers, Cephes' polynomial: x = 2^power (1 + m), with m in [sqrt(1/2) - 1, sqrt(2) - 1). */
+/* log(x) of normal numbers, Cephes' polynomial: x = 2^power (1 + m), with m in [sqrt(1/2) - 1,
+ * sqrt(2) - 1). */
 static inline lanes logarithm(lanes x) {
     bits power = ((bits)x - 0x3f3504f3) >> 23;
     lanes m = (lanes)((bits)x - (power << 23)) - 1.0f, n = __builtin_convertvector(power, lanes);
@@ -52,8 +53,10 @@ static inline lanes logarithm(lanes x) {
     return (m + y) + n * 0x1.63p-1f;
 }
 
-/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31 bits near 0. */
-void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab, int64_t threads) {
+/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31
+ * bits near 0. */
+void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab,
+        int64_t threads) {
     int64_t blocks = (vocab + LANES - 1) / LANES;
     words steps;
     for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
@@ -64,7 +67,8 @@ void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t
             x = all_mixed(all_mixed(x) + (uint32_t)streams[2 * r + 1]);
             lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
             u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
-            lanes left = 1.0f - u, lost = (1.0f - left) - u;                                /* 1 - u is left + lost */
+            /* 1 - u is left + lost */
+            lanes left = 1.0f - u, lost = (1.0f - left) - u;
             lanes wait = -(logarithm(left) + lost), noise = -logarithm(wait);
             int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
             memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));

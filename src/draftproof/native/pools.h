@@ -2,19 +2,22 @@
 #pragma once
 #include "lanes.h"
 
-enum { APART, LIKELIEST, SUMMED };              /* nodes of a pool with the same text: there are none; the best counts; they add up */
+/* nodes of a pool with the same text: there are none; the best counts; they add up */
+enum { APART, LIKELIEST, SUMMED };
 
-/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no more. widest:
- * nodes of the largest so far. */
+/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0
+ * where a row has no more. widest: nodes of the largest so far. */
 typedef struct {
     int64_t *tokens, *parents;
     float *odds;
     int64_t nodes, absent, widest;
 } TreeOutput;
 
-/* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier. Parents come before their children;
- * what has none is the root once more. Nobody is likelier than its parent; what has odds of 0 is not there. */
-static void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size, int same, TreeOutput *out, int64_t r) {
+/* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier.
+ * Parents come before their children; what has none is the root once more. Nobody is likelier than
+ * its parent; what has odds of 0 is not there. */
+static void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size,
+        int same, TreeOutput *out, int64_t r) {
     int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
     float best[size];
     Scored likely[most + 1];
@@ -43,7 +46,8 @@ static void grow_tree(const int64_t *pool, const int64_t *above, const float *od
     tokens[0] = pool[0], parents[0] = -1, chances[0] = 1, place[0] = 0;
     for (int64_t n = 0; n < most; n++) {
         int64_t i = likely[n].token;
-        tokens[n + 1] = i < 0 ? out->absent : pool[i], parents[n + 1] = i < 0 ? 0 : place[up[i]], chances[n + 1] = likely[n].score;
+        tokens[n + 1] = i < 0 ? out->absent : pool[i], parents[n + 1] = i < 0 ? 0 : place[up[i]],
+                chances[n + 1] = likely[n].score;
         if (i < 0) continue;
         place[i] = n + 1;
         if (out->widest < n + 2) out->widest = n + 2;

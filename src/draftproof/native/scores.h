@@ -2,8 +2,10 @@
 #pragma once
 #include "model.h"
 
-/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch rounds. Past the end -inf. */
-static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i, int64_t vocab) {
+/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch
+ * rounds. Past the end -inf. */
+static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i,
+        int64_t vocab) {
     int64_t some = vocab - i < LANES ? vocab - i : LANES;
     lanes score = some < LANES ? partly(logits + i, some) : wide(logits + i);
     if (heat != 1) score /= heat;
@@ -13,7 +15,8 @@ static inline lanes heated(const bf16 *logits, const float *noise, float heat, i
     return score;
 }
 
-/* A number that the `count` best scores are not below: the best of each lane are all different ones. */
+/* A number that the `count` best scores are not below: the best of each lane are all different
+ * ones. */
 static inline float bar(lanes most, int64_t count) {
     float sorted[LANES];
     for (int l = 0; l < LANES; l++) {
@@ -24,7 +27,8 @@ static inline float bar(lanes most, int64_t count) {
     return count <= LANES ? sorted[count - 1] : -INFINITY;
 }
 
-/* Put those of the scores of tokens from i on that are not below the bar into the `count` best; of equals the earlier. */
+/* Put those of the scores of tokens from i on that are not below the bar into the `count` best; of
+ * equals the earlier. */
 static inline void chosen(lanes score, float bar, int64_t i, Scored *best, int64_t count) {
     if (!some_of(score >= bar)) return;
     float each[LANES];
@@ -33,10 +37,11 @@ static inline void chosen(lanes score, float bar, int64_t i, Scored *best, int64
         if (each[l] >= bar && each[l] > best[count - 1].score) ranked(best, count, each[l], i + l);
 }
 
-/* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the earlier, and the logarithm of
- * the sum of all, each by trust times its score less the best. INFINITY where there is nothing to choose, or a logit is NaN. */
-static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab, float *scores, Scored *best,
-                     int64_t count) {
+/* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the
+ * earlier, and the logarithm of the sum of all, each by trust times its score less the best.
+ * INFINITY where there is nothing to choose, or a logit is NaN. */
+static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab,
+        float *scores, Scored *best, int64_t count) {
     for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
     bits broken = {};
     lanes most = (lanes){} - INFINITY, sum = {};

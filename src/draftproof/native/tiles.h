@@ -2,9 +2,11 @@
 #pragma once
 #include "model.h"
 
-extern int draftproof_tiles;                    /* whether there are any, and the kernel of the system lets us have them */
+/* whether there are any, and the kernel of the system lets us have them */
+extern int draftproof_tiles;
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__)
+        && defined(__linux__)
 #define TILES 1
 
 /* What the tiles of a thread look like. */
@@ -14,7 +16,8 @@ typedef struct {
     uint8_t rows[16];
 } Tiles;
 
-/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads it. */
+/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads
+ * it. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
 #else
 #define TILES 0
