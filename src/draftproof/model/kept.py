@@ -92,9 +92,9 @@ def came_from(model: nn.Module, name: str) -> None:
     place = Path(found).parent if isinstance(found, str) else Path(name)
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = (".json", ".safetensors", ".bin", ".gguf", ".py")
-    files = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
+    sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
             for one in files if one.suffix in kinds]
-    setattr(model, _SOURCE, (str(place.resolve()), files, Snapshot.of(model)))
+    setattr(model, _SOURCE, (str(place.resolve()), sizes, Snapshot.of(model)))
 
 
 def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept | None:
