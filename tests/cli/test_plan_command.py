@@ -19,6 +19,7 @@ SMALL = ("--tokens", "12", "--max-prompts", "3")
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed here is not believed."""
     monkeypatch.setattr(probe, "TIMES", 1)
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
     monkeypatch.setattr(probe, "LONG", 40)
 
 

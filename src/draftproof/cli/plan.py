@@ -15,7 +15,7 @@ from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
-    from draftproof.plan.replay import Text
+    from draftproof.plan.recording import Text
 
 ENGINE = ("dtype", "device", "quantize", "quantize_draft", "kv_cache")
 Names = list[str] | None
@@ -47,7 +47,7 @@ def plan(
     from draftproof.bench.workloads import GENERAL, STORIES, read_questions
     from draftproof.model.loading import embedded, resolve
     from draftproof.plan import report
-    from draftproof.plan.planner import PlanConfig, make_plan
+    from draftproof.plan.planner import PlanConfig, Planner
 
     batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
     for name, value in (("batch", min(batches)), ("tokens", tokens), ("max_prompts", max_prompts),
@@ -71,7 +71,8 @@ def plan(
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []
         named = {one.name: one.engine.drafter for one in methods[1:]}  # type: ignore[attr-defined]
         config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, watts, machine)
-        found = make_plan(plain, named, fitting[:max_prompts], written, config, status.update)
+        some = fitting[:max_prompts]
+        found = Planner(plain, named, some, written, config, status.update).plan()
     console = show.page()
     console.print(report.verdict(found), style="bold", markup=False)
     console.print(report.table(found))
@@ -86,7 +87,7 @@ def plan(
 
 def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
     """Texts with the prompts before them; of plain texts the beginning is the prompt."""
-    from draftproof.plan.replay import Text
+    from draftproof.plan.recording import Text
     from draftproof.training.rows import OPENING, tokenized
     from draftproof.training.texts import read
 

@@ -38,7 +38,8 @@ class Probe:
     """A machine as it was timed with one model.
 
     rounds: at `context` tokens; longer texts take `per_context` more per row and token. prompts:
-    tokens and seconds. per_unread: by draft model. spread: relative standard error of a time.
+    tokens and seconds. per_unread: by draft model. spread: relative standard error of a time. noise: of rounds of one
+    size, seconds over their median.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Probe:
     per_context: float = 0.0
     per_unread: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
+    noise: tuple[float, ...] = (1.0,)
     watts: float | None = None
     measured = True
 
@@ -59,7 +61,7 @@ class Probe:
         return max(0.0, _between(self._rounds[sampled], rows, nodes) + more)
 
     def prompt(self, tokens: int) -> float:
-        return _along(self.prompts, tokens)
+        return along(self.prompts, tokens)
 
     def draft(self, drafter: str, sampled: bool, rows: float, nodes: float, own: float) -> float:
         """What a draft takes; own: seconds it took here, where it was really made."""
@@ -69,6 +71,10 @@ class Probe:
     def unread(self, drafter: str, tokens: float) -> float:
         """What a draft model takes to read tokens that it lacks."""
         return self.per_unread.get(drafter, 0.0) * tokens
+
+    def times(self, drafter: str) -> bool:
+        """Whether its drafts were timed; otherwise they take what they took here."""
+        return any(one.drafter == drafter for one in self.drafts)
 
     @cached_property
     def _rounds(self) -> dict[bool, Table]:
@@ -95,7 +101,7 @@ def _table(timed: list[Timed]) -> Table:
                  for rows, some in groupby(ordered, key=lambda one: one.rows))  # fmt: skip
 
 
-def _along(curve: Curve, x: float) -> float:
+def along(curve: Curve, x: float) -> float:
     """On the straight line between the nearest points; beyond the last, as between the last two."""
     if len(curve) == 1:
         return curve[0][1]
@@ -105,7 +111,7 @@ def _along(curve: Curve, x: float) -> float:
 
 
 def _between(table: Table, rows: float, nodes: float) -> float:
-    return _along(tuple((count, _along(curve, nodes)) for count, curve in table), rows)
+    return along(tuple((count, along(curve, nodes)) for count, curve in table), rows)
 
 
 class Size(NamedTuple):
@@ -132,6 +138,7 @@ class Figures:
     compute: float
     overhead: float = 1e-3
     watts: float | None = None
+    spread, noise = 0.1, (1.0,)
     target: Size = NOTHING
     drafts: Mapping[str, Size] = field(default_factory=dict)
     measured = False
@@ -152,6 +159,9 @@ class Figures:
     def unread(self, drafter: str, tokens: float) -> float:
         size = self.drafts.get(drafter)
         return self._read(size, tokens, 0) if size and tokens else 0.0
+
+    def times(self, drafter: str) -> bool:
+        return drafter in self.drafts
 
     def _read(self, size: Size, tokens: float, cached: float) -> float:
         """The slower of reading memory and of computing."""
@@ -189,12 +199,13 @@ def read_machine(given: str, model: str, target: Size, drafts: Mapping[str, Size
         if "rounds" in found:
             timed = {name: tuple(Timed(*one) for one in found[name]) for name in ("rounds", "drafts")}
             prompts = tuple((float(tokens), float(seconds)) for tokens, seconds in found["prompts"])
-            probe = Probe(**{**found, **timed, "prompts": prompts})
+            noise = tuple(found["noise"])
+            probe = Probe(**{**found, **timed, "prompts": prompts, "noise": noise})
         else:
-            names = ("bandwidth", "compute", "overhead", "watts")
-            numbers = {name: float(found[name]) for name in names if found.get(name) is not None}
-            name = str(found.get("name", file.stem))
-            return Figures(name, **numbers, target=target, drafts=drafts)
+            known = {one: float(found[one]) for one in ("overhead", "watts") if found.get(one)}
+            speeds = float(found["bandwidth"]), float(found["compute"])
+            card = Figures(str(found.get("name", file.stem)), *speeds, target=target, drafts=drafts)
+            return replace(card, **known)  # type: ignore[arg-type]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         wanted = 'what plan --json wrote, or {"bandwidth": bytes/s, "compute": operations/s}'
         raise BadInput(f"{file} says no machine ({error}); it must hold {wanted}") from error
@@ -211,10 +222,10 @@ def as_json(machine: Machine) -> dict[str, Any]:
         {"drafts": machine.drafts} if isinstance(machine, Probe) else {})  # fmt: skip
 
 
-def smoothed(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Where more nodes seem to cost less than fewer, it is noise."""
+def smoothed(seconds: Mapping[int, float]) -> Curve:
+    """By size; where more nodes seem to cost less than fewer, it is noise."""
     from scipy.optimize import isotonic_regression
 
     sizes = sorted(seconds)
     rising = isotonic_regression(np.array([seconds[size] for size in sizes])).x
-    return dict(zip(sizes, rising.tolist(), strict=True))
+    return tuple(zip(sizes, rising.tolist(), strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median, stdev
 
 import torch
@@ -20,10 +21,11 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round, State
-from draftproof.plan.machine import Probe, Timed, smoothed
+from draftproof.plan.machine import Probe, Timed, along, smoothed
 
-TIMES, LONG = 5, 512
-"""How often each size is timed; tokens of the long prompt."""
+TIMES, SECONDS, MOST, LONG = 5, 0.1, 40, 512
+"""How often each size is timed, and for how long beyond that if its rounds are short, but at most
+so often; tokens of the long prompt."""
 Progress = Callable[[str], None]
 
 
@@ -45,8 +47,8 @@ class Noise(Drafter):
 class Turns(Budget):
     """Sizes that take turns; notes seconds of each round and of the draft in it."""
 
-    def __init__(self, sizes: Sequence[int], rounds: int) -> None:
-        self.most, self.left = max(sizes), [sizes[i % len(sizes)] for i in range(rounds)][::-1]
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.most, self.left = max(sizes), list(sizes)
         self.seen: list[tuple[int, float, float]] = []
         self.drafting: Callable[[], float] = lambda: 0.0
         self.before = 0.0
@@ -63,20 +65,25 @@ class Turns(Budget):
 def rounds(
     engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling,
     sizes: Sequence[int], times: int = TIMES,
-) -> list[tuple[int, float, float]]:  # fmt: skip
-    """(size, seconds, of these the draft's) of rounds, sizes in turn; the first turn warms up."""
-    count = (1 + times) * len(sizes)
-    budget = Turns(sizes, count)
+) -> dict[int, list[tuple[float, float]]]:  # fmt: skip
+    """Seconds of rounds, and of these the draft's, by size; the first of all is dropped.
+
+    Rounds of one size follow each other, as in a run; sizes go up, and down again."""
+    half = [size for size in sizes for _ in range(1 + (times + 1) // 2)]
+    budget = Turns([*half, *half[::-1]])
     running = Engine(engine.target, drafter, budget=budget)
-    longest = max(map(len, prompts))
-    limit = min(engine.target.context - longest, (1 + times) * sum(1 + size for size in sizes) + 2)
+    limit = min(engine.target.context - max(map(len, prompts)), 2 * sum(half) + 2 * len(half) + 2)
     steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
                            sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
     for _ in steps:
         budget.drafting = lambda: running.clock.draft.seconds
         if not budget.left:
             break
-    return budget.seen
+    found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    for (before, *_), (size, seconds, own) in pairwise([(-1, 0.0, 0.0), *budget.seen]):
+        if before == size and seconds:
+            found[size].append((seconds, own))
+    return found
 
 
 def probe(
@@ -84,46 +91,61 @@ def probe(
     heats: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
     progress: Progress = lambda what: None,
 ) -> Probe:  # fmt: skip
-    """engine: plain. texts: prompts. models: draft models, whose drafts are timed by size."""
-    noise, wide = Noise(engine.target.vocab_size), sorted({0, *sizes})
-    found, drafts, unread, spreads = list[Timed](), list[Timed](), dict[str, float](), [0.0]
-    every = [token for text in texts for token in text]
+    """engine: plain. texts: prompts. models: draft models and heads, whose drafts are timed:
+    what a round takes beyond one of the same size."""
+    chains, wide = Noise(engine.target.vocab_size), sorted({0, *sizes})
+    found, drafts, unread, noise = list[Timed](), list[Timed](), dict[str, float](), list[float]()
     for sampled in sorted({heat > 0 for heat in heats}):
         sampling = replace(engine.sampling, temperature=max(heats) if sampled else 0.0)
-        for rows in sorted({1, *batches}):
+        for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
             progress(f"timing rounds, batch {rows}")
             asked = [texts[row % len(texts)] for row in range(rows)]
-            seen = rounds(engine, noise, asked, sampling, wide)[len(wide):]
-            by_size = {size: [s - own for at, s, own in seen if at == size and s] for size in wide}
-            times = smoothed({size: median(some) for size, some in by_size.items() if some})
-            found += [Timed("", sampled, rows, size, seconds) for size, seconds in times.items()]
-            spreads += [stdev(some) / median(some) / len(some) ** 0.5
-                        for some in by_size.values() if len(some) > 1]
+            first = median(one for one, _ in rounds(engine, chains, asked, sampling, [0])[0])
+            times = min(MOST, TIMES + int(SECONDS / first))
+            seen = rounds(engine, chains, asked, sampling, wide, times)
+            rest = {at: [one - own for one, own in some] for at, some in seen.items() if some}
+            curve = smoothed({at: median(some) for at, some in rest.items()})
+            found += [Timed("", sampled, rows, int(at), seconds) for at, seconds in curve]
+            noise += [one / median(some) for some in rest.values() for one in some]
             for name, drafter in models.items():
                 progress(f"timing drafts, batch {rows}: {name}")
                 most = drafter.default_budget
-                some = sorted({1, (most + 1) // 2, most})
-                seen = rounds(engine, drafter, asked, sampling, some, 3)
-                for size in some:
-                    own = [spent for at, _, spent in seen[len(some):] if at == size]
-                    drafts += [Timed(name, sampled, rows, size, median(own))] if own else []
-                first = seen[0][2] - min(spent for at, _, spent in seen if at == seen[0][0])
-                unread[name] = max(0.0, first / sum(map(len, asked)))
+                some_sizes = sorted({1, (most + 1) // 2, most})
+                seen = rounds(engine, drafter, asked, sampling, some_sizes, times)
+                for at, some in seen.items():
+                    own = [one for one, _ in some]
+                    spent = max(0.0, median(own) - along(curve, at)) if own else 0.0
+                    drafts.append(Timed(name, sampled, rows, at, spent))
+                unread[name] = _catch_up(engine, drafter, asked, sampling)
     progress("timing prompts and long texts")
-    prompts = list[tuple[float, float]]()
-    slope, context = 0.0, sum(map(len, texts)) / len(texts)
-    for length in sorted({min(size, engine.target.context // 2) for size in (8, 64, 256, LONG)}):
+    every = [token for text in texts for token in text]
+    prompts, context = list[tuple[float, float]](), sum(map(len, texts)) / len(texts)
+    plain, half = list[float](), engine.target.context // 2
+    lengths = sorted({min(size, half) for size in (8, 64, 256, LONG)})
+    for length in lengths:
         text = (every * (1 + length // len(every)))[:length]
         for _ in range(2):
-            running = Engine(engine.target, noise, budget=0)
-            steps = running.rounds([text], max_new_tokens=8, sampling=Sampling(stop_tokens=()))
-            next(steps)
-            seconds = running.clock.prefill.seconds
-        prompts.append((length, seconds))
-    long = rounds(engine, noise, [text], engine.sampling, [0], 2 * TIMES)[1:]
-    short = rounds(engine, noise, [text[:8]], engine.sampling, [0], 2 * TIMES)[1:]
-    gap = median(s for _, s, _ in long) - median(s for _, s, _ in short)
-    slope = max(0.0, gap / max(1, length - 8))
+            running = Engine(engine.target, chains, budget=0)
+            next(running.rounds([text], max_new_tokens=8, sampling=Sampling(stop_tokens=())))
+        prompts.append((length, running.clock.prefill.seconds))
+        if length in (lengths[0], lengths[-1]):
+            timed = rounds(engine, chains, [text], engine.sampling, [0], 2 * TIMES)[0]
+            plain.append(median(one for one, _ in timed))
+    slope = max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])
     name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return Probe(name, engine.target.name, tuple(found), tuple(drafts), tuple(prompts), context,
-                 slope, unread, median(spreads))  # fmt: skip
+                 slope, unread, stdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
+
+
+def _catch_up(
+    engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> float:
+    """Seconds per token of its prompt that a draft model reads before its first draft."""
+    budget = Turns([1] * 6)
+    running = Engine(engine.target, drafter, budget=budget)
+    steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=16,
+                           sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
+    for _ in steps:
+        budget.drafting = lambda: running.clock.draft.seconds
+    first, *rest = (own for size, _, own in budget.seen if size)
+    return max(0.0, first - median(rest or [first])) / sum(map(len, prompts))

@@ -5,13 +5,12 @@ Figures are of Vicuna 7B to 33B on chats; another model and other texts give oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from draftproof.training.config import SelfGenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from draftproof.plan.planner import Planner, Prediction
+    from draftproof.plan.planner import Planner
 
 
 class Figure(NamedTuple):
@@ -39,32 +38,29 @@ class Bracket(NamedTuple):
     train_cost: float | None
 
 
-def brackets(planner: Planner, found: Sequence[Prediction]) -> list[Bracket]:
-    """Of every kind of heads that was not given, at every batch."""
-    given = {part for name in planner.drafters for part in name.split("+")}
-    kinds = {getattr(one, "name", "") for one in planner.drafters.values()} | given
-    context, rows = planner._context(), list[Bracket]()
-    machine, size, price = planner.machine, planner.size, planner.config.price
+def brackets(planner: Planner, fastest: float) -> list[Bracket]:
+    """Of every kind of heads that was not given, at every batch; fastest: tokens per second at
+    which the target can write what they learn from."""
+    machine, context, price = planner.machine, planner.context, planner.config.price
     width, vocab = planner.plain.target.hidden_size, planner.plain.target.vocab_size
     heads = {"medusa": 5.0 * width * width, "redrafter": 7.0 * width * width + width * vocab}
-    fastest = max(one.tokens_per_second for one in found)
-    tokens, epochs = SelfGenerateConfig().tokens, TrainConfig().epochs
+    tokens, epochs, found = SelfGenerateConfig().tokens, TrainConfig().epochs, list[Bracket]()
     for kind, figures in PUBLISHED.items():
-        if kind in kinds:
+        if kind in {getattr(one, "name", "") for one in planner.drafters.values()}:
             continue
-        share = heads[kind] / max(1.0, size.parameters)
-        read = machine.prompt(256) / 256                # per token, forward only
+        share = heads[kind] / max(1.0, planner.size.parameters)
+        read = machine.prompt(256) / 256                # a token of a text: forward, no head
         train = tokens / fastest + epochs * tokens * read * (1 + 3 * share)
         for batch in planner.config.batches:
             plain = machine.round(False, batch, 0, context)
             ups = [one.tokens * plain / (machine.round(False, batch, one.nodes, context)
-                                         + 5 * share * plain) for one in figures]  # fmt: skip
+                                         + 5 * share * plain) for one in figures]
             cost = price * train / 3600 if price is not None else None
-            rows.append(Bracket(kind, batch, min(ups), max(ups), train, cost))
-    return rows
+            found.append(Bracket(kind, batch, min(ups), max(ups), train, cost))
+    return found
 
 
-def told(one: Bracket, best: Any = None) -> str:
+def told(one: Bracket) -> str:
     """One line."""
     hours, money = one.train_seconds / 3600, one.train_cost
     cost = f" ({money:.2f})" if money is not None else ""

@@ -2,28 +2,26 @@
 would choose is read from the text, its seconds from a `Machine`.
 
 Under the matching rule a text does not depend on its drafts, so a text that is known says which
-drafts would have been accepted, in any batch and under any budget. A draft model is not run again
-either: one pass over each text says what it drafts wherever a draft can begin.
+drafts would have been accepted, in any batch and under any budget.
 """
 
 from __future__ import annotations
 
+import math
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftproof.core.acceptance import Rule, accept_by_matching
+from draftproof.core.acceptance import RULES, Rule, accept_by_matching
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, Successors
-from draftproof.core.params import Sampling
-from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter, over_vocabulary
-from draftproof.drafters.draft_model import CONFIDENCE_SCALE, DraftModel
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.decoder import Decoder
@@ -33,83 +31,7 @@ from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import LayerShape
 from draftproof.model.target import Target
 from draftproof.plan.machine import Machine
-
-CHUNK, TOP, RANKS = 64, 8, 20
-"""Tokens of a text read at once; likely tokens kept per position; ranks that are told apart."""
-
-
-class Text(NamedTuple):
-    """A text of the target: tokens, how many are the prompt, how it was sampled; and, by position,
-    what the target knew there: hidden [S, T, H] or None, `top` tokens and logits [S, k], entropy
-    [S] of its choice, and the chances [S, k] of the likeliest."""
-
-    tokens: list[int]
-    prompt: int
-    sampling: Sampling
-    hidden: Tensor | None = None
-    top: tuple[Tensor, Tensor] | None = None
-    entropy: Tensor | None = None
-    chances: Tensor | None = None
-
-
-class Drafts(NamedTuple):
-    """What a draft model says of a text: its choice behind each position [S], the log-probability
-    it gives that [S], and which of its choices the text's next token is [S]."""
-
-    tokens: Tensor
-    confidence: Tensor
-    ranks: Tensor
-
-
-@torch.inference_mode()
-def read_text(
-    engine: Engine, text: Text, model: Target, hidden_layers: tuple[int, ...] = ()
-) -> Any:
-    """Yields (first position, logits [1, n, V], hidden, sampler, paths) of a text, by chunk."""
-    limit = len(text.tokens) - text.prompt
-    params = engine.requests.params(text.sampling, text.tokens[: text.prompt], max(1, limit))
-    cache, tokens = model.new_cache(1, len(text.tokens) + CHUNK), torch.tensor([text.tokens])
-    tokens = tokens.to(model.device)
-    sampler = Sampler([params], model.device)
-    for start in range(0, tokens.shape[1], CHUNK):
-        cache.bound(start)
-        chain = TokenTree.chain(tokens[:, start : start + CHUNK])
-        reading = model.read(chain, cache, hidden_layers=hidden_layers)
-        logits = over_vocabulary(reading.logits, engine.target.vocab_size)
-        place = torch.tensor([start], device=model.device)
-        yield start, logits, reading.hidden, sampler, Paths(Prefix(tokens, place), chain)
-        cache.keep(None, torch.tensor([chain.tokens.shape[1]], device=model.device))
-
-
-def known_text(engine: Engine, text: Text, hidden_layers: tuple[int, ...]) -> Text:
-    """With what the target knows at each position, for drafters that want it."""
-    hidden, tops, entropies, chances = list[Tensor](), list[Any](), list[Tensor](), list[Tensor]()
-    for _, logits, states, sampler, paths in read_text(engine, text, engine.target, hidden_layers):
-        hidden += [states[0]] if states is not None else []
-        tops.append(logits[0].topk(TOP, -1))
-        scores = sampler.filtered(logits, paths)[0].float()
-        heat = text.sampling.temperature or 1.0
-        probs = (scores if text.sampling.temperature else scores / heat).softmax(-1)
-        entropies.append(-(probs * probs.clamp_min(1e-30).log()).sum(-1))
-        chances.append(probs.topk(TOP, -1).values)
-    top = torch.cat([one.indices for one in tops]), torch.cat([one.values for one in tops])
-    return text._replace(
-        hidden=torch.cat(hidden) if hidden else None, top=top, entropy=torch.cat(entropies),
-        chances=torch.cat(chances))  # fmt: skip
-
-
-def drafts_of(engine: Engine, text: Text, model: Target) -> Drafts:
-    """One pass of a draft model over a text."""
-    tokens, confidence, ranks = list[Tensor](), list[Tensor](), list[Tensor]()
-    following = torch.tensor([*text.tokens[1:], 0], device=model.device)
-    for start, logits, _, sampler, paths in read_text(engine, text, model):
-        steps, children = sampler.best(logits, paths, RANKS, CONFIDENCE_SCALE)
-        tokens.append(children[0, :, 0])
-        confidence.append(steps[0, :, 0])
-        came = following[start : start + len(children[0]), None]
-        hit = children[0] == came
-        ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), RANKS))
-    return Drafts(*(torch.cat(some) for some in (tokens, confidence, ranks)))
+from draftproof.plan.recording import Drafts, Text
 
 
 class Playback(Drafter):
@@ -118,6 +40,7 @@ class Playback(Drafter):
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
         self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
         self.deepest = like.deepest
+        self.going: list[int] = []                      # rows that a draft model drafts, by depth
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)
@@ -168,7 +91,8 @@ class PlayedDrafter(Playback):
                                         in zip(before, texts, strict=True)):  # fmt: skip
             there = torch.arange(width) < commit.count[:, None].cpu()
             tokens = torch.where(there.to(commit.tokens.device), commit.tokens, ABSENT)
-            found = [(text.top[0][at], text.top[1][at]) for text, at in both if text.top]
+            found = [(text.likeliest[0][at], text.likeliest[1][at]) for text, at in both
+                     if text.likeliest]
             best, logits = (torch.stack(some) for some in zip(*found, strict=True))
             commit = replace(commit, successors=Successors(TokenTree.chain(tokens), best, logits))
         self.inner.observe(commit)
@@ -209,27 +133,33 @@ class PlayedDraft(Playback):
         self.lag = [self.lag[row] for row in rows]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        root, most = frontier.prefix.root, frontier.max_nodes
-        self.lag, self.proposed = [0] * len(self.lag), True
-        lines, chances = [], []
-        for number, place in self.rows:
-            found = self.drafts[number]
-            at = torch.arange(place, place + most).clamp(max=len(found.tokens) - 1)
-            lines.append(found.tokens[at])
-            chances.append(found.confidence[at].cumsum(0))
-        scores = torch.stack(chances)
-        tokens = torch.stack(lines)
-        if frontier.floor:
-            tokens = torch.where(scores >= log(frontier.floor), tokens, ABSENT)
-            deep = max(1, int((tokens != ABSENT).sum(1).max()))
-            tokens, scores = tokens[:, :deep], scores[:, :deep]
-        tree = TokenTree.chain(torch.cat([root[:, None], tokens], 1))
+        """As `DraftModel` drafts chains: until the floor, and while a row is among the likeliest."""
+        most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
+        self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
+        tokens = torch.full((len(self.rows), 1 + most), ABSENT)
+        chances, scores = torch.zeros(tokens.shape), [0.0] * len(self.rows)
+        tokens[:, 0], live, ranked = frontier.prefix.root, list(range(len(self.rows))), list[float]()
+        for depth in range(most):
+            self.going.append(len(live))
+            for row in live:
+                number, place = self.rows[row]
+                found = self.drafts[number]
+                at = min(place + depth, len(found.tokens) - 1)
+                tokens[row, 1 + depth] = found.tokens[at]
+                scores[row] += found.confidence[at]
+                chances[row, 1 + depth] = scores[row]
+                ranked.append(scores[row])
+            least = sorted(ranked)[-nodes] if len(ranked) >= nodes else -math.inf
+            floor = math.log(frontier.floor) if frontier.floor else -math.inf
+            live = [row for row in live if scores[row] >= max(floor, least)]
+            if not live:
+                break
+        tree = TokenTree.chain(tokens[:, : 1 + len(self.going)])
         if not frontier.most:
             return tree
-        first = torch.ones_like(scores[:, :1])
-        chance = torch.where(tokens != ABSENT, scores.exp(), 0)
-        tree = replace(tree, confidence=torch.cat([first, chance], 1))
-        return tree.within_budget(frontier.budget)
+        there = tree.tokens != ABSENT
+        chance = torch.where(there, chances[:, : there.shape[1]].exp(), 0)
+        return replace(tree, confidence=chance).within_budget(frontier.budget)
 
 
 class Recorded(Target):
@@ -263,25 +193,38 @@ class Virtual(Budget):
 
     def __post_init__(self) -> None:
         self.most, self.floor = self.inner.most, self.inner.floor
-        self.total, self.rounds = 0.0, 0
+        self.total = 0.0
         self.state = State(1, 0, 0)
         self.own = self.read = self.joined = 0.0        # of the round that runs
+        self.going: Sequence[int] = ()
+        self.dice = random.Random(0)
 
     def choose(self, state: State) -> int:
         self.state = state
         return self.inner.choose(state)
 
     def record(self, done: Round) -> None:
-        rows, seconds = done.rows, self.machine.round(
-            self.sampled, done.rows, self.read / done.rows, self.state.context)
+        rows, nodes = done.rows, self.read / done.rows
+        seconds = self.machine.round(self.sampled, rows, nodes, self.state.context)
         if done.size:
-            nodes, unread = self.read / rows, self.state.unread
-            seconds += self.machine.draft(self.drafter, self.sampled, rows, nodes, self.own)
-            seconds += self.machine.unread(self.drafter, unread)
+            seconds += self._draft(rows, nodes) + self.machine.unread(self.drafter, self.state.unread)
+        elif not self.machine.times(self.drafter):
+            seconds += self.own                         # it learns from plain rounds, too
         self.total += seconds + self.joined
-        self.rounds += 1
-        self.inner.record(done._replace(seconds=0.0 if self.joined else seconds))
+        heard = seconds * self.dice.choice(self.machine.noise)
+        self.inner.record(done._replace(seconds=0.0 if self.joined else heard))
         self.joined = 0.0
+
+    def _draft(self, rows: int, nodes: float) -> float:
+        """Of a draft model step by step: fewer rows may go on."""
+        name, sampled, machine = self.drafter, self.sampled, self.machine
+        if not self.going:
+            return machine.draft(name, sampled, rows, nodes, self.own)
+        return machine.draft(name, sampled, rows, 1, 0.0) + sum(
+            machine.draft(name, sampled, some, depth + 1, 0.0)
+            - machine.draft(name, sampled, some, depth, 0.0)
+            for depth, some in enumerate(self.going[1:], 1)
+        )
 
 
 class Replay(Decoder):
@@ -298,8 +241,10 @@ class Replay(Decoder):
 
     def admit(self, *requests: Request) -> None:
         assert isinstance(self.budget, Virtual)
-        self.budget.total += self._prompts(requests)
+        start = time.perf_counter()
         super().admit(*requests)
+        own = 0.0 if self.budget.machine.times(self.budget.drafter) else time.perf_counter() - start
+        self.budget.total += self._prompts(requests) + own
 
     def _prompts(self, requests: Sequence[Request]) -> float:
         assert isinstance(self.budget, Virtual)
@@ -321,6 +266,7 @@ class Replay(Decoder):
         rows = len(self.batch.running)
         sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1] * rows
         self.budget.read = float(sum(sizes))
+        self.budget.going = getattr(getattr(self.drafter, "inner", None), "going", ())
         self.budget.own = self.clock.draft.seconds - self._before
         return super()._deliver(frontier, tree, *rest)
 
@@ -337,9 +283,11 @@ class ReplayEngine(Engine):
     texts: Sequence[Text] = ()
 
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
-        made = Replay(self.target, self.drafter, Rule(accept_by_matching, False), budget,  # type: ignore[arg-type]
-                      rows, capacity, self.shapes)  # fmt: skip
+        start = time.perf_counter()
+        made = Replay(self.target, self.drafter, RULES["match"], budget, rows, capacity, self.shapes)
         made.rule, made.texts = Rule(made.chosen, False), self.texts
+        assert isinstance(budget, Virtual)
+        budget.total += time.perf_counter() - start
         return made
 
 

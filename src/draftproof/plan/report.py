@@ -14,7 +14,7 @@ from rich.table import Table
 from draftproof.engine.budget import Adaptive
 from draftproof.errors import BadInput
 from draftproof.plan.machine import as_json as machine_json
-from draftproof.plan.planner import AUTO, Plan, Prediction
+from draftproof.plan.planner import AUTO, PLAIN, Plan, Prediction
 from draftproof.plan.published import told
 
 PAYS = 1.02
@@ -28,7 +28,7 @@ def verdict(plan: Plan) -> str:
     where = f"batch {batch}, " + (f"T = {heat:g}" if heat else "greedy")
     source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
     if best.speed_up < PAYS:
-        tried = [one for one in plan.predictions if one.drafter != "none"]
+        tried = [one for one in plan.predictions if one.drafter != PLAIN]
         top = f": {max(one.speed_up for one in tried):.2f}× at best" if tried else ""
         return f"drafting does not pay here{top} ({where}{source}); use --drafter none"
     return (f"drafting pays: {best.drafter}, {_budget(best)}, {_interval(best)} as fast as plain "
@@ -52,7 +52,7 @@ def table(plan: Plan) -> Table:
         if setting != (one.temperature, one.batch):
             setting = one.temperature, one.batch
             shown.add_row(f"[dim]T = {one.temperature:g}, batch {one.batch}[/]")
-        plain = one.drafter == "none"
+        plain = one.drafter == PLAIN
         even = f"{one.break_even:.0%}" if one.break_even is not None else ""
         cells = [f"{one.tokens_per_second:.1f}", "" if plain else _interval(one),
                  "" if plain else str(one.budget), f"{one.tokens_per_round:.2f}", even,
@@ -70,11 +70,9 @@ def notes(plan: Plan) -> list[str]:
                  for nodes, chain, grown, best in rows]  # fmt: skip
         lines.append(f"tokens per round, {name}: " + "; ".join(parts))
     for heat, (nats, most) in plan.entropy.items():
-        if heat:
-            lines.append(f"T = {heat:g}: the text has {nats:.2f} nats per token; drafts that do "
-                         f"not share its noise give at most {most:.2f} tokens per round")  # fmt: skip
-        else:
-            lines.append(f"greedy: the target's own distribution has {nats:.2f} nats per token")
+        bound = f"; drafts that do not know its draw give at most {most or 0:.2f} tokens per round"
+        where = f"T = {heat:g}" if most is not None else "greedy, by the distribution at T = 1"
+        lines.append(f"entropy, {where}: {nats:.2f} nats per token" + bound * (most is not None))
     how = "timed here" if plan.machine.measured else "by figures, not measured"
     return [*lines, f"{plan.texts} texts of the target, replayed; rounds {how}"]
 
@@ -98,7 +96,7 @@ def read_start(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         name, options = found["best"]["drafter"], found["options"]
-        if name == "none" or found["best"]["speed_up"] < PAYS:
+        if name == PLAIN or found["best"]["speed_up"] < PAYS:
             return {"drafter": "none"}
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
         return {kind: name, "budget": Adaptive.learned(found["start"][name])}
