@@ -18,11 +18,17 @@ from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 
-def running(prompt: Sequence[int], limit: int = 30, sample: int = 0, **params: Any) -> SequenceState:
-    return SequenceState(prompt, SamplingParams(Sampling(**params), len(prompt), sample=sample), limit)
+def running(
+    prompt: Sequence[int], limit: int = 30, sample: int = 0, **params: Any
+) -> SequenceState:
+    asked = SamplingParams(Sampling(**params), len(prompt), sample=sample)
+    return SequenceState(prompt, asked, limit)
 
 
-def decoder(drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None, **more: Any) -> Decoder:
+def decoder(
+    drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None,
+    **more: Any,
+) -> Decoder:
     asked = Fixed(budget) if isinstance(budget, int) else budget
     return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128, **more)
 

@@ -21,7 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("needs_isa"):
             have = library().build.partition("-")[0]
             if not have or LEVELS.index(have) < LEVELS.index(mark.args[0]):
-                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}; {library().reason or f'this is {have}'}"))
+                why = library().reason or f"this is {have}"
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}; {why}"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,7 +32,8 @@ def _modest() -> None:
 
 @pytest.fixture(autouse=True)
 def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test names no budget, drafters draft their default, whatever this machine's clock says of their worth."""
+    """Where a test names no budget, drafters draft their default, whatever this machine's clock
+    says of their worth."""
     from draftproof.engine import engine
     from draftproof.engine.budget import Fixed
 

@@ -153,7 +153,8 @@ class Watch(Drafter):
 def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     """The root first, parents before children, within the budget, nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
-    allowed = frontier.budget if tree.confidence is None and tree.budget_rank is None else frontier.max_nodes
+    unsure = tree.confidence is None and tree.budget_rank is None
+    allowed = frontier.budget if unsure else frontier.max_nodes
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
     assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all()

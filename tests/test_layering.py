@@ -16,11 +16,13 @@ FLOORS = (
     "errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify", "bench",
     "plan", "server", "cli",
 )
-FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name == "errors.py")
+FILES = sorted(path for path in ROOT.rglob("*.py")
+               if path.parent != ROOT or path.name == "errors.py")
 
 
 EXAMINERS = {"model", "hf", "verify", "bench", "cli"}
-"""`target` runs models through transformers; `proof` and `bench` examine transformers itself; `cli` names its version."""
+"""`model` runs models through transformers; `verify` and `bench` examine transformers itself; `cli`
+names its version."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -31,7 +33,8 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative imports hide the floor they reach for"
             yield str(node.module)
-            yield from (f"{node.module}.{name.name}" for name in node.names if node.module in ("draftproof", None))
+            yield from (f"{node.module}.{name.name}" for name in node.names
+                        if node.module in ("draftproof", None))
 
 
 def floor(path: Path) -> str:
@@ -53,7 +56,8 @@ def test_a_folder_imports_only_the_folders_above_it(path: Path) -> None:
 def test_decoding_knows_no_transformers(path: Path) -> None:
     if floor(path) not in EXAMINERS:
         foreign = {"transformers", "tokenizers", "accelerate"}
-        if path.relative_to(ROOT) != Path("drafters", "weight_files.py"):         # heads lie in these files, as models do
+        # heads lie in these files, as models do
+        if path.relative_to(ROOT) != Path("drafters", "weight_files.py"):
             foreign.add("safetensors")
         assert not foreign & {name.split(".")[0] for name in imports(path)}
 

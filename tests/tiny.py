@@ -1,4 +1,5 @@
-"""Tiny random models whose logits really depend on the text, and the small helpers every folder's tests share."""
+"""Tiny random models whose logits really depend on the text, and the small helpers that tests of
+every folder share."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", _LLAMA),
     "qwen2-sliding": (
         "Qwen2Config",
-        {**_LLAMA, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {**_LLAMA, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5,
+         "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 8}),
     "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
@@ -80,10 +82,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gptj": ("GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "falcon": ("FalconConfig", {**_LLAMA, "alibi": False, "new_decoder_architecture": False, "multi_query": True}),
+    "falcon": (
+        "FalconConfig",
+        {**_LLAMA, "alibi": False, "new_decoder_architecture": False, "multi_query": True},
+    ),
     "stablelm": ("StableLmConfig", _LLAMA),
     "olmo2": ("Olmo2Config", _LLAMA),
-    "granite": ("GraniteConfig", {**_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0}),
+    "granite": (
+        "GraniteConfig",
+        {**_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    ),
     "cohere": ("CohereConfig", {**_LLAMA, "logit_scale": 0.3}),
     "starcoder2": ("Starcoder2Config", {**_LLAMA, "sliding_window": 5}),
 }
@@ -106,7 +114,8 @@ def build(kind: str, seed: int = 0, **values: Any) -> PreTrainedModel:
 
 
 def of_family(name: str, **values: Any) -> PreTrainedModel:
-    """A random model of the text models that transformers calls so, with norms that do not weigh all alike."""
+    """A random model of the text models that transformers calls so, with norms that do not weigh
+    all alike."""
     torch.manual_seed(0)
     kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
     config = next(kind for kind in kinds if kind is not None)(**values)
@@ -121,7 +130,7 @@ def of_family(name: str, **values: Any) -> PreTrainedModel:
 @lru_cache(maxsize=64)
 def model(name: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """As `fresh`, one for all tests: leave it as it is."""
-    with torch.inference_mode(False):                    # whoever asks first, others may train with it
+    with torch.inference_mode(False):       # whoever asks first, others may train with it
         return fresh(name, seed, **overrides)
 
 
@@ -134,11 +143,12 @@ def target(name: str = "llama", seed: int = 0, **overrides: Any) -> Any:
 
 
 def prompts(count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 17) -> list[list[int]]:
-    """Ragged random prompts; every third one repeats itself, so that lookup has something to find."""
+    """Ragged random prompts; every third repeats itself, so that lookup has something to find."""
     dice = torch.Generator().manual_seed(seed)
     sizes = [int(torch.randint(1, longest + 1, (), generator=dice)) for _ in range(count)]
     texts = [torch.randint(vocab, (size,), generator=dice).tolist() for size in sizes]
-    return [(text[:4] * 4)[:longest] if index % 3 == 1 else text for index, text in enumerate(texts)]
+    return [(text[:4] * 4)[:longest] if index % 3 == 1 else text
+            for index, text in enumerate(texts)]
 
 
 def shared(*parts: str) -> Path:
@@ -149,7 +159,9 @@ def shared(*parts: str) -> Path:
     return path
 
 
-def paths_of(texts: Sequence[Sequence[int]], tree: TokenTree | None = None, capacity: int = 24) -> Paths:
+def paths_of(
+    texts: Sequence[Sequence[int]], tree: TokenTree | None = None, capacity: int = 24
+) -> Paths:
     """Where a sampler stands: each text is committed but for its last token, the root."""
     tokens = torch.zeros(len(texts), capacity, dtype=torch.int64)
     tokens[:] = torch.arange(capacity) % 5  # scratch is not zero
@@ -177,4 +189,5 @@ def sampler_of(
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:
     """Float64, sharp enough that filters cut something."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=dice, dtype=torch.float64) * 3

@@ -1,9 +1,11 @@
 """How fast the linear kernels of each level read weights from memory, in GB/s:
 
-    python recipes/figures/linear_kernels.py [--threads N] [--outputs 9728] [--inputs 896] [--repeats 5]
+    python recipes/figures/linear_kernels.py [--threads N] [--outputs 9728] [--inputs 896]
+        [--repeats 5]
 
-Copies of a layer that no cache holds (400 MB) are read in turn; the fastest twentieth of the calls counts, so that other programs
-disturb little. In 4 bits, scales and minima (a quarter more) are not counted as weights.
+Copies of a layer that no cache holds (400 MB) are read in turn; the fastest twentieth of the calls
+counts, so that other programs disturb little. In 4 bits, scales and minima (a quarter more) are not
+counted as weights.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, objec
     """Copies of a layer, each with the tensors it reads."""
     scale, group = rounded(torch.rand(outputs)), torch.rand(outputs, -(-inputs // GROUP)).half()
     makers: dict[int, Callable[[], tuple[Linear, object]]] = {
-        16: lambda: _kept(interleaved(torch.randn(outputs, inputs).bfloat16(), 2), lambda w: Linear.of(w, None, None, inputs, outputs)),
+        16: lambda: _kept(interleaved(torch.randn(outputs, inputs).bfloat16(), 2),
+                          lambda w: Linear.of(w, None, None, inputs, outputs)),
         8: lambda: _kept(
             interleaved(torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8), 4),
             lambda w: Linear.of(w, scale, None, inputs, outputs),
         ),
         4: lambda: _kept(
-            (nibbles(torch.randint(0, 15, (outputs, inputs), dtype=torch.uint8)), grouped(group, group)),
+            (nibbles(torch.randint(0, 15, (outputs, inputs), dtype=torch.uint8)),
+             grouped(group, group)),
             lambda both: Linear.of_4_bits(*both, None, None, inputs, outputs),
         ),
     }
@@ -47,7 +51,9 @@ def _kept(held: object, make: Callable[..., Linear]) -> tuple[Linear, object]:
     return make(held), held
 
 
-def measure(found: Kernels, copies: list[tuple[Linear, object]], rows: int, inputs: int, repeats: int) -> float:
+def measure(
+    found: Kernels, copies: list[tuple[Linear, object]], rows: int, inputs: int, repeats: int
+) -> float:
     """Seconds for one layer."""
     states, seconds = torch.randn(rows, inputs).bfloat16(), list[float]()
     for _ in range(repeats):
@@ -60,14 +66,16 @@ def measure(found: Kernels, copies: list[tuple[Linear, object]], rows: int, inpu
 
 def main() -> None:
     """Measure all builds and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--outputs", type=int, default=9728)
     parser.add_argument("--inputs", type=int, default=896)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    table = Table(title=f"GB/s, {options.outputs} × {options.inputs}, {options.threads} threads", title_justify="left")
+    title = f"GB/s, {options.outputs} × {options.inputs}, {options.threads} threads"
+    table = Table(title=title, title_justify="left")
     for name in ("bits", "build", *(f"{rows} rows" for rows in ROWS), "T(8)/T(1)"):
         table.add_column(name, justify="right")
     for bits in (16, 8, 4):

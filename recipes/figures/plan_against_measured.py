@@ -1,7 +1,7 @@
 """What `draftproof plan` predicts against what is measured, a configuration after the other.
 
-    python recipes/figures/plan_against_measured.py FILE.jsonl --model MODEL --assistant-model DRAFT \\
-        --drafter portfolio --batch 1,4 --temperature 0,0.7 --budgets 2,5,auto
+    python recipes/figures/plan_against_measured.py FILE.jsonl --model MODEL --drafter portfolio
+        --assistant-model DRAFT --batch 1,4 --temperature 0,0.7 --budgets 2,5,auto
     python recipes/figures/plan_against_measured.py FILE.jsonl --plot plan.png     # the table
 
 For each batch and temperature the target writes its texts, the machine is timed and every budget of
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--budgets", default="2,5,auto")
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     if given.model:
@@ -83,14 +83,14 @@ def measure(given: argparse.Namespace) -> None:
             start, config = time.time(), PlanConfig((batch,), (heat,), given.new_tokens)
             wanted = {one: drafters[one] for one, _ in asked}
             planner = Planner(plain, wanted, prompts, [], config)
-            found = [planner.predict(drafter, batch, heat, budget, adaptive(drafters[drafter], budget))
-                     for drafter, budget in asked]
+            found = [planner.predict(one, batch, heat, budget, adaptive(drafters[one], budget))
+                     for one, budget in asked]
             planned = time.time() - start
             seconds = written(plain, drafters, asked, planner.repeated(heat, batch), batch,
                               given.rounds)
             with given.file.open("a") as out:
                 for (drafter, budget), one in zip(asked, found, strict=True):
-                    base, ours = seconds[drafter, budget]
+                    base, ours = seconds[PLAIN, 0], seconds[drafter, budget]
                     row = {"model": name, "drafter": Path(drafter).name, "budget": budget,
                            "batch": batch, "temperature": heat, "texts": texts,
                            "predicted": one.speed_up, "measured": base / ours,
@@ -105,7 +105,7 @@ def adaptive(drafter: dp.Drafter, budget: int | str) -> dp.Budget | None:
 
 
 def written(plain: Any, drafters: Any, asked: Any, texts: Any, batch: int, rounds: int) -> Any:
-    """Seconds per token of plain decoding and of each configuration, pair by pair, in turn."""
+    """Seconds per token of plain decoding and of each configuration, in turn; the best of each."""
     prompts = [text.tokens[: text.prompt] for text in texts]
     samplings = [text.sampling for text in texts]
     most = max(len(text.tokens) - text.prompt for text in texts)
@@ -120,16 +120,13 @@ def written(plain: Any, drafters: Any, asked: Any, texts: Any, batch: int, round
                                max_new_tokens=new_tokens)
         return (time.perf_counter() - start) / sum(len(one.tokens) for one in done)
 
-    seconds: dict[Any, list[Any]] = {one: [] for one in asked}
-    for one in asked:
+    seconds: dict[Any, list[float]] = {one: [] for one in [(PLAIN, 0), *asked]}
+    for one in seconds:
         timed(*one, 1, 8)                                               # warms up
     for number in range(rounds):
         for one in list(seconds)[:: -1 if number % 2 else 1]:
-            pair = [(PLAIN, 0), one][:: -1 if number % 2 else 1]
-            spent = {which: timed(*which, len(prompts), most) for which in pair}
-            seconds[one].append((spent[PLAIN, 0], spent[one]))
-    return {one: [sum(some) / rounds for some in zip(*pairs, strict=True)]
-            for one, pairs in seconds.items()}
+            seconds[one].append(timed(*one, len(prompts), most))
+    return {one: min(some) for one, some in seconds.items()}
 
 
 def errors(row: Row) -> float:

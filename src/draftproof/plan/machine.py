@@ -38,8 +38,8 @@ class Probe:
     """A machine as it was timed with one model.
 
     rounds: at `context` tokens; longer texts take `per_context` more per row and token. prompts:
-    tokens and seconds. per_unread: by draft model. spread: relative standard error of a time. noise: of rounds of one
-    size, seconds over their median.
+    tokens and seconds. per_unread: by draft model. spread: relative standard error of a time.
+    noise: of rounds of one size, seconds over their median.
     """
 
     name: str
@@ -197,7 +197,8 @@ def read_machine(given: str, model: str, target: Size, drafts: Mapping[str, Size
         found = json.loads(file.read_text(encoding="utf-8"))
         found = found.get("machine", found)
         if "rounds" in found:
-            timed = {name: tuple(Timed(*one) for one in found[name]) for name in ("rounds", "drafts")}
+            timed = {name: tuple(Timed(*one) for one in found[name])
+                     for name in ("rounds", "drafts")}
             prompts = tuple((float(tokens), float(seconds)) for tokens, seconds in found["prompts"])
             noise = tuple(found["noise"])
             probe = Probe(**{**found, **timed, "prompts": prompts, "noise": noise})

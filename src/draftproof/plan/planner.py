@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
+from draftproof.model.target import Target
 from draftproof.plan.limits import break_even, ceiling, entropy, trees
 from draftproof.plan.machine import Machine, Size, read_machine
 from draftproof.plan.probe import probe
@@ -127,7 +128,7 @@ class Planner:
         self.machine = self._machine()
         progress("draft models read what was written")
         self.drafts = {
-            (name, heat): [drafts_of(plain, text, one.model) for text in texts]   # type: ignore[arg-type]
+            (name, heat): [drafts_of(plain, text, cast(Target, one.model)) for text in texts]
             for name, one in self.models.items() for heat, texts in self.texts.items()
         }
 

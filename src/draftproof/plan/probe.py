@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median, stdev
 
+import numpy as np
 import torch
 
 from draftproof.core.messages import Frontier
@@ -100,22 +101,21 @@ def probe(
         for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
             progress(f"timing rounds, batch {rows}")
             asked = [texts[row % len(texts)] for row in range(rows)]
-            first = median(one for one, _ in rounds(engine, chains, asked, sampling, [0])[0])
+            first = usual(rounds(engine, chains, asked, sampling, [0])[0])
             times = min(MOST, TIMES + int(SECONDS / first))
             seen = rounds(engine, chains, asked, sampling, wide, times)
-            rest = {at: [one - own for one, own in some] for at, some in seen.items() if some}
-            curve = smoothed({at: median(some) for at, some in rest.items()})
+            curve = smoothed({at: usual(some) for at, some in seen.items() if some})
             found += [Timed("", sampled, rows, int(at), seconds) for at, seconds in curve]
-            noise += [one / median(some) for some in rest.values() for one in some]
+            noise += [one / usual(some) for some in seen.values() for one, _ in some]
             for name, drafter in models.items():
                 progress(f"timing drafts, batch {rows}: {name}")
                 most = drafter.default_budget
-                some_sizes = sorted({1, (most + 1) // 2, most})
-                seen = rounds(engine, drafter, asked, sampling, some_sizes, times)
-                for at, some in seen.items():
-                    own = [one for one, _ in some]
-                    spent = max(0.0, median(own) - along(curve, at)) if own else 0.0
-                    drafts.append(Timed(name, sampled, rows, at, spent))
+                few = sorted({0, 1, (most + 1) // 2, most})
+                seen = rounds(engine, drafter, asked, sampling, few, times)
+                pace = along(curve, 0) / usual(seen[0])     # of the machine, since then
+                for at in few[1:]:
+                    spent = usual(seen[at]) * pace - along(curve, at) if seen[at] else 0.0
+                    drafts.append(Timed(name, sampled, rows, at, max(0.0, spent)))
                 unread[name] = _catch_up(engine, drafter, asked, sampling)
     progress("timing prompts and long texts")
     every = [token for text in texts for token in text]
@@ -130,11 +130,16 @@ def probe(
         prompts.append((length, running.clock.prefill.seconds))
         if length in (lengths[0], lengths[-1]):
             timed = rounds(engine, chains, [text], engine.sampling, [0], 2 * TIMES)[0]
-            plain.append(median(one for one, _ in timed))
+            plain.append(usual(timed))
     slope = max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])
     name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return Probe(name, engine.target.name, tuple(found), tuple(drafts), tuple(prompts), context,
                  slope, unread, stdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
+
+
+def usual(timed: Sequence[tuple[float, float]]) -> float:
+    """The first quartile of seconds: what others compute disturbs upwards only."""
+    return float(np.quantile([seconds for seconds, _ in timed], 0.25))
 
 
 def _catch_up(

@@ -1,4 +1,4 @@
-"""Texts of a target, and what it and draft models say of them: one pass each, nothing is written."""
+"""Texts of a target, and what it and draft models say of them, by one pass each."""
 
 from __future__ import annotations
 

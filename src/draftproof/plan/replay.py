@@ -133,12 +133,13 @@ class PlayedDraft(Playback):
         self.lag = [self.lag[row] for row in rows]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        """As `DraftModel` drafts chains: until the floor, and while a row is among the likeliest."""
+        """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
         most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
         self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
         tokens = torch.full((len(self.rows), 1 + most), ABSENT)
         chances, scores = torch.zeros(tokens.shape), [0.0] * len(self.rows)
-        tokens[:, 0], live, ranked = frontier.prefix.root, list(range(len(self.rows))), list[float]()
+        live, ranked = list(range(len(self.rows))), list[float]()
+        tokens[:, 0] = frontier.prefix.root
         for depth in range(most):
             self.going.append(len(live))
             for row in live:
@@ -193,21 +194,19 @@ class Virtual(Budget):
 
     def __post_init__(self) -> None:
         self.most, self.floor = self.inner.most, self.inner.floor
-        self.total = 0.0
-        self.state = State(1, 0, 0)
-        self.own = self.read = self.joined = 0.0        # of the round that runs
+        self.total, self.dice, self.usual = 0.0, random.Random(0), 0.0
+        self.own = self.nodes = self.context = self.unread = self.joined = 0.0  # of this round
         self.going: Sequence[int] = ()
-        self.dice = random.Random(0)
 
     def choose(self, state: State) -> int:
-        self.state = state
+        self.unread = state.unread
         return self.inner.choose(state)
 
     def record(self, done: Round) -> None:
-        rows, nodes = done.rows, self.read / done.rows
-        seconds = self.machine.round(self.sampled, rows, nodes, self.state.context)
+        seconds = self.machine.round(self.sampled, done.rows, self.nodes, self.context)
         if done.size:
-            seconds += self._draft(rows, nodes) + self.machine.unread(self.drafter, self.state.unread)
+            seconds += self._draft(done.rows, self.nodes)
+            seconds += self.machine.unread(self.drafter, self.unread)
         elif not self.machine.times(self.drafter):
             seconds += self.own                         # it learns from plain rounds, too
         self.total += seconds + self.joined
@@ -219,7 +218,9 @@ class Virtual(Budget):
         """Of a draft model step by step: fewer rows may go on."""
         name, sampled, machine = self.drafter, self.sampled, self.machine
         if not self.going:
-            return machine.draft(name, sampled, rows, nodes, self.own)
+            own = min(self.own, 4 * self.usual or self.own)     # others compute, too
+            self.usual += (own - self.usual) / 8 if self.usual else own
+            return machine.draft(name, sampled, rows, nodes, own)
         return machine.draft(name, sampled, rows, 1, 0.0) + sum(
             machine.draft(name, sampled, some, depth + 1, 0.0)
             - machine.draft(name, sampled, some, depth, 0.0)
@@ -230,24 +231,21 @@ class Virtual(Budget):
 class Replay(Decoder):
     """A decoder whose rows write what is recorded."""
 
+    budget: Virtual
     texts: Sequence[Text]
 
     def step(self, joining: Sequence[Request] = ()) -> None:
-        budget, before = self.budget, self.clock.draft.seconds
-        assert isinstance(budget, Virtual)
-        self._before = before
-        budget.joined = self._prompts(joining)
+        self._before = self.clock.draft.seconds
+        self.budget.joined = self._prompts(joining)
         super().step(joining)
 
     def admit(self, *requests: Request) -> None:
-        assert isinstance(self.budget, Virtual)
         start = time.perf_counter()
         super().admit(*requests)
         own = 0.0 if self.budget.machine.times(self.budget.drafter) else time.perf_counter() - start
         self.budget.total += self._prompts(requests) + own
 
     def _prompts(self, requests: Sequence[Request]) -> float:
-        assert isinstance(self.budget, Virtual)
         tokens = sum(len(samples[0].prompt) for samples in requests)
         return self.budget.machine.prompt(tokens) if tokens else 0.0
 
@@ -262,12 +260,12 @@ class Replay(Decoder):
         return accept_by_matching(tree, ahead.gather(1, tree.depths))
 
     def _deliver(self, frontier: Frontier, tree: TokenTree, *rest: Any) -> Round:
-        assert isinstance(self.budget, Virtual)
-        rows = len(self.batch.running)
-        sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1] * rows
-        self.budget.read = float(sum(sizes))
-        self.budget.going = getattr(getattr(self.drafter, "inner", None), "going", ())
-        self.budget.own = self.clock.draft.seconds - self._before
+        rows, budget = self.batch.running, self.budget
+        sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
+        budget.nodes = sum(sizes) / len(sizes)
+        budget.context = sum(len(row.prompt) + len(row.tokens) for row in rows) / len(rows)
+        budget.going = getattr(getattr(self.drafter, "inner", None), "going", ())
+        budget.own = self.clock.draft.seconds - self._before
         return super()._deliver(frontier, tree, *rest)
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
@@ -283,8 +281,10 @@ class ReplayEngine(Engine):
     texts: Sequence[Text] = ()
 
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
+        assert isinstance(budget, Virtual)
         start = time.perf_counter()
-        made = Replay(self.target, self.drafter, RULES["match"], budget, rows, capacity, self.shapes)
+        match, shapes = RULES["match"], self.shapes
+        made = Replay(self.target, self.drafter, match, budget, rows, capacity, shapes)
         made.rule, made.texts = Rule(made.chosen, False), self.texts
         assert isinstance(budget, Virtual)
         budget.total += time.perf_counter() - start

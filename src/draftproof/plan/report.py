@@ -101,7 +101,8 @@ def read_start(file: Path) -> dict[str, Any]:
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
         return {kind: name, "budget": Adaptive.learned(found["start"][name])}
     except OSError as error:
-        raise BadInput(f"there is no plan {file}; draftproof plan --json FILE writes one") from error
+        why = f"there is no plan {file}"
+        raise BadInput(f"{why}; draftproof plan --json FILE writes one") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{file} is no plan ({type(error).__name__}: {error})"
         raise BadInput(f"{why}; draftproof plan --json FILE writes one") from error
