@@ -140,19 +140,20 @@ def is_right(row: Row) -> bool:
 
 
 def report(rows: list[Row], plot: Path | None) -> None:
-    """A line per configuration, and what they come to."""
+    """A line per configuration, and what they come to by model and in all."""
     for row in rows:
         what = f"{row['model']}, {row['drafter']}, K = {row['budget']}, batch {row['batch']}"
         ups = f"predicted {row['predicted']:.2f}, measured {row['measured']:.2f}"
         mark = "" if is_right(row) else "  WRONG"
         print(f"{what}, T = {row['temperature']:g}: {ups} ({errors(row):+.1%}){mark}")
-    if not rows:
-        return
-    off = [abs(errors(row)) for row in rows]
-    right = sum(map(is_right, rows))
-    print(f"{len(rows)} configurations: mean error {sum(off) / len(off):.1%}, largest "
-          f"{max(off):.1%}, verdict right in {right} of {len(rows)}")
-    if plot is not None:
+    print("\n| model | configurations | mean error | largest | verdict right |\n|---|---|---|---|---|")
+    for model in [*dict.fromkeys(row["model"] for row in rows), "all"]:
+        own = [row for row in rows if model in ("all", row["model"])]
+        off, right = [abs(errors(row)) for row in own], sum(map(is_right, own))
+        if own:
+            print(f"| {model} | {len(own)} | {sum(off) / len(off):.1%} | {max(off):.1%} | "
+                  f"{right} of {len(own)} |")
+    if plot is not None and rows:
         picture(rows, plot)
 
 

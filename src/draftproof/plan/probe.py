@@ -110,7 +110,7 @@ def probe(
             for name, drafter in models.items():
                 progress(f"timing drafts, batch {rows}: {name}")
                 most = drafter.default_budget
-                few = sorted({0, 1, (most + 1) // 2, most})
+                few = sorted({0, 1, min(2, most), (most + 1) // 2, most})
                 seen = rounds(engine, drafter, asked, sampling, few, times)
                 pace = along(curve, 0) / usual(seen[0])     # of the machine, since then
                 for at in few[1:]:
