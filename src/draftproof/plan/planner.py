@@ -170,7 +170,7 @@ class Planner:
         plain, _ = replay(self.plain, Plain(), texts, Fixed(0), self.machine, batch, PLAIN)
         for one in done:
             total.add(one.stats)
-        up, error = plain / seconds, 0.0 if name == PLAIN else 2 * self._error(done)
+        up, error = (1.0, 0.0) if name == PLAIN else (plain / seconds, 2 * self._error(done))
         per_second = sum(len(one.tokens) for one in done) / seconds
         price, watts = self.config.price, self.config.watts or self.machine.watts
         longest = max(len(text.tokens) for text in texts)
