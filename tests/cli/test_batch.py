@@ -155,7 +155,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("surrogate", {"banned_words": ["\ud83d"]}), ("object", {"logit_bias": [5]}),
     ("top_k", {"top_k": 10**30}), ("size", {"temperature": 10**400}), ("seed", {"seed": True}),
     ("size", {"temperature": 1e-300}), ("max_length", {"max_length": 1}),
-    ("chosen", {"logprobs": 5}),
+    ("top_logprobs", {"logprobs": 21}),
     ("tools", {"tools": [1]}), ("another seed", {"n": 2}), ("beam", {"use_beam_search": True}),
     ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
     ("object of sampling", {"sampling": [1]}),

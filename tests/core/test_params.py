@@ -35,6 +35,8 @@ from draftproof.errors import BadInput
         {"logit_bias": [[5, 1]]},
         {"logit_bias": {"a": 1}},
         {"logprobs": "yes"},
+        {"top_logprobs": 2},
+        {"top_logprobs": 21, "logprobs": True},
         {"stop": [5]},
         {"stop": 5},
         {"stop": None},

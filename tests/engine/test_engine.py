@@ -62,10 +62,17 @@ def test_logprobs_are_those_of_the_unprocessed_model(sampling: Sampling) -> None
     asked = prompts(5, seed=10)
     for drafter in ("plain", "draft tree", "guess", "target itself"):
         for one in Engine(target(), DRAFTERS[drafter](target())).generate(
-            asked, max_new_tokens=NEW, sampling=sampling
+            asked, max_new_tokens=NEW,
+            sampling=[replace(sampling, top_logprobs=top) for top in range(len(asked))],
         ):
             text = [*asked[one.prompt], *one.tokens]
             law = model()(torch.tensor([text])).logits[0].detach().log_softmax(-1)
+            scores, tokens = law[len(asked[one.prompt]) - 1 : -1].topk(one.prompt)
+            assert (one.top_logprobs is None) == (one.prompt == 0)
+            for found, score, token in zip(one.top_logprobs or (), scores, tokens, strict=False):
+                assert [place for place, _ in found] == token.tolist()
+                assert [value for _, value in found] == pytest.approx(score.tolist(), abs=1e-9)
+            assert len(one.top_logprobs or one.tokens) == len(one.tokens)
             wanted = [
                 float(law[place - 1, text[place]])
                 for place in range(len(asked[one.prompt]), len(text))

@@ -88,6 +88,36 @@ def test_chats_stream_roles_text_and_usage(
     assert sum(len(one.logprobs.content or []) for one in choices if one.logprobs) == 9
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_likeliest_tokens_are_the_same_with_and_without_drafts(
+    server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    template = "{{ messages[0]['content'] }}"
+    monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", template)
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 20, "temperature": 1, "seed": 5}
+    found = []
+    for drafter in ("", "none"):
+        own = {"draftproof": {"drafter": drafter}}
+        if chat:
+            messages: Any = [{"role": "user", "content": PROMPTS[0]}]
+            said = client.chat.completions.create(
+                **asked, messages=messages, logprobs=True, top_logprobs=5, extra_body=own)
+            places = said.choices[0].logprobs.content or []     # type: ignore[union-attr]
+            found.append([{one.token: one.logprob for one in (place, *place.top_logprobs)}
+                          for place in places])
+            assert all(len(place.top_logprobs) == 5 for place in places)
+        else:
+            done = client.completions.create(
+                **asked, prompt=PROMPTS[0], logprobs=5, extra_body=own)
+            scores = done.choices[0].logprobs
+            assert scores and scores.tokens and scores.token_logprobs and scores.top_logprobs
+            for token, score, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs,
+                                         strict=True):
+                assert 5 <= len(top) <= 6 and top[token] == score
+            found.append(scores.top_logprobs)
+    assert len(found[0]) == 20 and found[0] == [pytest.approx(one, abs=1e-9) for one in found[1]]
+
+
 def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> None:
     """Each round's tree, with the path that was accepted: the text is what the paths say."""
     body = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0, "stream": True,
@@ -123,7 +153,7 @@ def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> No
     ({"prompt": "a", "n": None, "stop": [3]}, 400, "stop"),
     ({"prompt": "a", "model": "gpt"}, 404, "gpt"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
-    ({"prompt": "a", "logprobs": 5}, 400, "top_logprobs"),
+    ({"prompt": "a", "logprobs": 21}, 400, "top_logprobs"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "tools": [{}]}, 400, "tools"),
     ({"prompt": "a", "draftproof": {"drafter": "none of these"}}, 400, "none of these"),

@@ -12,7 +12,6 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, gaudi_words
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ def chat(
     bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C ends an answer, and not the conversation."""
+    from draftproof.engine.prefix_cache import PrefixCache
+
     config = EngineConfig(model, **gaudi_words(engine, bf16))
     if config.parallel is not None:
         raise BadInput("a conversation runs in one process; leave --parallel out")

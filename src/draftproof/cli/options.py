@@ -111,6 +111,7 @@ SAMPLING: tuple[tuple[str, Any, str | None, str], ...] = (
     ("stop", list[str], "TEXT", "End before this text; repeatable."),
     ("banned_words", list[str], "WORD", "Never write this; repeatable."),
     ("logprobs", bool, None, "With --json or --out: log-probability of each token."),
+    ("top_logprobs", int, "N", "And the N likeliest tokens in its place; with --logprobs."),
 )
 
 

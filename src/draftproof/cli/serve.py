@@ -16,7 +16,6 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, gaudi_words
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import BadInput
 
 
@@ -54,6 +53,8 @@ def serve(
     engine: dict[str, Any],
 ) -> None:
     """Serve a model over OpenAI's API, in batches, with a page at / to try it."""
+    from draftproof.engine.prefix_cache import PrefixCache
+
     config = EngineConfig(model, **gaudi_words(engine, bf16))
     if config.parallel is not None:
         raise BadInput("a server runs in one process; leave --parallel out")

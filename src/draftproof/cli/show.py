@@ -170,6 +170,7 @@ def completion(done: Completion) -> dict[str, Any]:
         "text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason,
         **({"error": str(done.error)} if done.error is not None else {}),
         **({"logprobs": done.logprobs} if done.logprobs is not None else {}),
+        **({"top_logprobs": done.top_logprobs} if done.top_logprobs is not None else {}),
         "stats": figures(done.stats),
     }  # fmt: skip
 

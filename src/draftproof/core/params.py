@@ -45,6 +45,10 @@ class LogitsRule:
     reads_text: bool = True
 
 
+Likely = list[tuple[int, float]]
+"""The likeliest tokens at one position with their log-probabilities, the likeliest first."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """What one request wants. The default is greedy decoding with nothing added.
@@ -61,6 +65,7 @@ class Sampling:
     the model's own.
     seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
     logprobs: report the log-probability of each new token under the unprocessed model.
+    top_logprobs: and of so many of the likeliest tokens in its place, up to 20.
     processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
     logits_rules: what the model's own generation_config asks for beside all this.
     stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token;
@@ -84,6 +89,7 @@ class Sampling:
     stop_tokens: Sequence[int] | None = None
     seed: int = 0
     logprobs: bool = False
+    top_logprobs: int = 0
     processors: Sequence[LogitsProcessor] = ()
     logits_rules: Sequence[LogitsRule] = ()
     stop_when: Sequence[Callable[[Tensor], bool]] = ()
@@ -113,6 +119,9 @@ class Sampling:
             )
         if not isinstance(self.logprobs, bool):
             raise BadInput(f"logprobs was {self.logprobs!r}; it must be true or false")
+        _within(self, "top_logprobs", 0, 20, whole=True)
+        if self.top_logprobs and not self.logprobs:
+            raise BadInput(f"top_logprobs was {self.top_logprobs} without logprobs; ask for both")
         for name, parts, wanted in _LISTED:
             values = getattr(self, name)
             if values is None and name == "stop_tokens":

@@ -128,3 +128,4 @@ class Batch:
             exact = torch.promote_types(self.target.dtype, torch.float32)
             self.sampler.prepare(exact, self.target.vocab_size)
         self.wants_logprobs = any(row.sampling.logprobs for row in params)
+        self.top_logprobs = max((row.sampling.top_logprobs for row in params), default=0)

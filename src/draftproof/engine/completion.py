@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from draftproof.core.params import Sampling
+from draftproof.core.params import Likely, Sampling
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
 
@@ -35,6 +35,7 @@ class Completion:
     finish_reason: "stop" (an end token or a stop string), "length", or "error": there was no next
         token, and `error` says why; the text up to there is what it would have been.
     logprobs: natural logarithms under the unprocessed model, one per token, or None.
+    top_logprobs: for each token, the likeliest in its place and their logprobs, or None.
     prompt, sample: which of the prompts, which of its samples.
     """
 
@@ -46,6 +47,7 @@ class Completion:
     prompt: int = 0
     sample: int = 0
     error: DraftproofError | None = None
+    top_logprobs: list[Likely] | None = None
 
     def checked(self) -> Completion:
         """Itself; raises the error that ended it, if one did."""

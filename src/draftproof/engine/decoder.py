@@ -13,6 +13,7 @@ from torch import Tensor
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
 from draftproof.core.ops import Ops
+from draftproof.core.params import Likely
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
@@ -21,7 +22,7 @@ from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Deferred
 from draftproof.engine.prefill import SHORT, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
-from draftproof.engine.row_output import RowOutput, logprobs, row_outputs
+from draftproof.engine.row_output import RowOutput, by_position, logprobs, row_outputs
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
 from draftproof.engine.stats import Clock, Round, State
@@ -166,14 +167,15 @@ class Decoder:
         scored = reading.logits if self.batch.wants_logprobs else None
         shared = tree.budget_rank.tolist() if tree.budget_rank is not None else None
         total, rows, nodes = 0, self.batch.running, list[int]()
-        outputs = row_outputs(tree, accepted, new, scored, self.ops)            # padding behind
+        top = self.batch.top_logprobs
+        outputs = row_outputs(tree, accepted, new, scored, self.ops, top)       # padding behind
         if self.watch is not None:
             self.watch(tree, rows, outputs)
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
             path = out.path[1:]
             nodes += path if shared is None else [shared[place][node] for node in path]
             tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
-            emitted = row.extend(tokens, out.logprobs, drafted=len(out.tokens) - 1)
+            emitted = row.extend(tokens, out.logprobs, len(out.tokens) - 1, out.top)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])
             strayed = sum(out.distance[:emitted]) if out.distance is not None else None
@@ -202,14 +204,19 @@ class Decoder:
         (tokens,) = self.target.group.same(sampler.sample(logits, paths))
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
         scores: list[list[float] | None] = [None] * len(new)
+        top: list[list[Likely] | None] = [None] * len(new)
         if batch.wants_logprobs:
-            scores = logprobs(logits, torch.zeros_like(tokens), tokens, self.ops.exact).tolist()
-        chosen = zip(new, tokens.tolist(), scores, strict=True)
-        for place, (row, (token,), score) in enumerate(chosen, first):
+            roots, exact = torch.zeros_like(tokens), self.ops.exact
+            found = logprobs(logits, roots, tokens, exact, batch.top_logprobs)
+            scores, *likely = (column.tolist() for column in found)
+            for place, (ids, values) in enumerate(zip(*likely, strict=True)):
+                top[place] = by_position(ids, values, 1)
+        chosen = zip(new, tokens.tolist(), scores, top, strict=True)
+        for place, (row, (token,), score, best) in enumerate(chosen, first):
             if token == NO_TOKEN:
                 self._fail(place, logits)
             else:
-                row.extend([token], score, drafted=0)
+                row.extend([token], score, 0, best)
 
     def _retire(self) -> None:
         """Let finished rows go; what they hold may be the beginning of a prompt to come."""

@@ -279,10 +279,12 @@ class Engine:
 
     def completion(self, row: SequenceState) -> Completion:
         """What came of a row that has ended."""
-        logprobs = row.logprobs if row.params.sampling.logprobs else None
+        sampling = row.params.sampling
+        logprobs = row.logprobs if sampling.logprobs else None
+        top = row.top_logprobs if sampling.top_logprobs else None
         reason, sample = row.finish_reason or "length", row.params.sample
         written = (row.text, row.tokens, reason, logprobs, row.stats)
-        return Completion(*written, row.request, sample, row.error)
+        return Completion(*written, row.request, sample, row.error, top)
 
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]

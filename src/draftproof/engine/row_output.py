@@ -10,14 +10,15 @@ from torch import Tensor
 
 from draftproof.core.messages import Accepted
 from draftproof.core.ops import Ops
+from draftproof.core.params import Likely
 from draftproof.core.tree import TokenTree
 
 
 class RowOutput(NamedTuple):
     """What a round gave one row: the accepted tokens and the next root; the accepted nodes.
 
-    drafted: nodes behind the root. reach: depth of the deepest. logprobs, distance: of each token,
-    if somebody asks; they may be longer.
+    drafted: nodes behind the root. reach: depth of the deepest. logprobs, distance, top: of each
+    token, if somebody asks; they may be longer. top: the likeliest tokens in its place.
     """
 
     drafted: int
@@ -26,21 +27,24 @@ class RowOutput(NamedTuple):
     path: Sequence[int]
     logprobs: list[float] | None = None
     distance: list[float] | None = None
+    top: list[Likely] | None = None
 
 
 def row_outputs(
-    tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor | None, ops: Ops
+    tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor | None, ops: Ops,
+    top: int = 0,
 ) -> list[RowOutput]:
     """Of all rows, in one copy to the host.
 
-    new: [B, D] accepted tokens, the next root at count - 1. scored: logits [B, N, V] if needed.
+    new: [B, D] accepted tokens, the next root at count - 1. scored: logits [B, N, V] if needed,
+    top: and so many of the likeliest tokens.
     """
     drafted = tree.drafted if accepted.drafted is None else accepted.drafted
     columns = [accepted.count[:, None], drafted, new]
     if not tree.is_chain:
         columns.append(accepted.nodes)
     if scored is not None:
-        columns.append(logprobs(scored, accepted.nodes, new, ops.exact))
+        columns += logprobs(scored, accepted.nodes, new, ops.exact, top)
     if accepted.distance is not None:
         columns.append(accepted.distance)
     rows = []
@@ -48,12 +52,27 @@ def row_outputs(
         parts = iter(more)
         path = range(count) if tree.is_chain else next(parts)[:count]
         scores = next(parts) if scored is not None else None
-        rows.append(RowOutput(nodes, reach, tokens[:count], path, scores, next(parts, None)))
+        likely = by_position(next(parts), next(parts), len(tokens)) if scores and top else None
+        out = RowOutput(nodes, reach, tokens[:count], path, scores, next(parts, None), likely)
+        rows.append(out)
     return rows
 
 
-def logprobs(logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]."""
+def logprobs(
+    logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype, top: int = 0
+) -> list[Tensor]:
+    """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]; of
+    the `top` likeliest tokens the ids and log-probabilities, [B, D * top]."""
     row = torch.arange(len(nodes), device=nodes.device)[:, None]
-    chosen = logits[row, nodes].to(dtype)
-    return chosen.log_softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    law = logits[row, nodes].to(dtype).log_softmax(-1)
+    chosen = law.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    if not top:
+        return [chosen]
+    scores, likely = law.topk(min(top, law.shape[-1]))
+    return [chosen, likely.flatten(1), scores.flatten(1)]
+
+
+def by_position(tokens: list[int], scores: list[float], positions: int) -> list[Likely]:
+    """What `logprobs` says of a row's likeliest tokens, position by position."""
+    pairs, each = list(zip(tokens, scores, strict=True)), len(tokens) // positions
+    return [pairs[place * each : (place + 1) * each] for place in range(positions)]

@@ -37,7 +37,7 @@ NOT_HONOURED = (
     "use_beam_search", "length_penalty", "num_return_sequences", "typical_p", "top_h", "top_a",
     "epsilon_cutoff", "eta_cutoff", "mirostat", "repeat_penalty", "encoder_repetition_penalty",
     "guidance_scale", "penalty_alpha", "watermark", "logits_processors", "allowed_token_ids",
-    "eos_token_id", "lora_request", "top_logprobs", "prompt_logprobs", "truncate", "chat_template",
+    "eos_token_id", "lora_request", "prompt_logprobs", "truncate", "chat_template",
     "truncate_prompt_tokens", "include_stop_str_in_output", "extra_body", "reasoning_effort",
     "top_n_tokens", "decoder_input_details", "return_full_text",
 )  # fmt: skip
@@ -171,6 +171,8 @@ def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
         ours = OTHER_NAMES.get(name, name)
         if value is not None:
             params[ours] = _typed(ours, known[ours], value)
+            if ours == "logprobs" and type(value) is int:       # so many of the likeliest
+                params["top_logprobs"] = value
     if row.get("ignore_eos"):
         params["stop_tokens"] = ()
     wanted = replace(base, **params)
@@ -185,9 +187,7 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     if kind.startswith("int") and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "logprobs" and type(value) is int:
-        if value > 1:
-            raise BadInput(f"logprobs was {value}; only that of the chosen token is reported: true")
-        return bool(value)
+        return True
     if name == "logit_bias":
         try:
             return {int(token): float(bias) for token, bias in dict(value).items()}

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from draftproof.core.params import SamplingParams
+from draftproof.core.params import Likely, SamplingParams
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
 
@@ -34,6 +34,7 @@ class SequenceState:
     detokenizer: Detokenizer | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Likely] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     error: DraftproofError | None = None
@@ -43,7 +44,10 @@ class SequenceState:
     # may begin a stop string; special tokens, which are not shown, among them: the last says so
     _held: list[tuple[str, bool, bool]] = field(default_factory=list)
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int) -> int:
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int,
+        top: Sequence[Likely] | None = None,
+    ) -> int:  # fmt: skip
         """Take new tokens, the first `drafted` of them drafted, until the text ends; how many."""
         stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
         push = self.detokenizer.push if self.detokenizer is not None else None
@@ -52,6 +56,8 @@ class SequenceState:
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
+            if top is not None:
+                self.top_logprobs.append(top[index][: self.params.sampling.top_logprobs])
             if push is not None and (piece := push(token)):
                 if holds:
                     self._hold(piece, index < drafted)

@@ -219,21 +219,29 @@ class Answer:
     def _choice(
         self, index: int, said: dict[str, Any], reason: str | None, news: Sequence[Progress]
     ) -> dict[str, Any]:
-        tokens = [token for one in news for token in one.new]
-        scores = self._scores(tokens, [score for one in news for score in one.logprobs])
-        return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
+        return {"index": index, **said, "logprobs": self._scores(news), "finish_reason": reason}
 
-    def _scores(self, tokens: list[int], scores: list[float]) -> dict[str, Any] | None:
+    def _scores(self, news: Sequence[Progress]) -> dict[str, Any] | None:
+        """Of new tokens, and of the likeliest in their places."""
+        tokens = [token for one in news for token in one.new]
         if not self.wish.logprobs or not tokens:
             return None
         texts = self._texts(tokens)
+        scores = [score for one in news for score in one.logprobs]
+        top = [[(self._texts([token])[0], score) for token, score in likely]
+               for one in news for likely in one.top] or [[]] * len(texts)
+        both = list(zip(zip(texts, scores, strict=True), top, strict=True))
         if not self.wish.chat:
             offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
-            return {"tokens": texts, "token_logprobs": scores, "top_logprobs": None,
-                    "text_offset": offsets}
-        pairs = zip(texts, scores, strict=True)
-        return {"content": [{"token": text, "logprob": score, "bytes": list(text.encode()),
-                             "top_logprobs": []} for text, score in pairs]}
+            named = [_by_text([*likely, own]) for own, likely in both]
+            return {"tokens": texts, "token_logprobs": scores,
+                    "top_logprobs": named if any(top) else None, "text_offset": offsets}
+        content = []
+        for own, likely in both:
+            one, *others = ({"token": text, "logprob": score, "bytes": list(text.encode())}
+                            for text, score in (own, *likely))
+            content.append({**one, "top_logprobs": others})
+        return {"content": content}
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         codec = self.service.codec
@@ -258,6 +266,14 @@ def problem(message: str, status: int) -> JSONResponse:
     said = message.encode(errors="replace").decode()
     error = {"message": said, "type": kind, "param": None, "code": None}
     return JSONResponse({"error": error}, status, headers)
+
+
+def _by_text(scores: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """By text; of tokens with the same one, the first."""
+    kept: dict[str, float] = {}
+    for text, score in scores:
+        kept.setdefault(text, score)
+    return kept
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -148,11 +148,6 @@ class Server:
         """What a request asks for beside its prompt; a grammar among it."""
         own = OWN if chat else OWN[:1]
         refuse_unhonoured({name: value for name, value in body.items() if name not in own})
-        if body.get("top_logprobs") or (type(body.get("logprobs")) is int and body["logprobs"] > 1):
-            raise BadInput(
-                "alternatives to the tokens written (top_logprobs) were asked for and are not "
-                "honoured here"
-            )
         rest = {name: value for name, value in body.items() if name not in ("n", "messages")}
         sampling = sampling_of(self.engine.sampling, rest)
         if sampling.temperature and body.get("seed") is None:   # another text each time

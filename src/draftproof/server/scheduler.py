@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftproof.core.params import Likely
 from draftproof.core.tree import TokenTree
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.engine import Completion, Engine
@@ -25,8 +26,8 @@ Tree = list[tuple[int, int, bool]]
 class Progress(NamedTuple):
     """What a round brought to one sample of a request.
 
-    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had if
-    asked for. completion: with the last one. tree: what the round verified, if asked for. at: when,
+    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had and
+    the likeliest in their places, if asked for. completion: with the last one. tree: what the round verified, if asked for. at: when,
     by the performance counter.
     """
 
@@ -34,6 +35,7 @@ class Progress(NamedTuple):
     pieces: list[tuple[str, bool]]
     new: list[int]
     logprobs: list[float]
+    top: list[Likely]
     completion: Completion | None
     tree: Tree | None
     at: float
@@ -130,7 +132,8 @@ class Lane:
                     completion = self.engine.completion(row) if ended else None
                     tree = self._trees.get(id(row)) if one.trees else None
                     tokens, scores = row.tokens[before:], row.logprobs[before:]
-                    news = (sample, row.pieces(), tokens, scores, completion, tree, now)
+                    top = row.top_logprobs[before:]
+                    news = (sample, row.pieces(), tokens, scores, top, completion, tree, now)
                     one.listener(Progress(*news))
         self._trees.clear()
         self.running = [one for one in self.running

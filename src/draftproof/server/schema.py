@@ -6,6 +6,7 @@ from typing import Any
 
 NUMBER, TEXT, FLAG = {"type": "number"}, {"type": "string"}, {"type": "boolean"}
 COUNT = {"type": "integer", "minimum": 1}
+TOP = {"type": "integer", "minimum": 0, "maximum": 20}
 TOOL = {
     "type": "object", "required": ["type", "function"],
     "properties": {"type": {"const": "function"}, "function": {
@@ -44,10 +45,10 @@ def _body(needed: list[str], properties: dict[str, Any]) -> dict[str, Any]:
 TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPT = {"anyOf": [TEXT, {"type": "array", "items": TEXT}, TOKENS]}
 MESSAGES = {"type": "array", "items": MESSAGE, "minItems": 1}
-COMPLETION = _body(["prompt"], {"prompt": PROMPT, "logprobs": {"enum": [0, 1]}, **COMMON})
+COMPLETION = _body(["prompt"], {"prompt": PROMPT, "logprobs": TOP, **COMMON})
 CHAT = _body(["messages"], {
-    "messages": MESSAGES, "max_completion_tokens": COUNT, "logprobs": FLAG, "tools": {
-        "type": "array", "items": TOOL}, "tool_choice": CHOICE, "parallel_tool_calls": FLAG,
+    "messages": MESSAGES, "max_completion_tokens": COUNT, "logprobs": FLAG, "top_logprobs": TOP,
+    "tools": {"type": "array", "items": TOOL}, "tool_choice": CHOICE, "parallel_tool_calls": FLAG,
     **COMMON,
 })  # fmt: skip
 TOKENIZE = _body([], {"prompt": TEXT, "messages": MESSAGES})
