@@ -79,7 +79,14 @@ class Batch:
                 break
         else:
             return
-        rows = [place for place, row in enumerate(self.running) if row.finish_reason is None]
+        self._stay([place for place, row in enumerate(self.running) if row.finish_reason is None])
+
+    def recover(self) -> None:
+        """After a failure that left what was committed whole: rows that run, and have begun, stay."""
+        rows = enumerate(self.running)
+        self._stay([place for place, row in rows if row.finish_reason is None and row.tokens])
+
+    def _stay(self, rows: Sequence[int]) -> None:
         stay = {place for place in rows if place < len(rows)}
         move = [place for place in rows if place >= len(rows)]
         order = [place if place in stay else move.pop() for place in range(len(rows))]

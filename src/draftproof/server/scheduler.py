@@ -3,12 +3,16 @@ torch."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
+
+import torch
 
 from draftproof.core.params import Likely
 from draftproof.core.tree import TokenTree
@@ -57,11 +61,12 @@ class Lane:
     """One engine's running batch of at most `rows` rows of `length` tokens, and what waits for it.
 
     A request that cannot be run fails alone; if a whole round fails, what ran in it fails and the
-    next one begins anew.
+    next one begins anew. Where memory does not suffice, the youngest request is shed and the others
+    go on; until none runs, no more rows than these are let in.
     """
 
     def __init__(self, engine: Engine, rows: int, length: int) -> None:
-        self.engine, self.rows, self.length = engine, rows, length
+        self.engine, self.rows, self.length, self.fits = engine, rows, length, rows
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
         self.decoder: Decoder | None = None
@@ -79,14 +84,28 @@ class Lane:
                 self.decoder = self.engine.decoder(self.rows, self.length)
             self._round(self.decoder, lock)
         except Exception as error:                      # whatever it is, others are served
-            if self.decoder is None:                                    # there is no room for it
+            decoder, self.decoder = self.decoder, None
+            if decoder is None:                                         # there is no room for it
                 self.running += [self.waiting.popleft()]
-            for row in (row for one in self.running for row in one.rows):
-                if row.finish_reason is None:
-                    row.fail(error if isinstance(error, DraftproofError) else Unavailable(
-                        f"the round failed: {' '.join(str(error).split())[:200]}", 500))
+            elif decoder.whole and _is_no_memory(error):
+                with contextlib.suppress(Exception), lock:
+                    self._shed(decoder)
+                    self.decoder = decoder
+            for row in _unfinished(self.running if self.decoder is None else ()):
+                row.fail(error if isinstance(error, DraftproofError) else Unavailable(
+                    f"the round failed: {' '.join(str(error).split())[:200]}", 500))
             self._tell()
-            self.decoder = None
+
+    def _shed(self, decoder: Decoder) -> None:
+        """Let the youngest request go; others that were about to join wait again."""
+        for row in _unfinished([self.running[-1]]):
+            row.fail(Unavailable(
+                "the server has no memory for so many requests at once; try again later", 503))
+        joining = [one for one in self.running[:-1] if not any(row.tokens for row in one.rows)]
+        self.fits = len(_unfinished(self.running))
+        self.running = [one for one in self.running if one not in joining]
+        self.waiting.extendleft(reversed(joining))
+        decoder.batch.recover()
 
     def _round(self, decoder: Decoder, lock: threading.Condition) -> None:
         gone = [row for one in self.running if one.cancelled for row in one.rows
@@ -98,7 +117,12 @@ class Lane:
             decoder.batch.retire()
         with lock:
             waiting = [one for one in self.waiting if not one.cancelled]
-            count = decoder.admissible([one.rows for one in waiting]) if waiting else 0
+            if not self.running:
+                self.fits = self.rows
+            free = self.fits - len(_unfinished(self.running))
+            rows = accumulate(len(one.rows) for one in waiting)
+            fitting = [one.rows for one, sum_ in zip(waiting, rows, strict=True) if sum_ <= free]
+            count = decoder.admissible(fitting) if fitting else 0
             joining, self.waiting = waiting[:count], deque(waiting[count:])
         self.running += joining
         requests: list[Sequence[SequenceState]] = [one.rows for one in joining]
@@ -138,6 +162,15 @@ class Lane:
         self._trees.clear()
         self.running = [one for one in self.running
                         if any(row.finish_reason is None for row in one.rows)]
+
+
+def _unfinished(tickets: Iterable[Ticket]) -> list[SequenceState]:
+    return [row for one in tickets for row in one.rows if row.finish_reason is None]
+
+
+def _is_no_memory(error: Exception) -> bool:
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 class Scheduler:
