@@ -15,7 +15,8 @@ from draftproof.model.tokenizer import Codec
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAIRS = ["th", "he", "in", "er", "an", "re", "on", "at"]
 OURS = ["<end>", "<user>", "é", *LETTERS, *PAIRS, "Ġ", "<s>"]
-THEIRS = ["<s>", "▁", *reversed(LETTERS), "<eos>", "<user>", "th", "he", "▁t", "▁a", "ing", "<0x61>"]
+THEIRS = ["<s>", "▁", *reversed(LETTERS), "<eos>", "<user>"]
+THEIRS += ["th", "he", "▁t", "▁a", "ing", "<0x61>"]
 
 
 def codec(tokens: list[str], end: str, *specials: str, first: str | None = None) -> Codec:

@@ -146,7 +146,8 @@ def report(rows: list[Row], plot: Path | None) -> None:
         ups = f"predicted {row['predicted']:.2f}, measured {row['measured']:.2f}"
         mark = "" if is_right(row) else "  WRONG"
         print(f"{what}, T = {row['temperature']:g}: {ups} ({errors(row):+.1%}){mark}")
-    print("\n| model | configurations | mean error | largest | verdict right |\n|---|---|---|---|---|")
+    print("\n| model | configurations | mean error | largest | verdict right |")
+    print("|---|---|---|---|---|")
     for model in [*dict.fromkeys(row["model"] for row in rows), "all"]:
         own = [row for row in rows if model in ("all", row["model"])]
         off, right = [abs(errors(row)) for row in own], sum(map(is_right, own))

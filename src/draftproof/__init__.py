@@ -109,7 +109,8 @@ _HOME = {
     "draftproof.training.config": ("SelfGenerateConfig", "TrainConfig", "TrainRun"),
     "draftproof.training.texts": ("DataConfig",),
 }
-"""Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof --help`` must not."""
+"""Where each name lives. They are imported when first asked for: torch takes seconds, ``draftproof
+--help`` must not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -74,8 +74,12 @@ def test_unknown_models_are_one_sentence(
     sentence(call("run", name, "-p", "a"), name)
 
 
-def test_a_foreign_tokenizer_is_one_sentence(call: Call, target: str, stranger: str) -> None:
-    sentence(call("run", target, "-p", "a", "--assistant-model", stranger), "tokenizer")
+def test_a_draft_with_another_tokenizer_is_told(
+    call: Call, target: str, stranger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which tokens both have is drafted; that it may be few is for the user to know."""
+    told = call("run", target, "-p", "a", "--max-new-tokens", "4", "--assistant-model", stranger)
+    assert told.code == 0 and "has another tokenizer" in caplog.text
 
 
 def test_nan_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:

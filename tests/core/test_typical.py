@@ -8,7 +8,17 @@ from collections import defaultdict
 
 import pytest
 import torch
-from helpers.distribution import Law, Text, constant, distance, likeliest, one_hot, random_law, target_laws, text_law
+from helpers.distribution import (
+    Law,
+    Text,
+    constant,
+    distance,
+    likeliest,
+    one_hot,
+    random_law,
+    target_laws,
+    text_law,
+)
 from scipy.stats import chi2
 from tiny import paths_of, random_logits, sampler_of
 from torch import Tensor

@@ -57,7 +57,8 @@ def test_a_conversation_is_the_same_and_read_once(
         if turn and with_it.target.skips_absent:
             assert since() < 10 * 6 + 20 < len(text)
         text = [*text, *done.tokens, *with_it.codec.encode(HERE)]
-    several = [[5, 6, 7, 8], text[:60], [*text, 5, 6, 7], text[:100], [*text[:90], *text[:80]], text]
+    several = [[5, 6, 7, 8], text[:60], [*text, 5, 6, 7], text[:100], [*text[:90], *text[:80]]]
+    several.append(text)
     found, wanted = ([(one.tokens, one.logprobs) for one in engine.generate(
         several, max_new_tokens=12, sampling=sampling, n=2, batch_size=4)]
         for engine in (with_it, without))

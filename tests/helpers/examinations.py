@@ -23,7 +23,17 @@ from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.verify import sampling
 from draftproof.verify.bits import prove_bits
-from draftproof.verify.cases import GRAMMARS, SETUPS, TARGET, Ask, Case, by_model, case, logits_behind, toy
+from draftproof.verify.cases import (
+    GRAMMARS,
+    SETUPS,
+    TARGET,
+    Ask,
+    Case,
+    by_model,
+    case,
+    logits_behind,
+    toy,
+)
 from draftproof.verify.enumeration import Distribution, enumerate_texts
 from draftproof.verify.exact import examine
 from draftproof.verify.statistics import g_test

@@ -22,7 +22,8 @@ def batch_generate(
     given = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(given)
     for row, prompt in enumerate(prompts):
-        given[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
+        given[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
     sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
     form = GenerationConfig(
         do_sample=bool(sampled), max_new_tokens=max(limits), eos_token_id=list(stops) or None,

@@ -16,8 +16,8 @@ SAMPLE = 4096
 
 class Snapshot(NamedTuple):
     """modules, weights: what they are, where they lie, how often they were written to, and what is
-    hooked into them. adapters: which of peft's are active, and merged. values: those of norms and biases; with `matrices`, of
-    the beginning of every matrix as well."""
+    hooked into them. adapters: which of peft's are active, and merged. values: those of norms and
+    biases; with `matrices`, of the beginning of every matrix as well."""
 
     modules: list[int]
     adapters: list[str]

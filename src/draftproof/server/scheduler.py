@@ -30,9 +30,9 @@ Tree = list[tuple[int, int, bool]]
 class Progress(NamedTuple):
     """What a round brought to one sample of a request.
 
-    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had and
-    the likeliest in their places, if asked for. completion: with the last one. tree: what the round verified, if asked for. at: when,
-    by the performance counter.
+    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had
+    and the likeliest in their places, if asked for. completion: with the last one. tree: what the
+    round verified, if asked for. at: when, by the performance counter.
     """
 
     sample: int
