@@ -1,4 +1,5 @@
-"""Out of memory in a round: the youngest requests go, the texts of the others stay what they are."""
+"""Out of memory in a round: the youngest requests go, the texts of the others stay what they
+are."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ class Batch:
         self._stay([place for place, row in enumerate(self.running) if row.finish_reason is None])
 
     def recover(self) -> None:
-        """After a failure that left what was committed whole: rows that run, and have begun, stay."""
+        """After a failure that left what was committed whole: rows that run, and have begun,
+        stay."""
         rows = enumerate(self.running)
         self._stay([place for place, row in rows if row.finish_reason is None and row.tokens])
 
