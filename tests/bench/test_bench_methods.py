@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
 from draftproof.bench.measure import Bench, Setting
@@ -76,3 +78,15 @@ def test_what_does_not_fit_is_refused_before_loading(
 ) -> None:
     with pytest.raises(BadInput, match=why):
         load_methods(str(Path("no", "such", "model")), drafters, [], **given)
+
+
+def test_a_quantised_target_is_handed_on() -> None:
+    """Other drafters read it as it is: a deep one, whose 8-bit activations make large steps."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=24,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    engine = dp.load(model, drafter="none", quantize="int8")
+    assert dp.load(engine.target.model, drafter="none").target.reads_trees

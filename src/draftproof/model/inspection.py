@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
+from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.state_check import check_states
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
+STEPS = 4
+"""By how much more a model may differ whose activations we round to 8 bits, which makes steps of
+last bits. Its original was examined when it was loaded."""
+
+
 def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForward | None]:
     """Whether a target, which has no fast forward yet, reads trees exactly, and `fast` if it agrees
     as closely as the stock forward does; raise if not even chains are read exactly.
@@ -98,6 +104,8 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
     every path.
     """
     model, tolerance = target.model, target.tolerance
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        tolerance *= STEPS
     quantized: Any = getattr(model.config, "quantization_config", None)
     if getattr(quantized, "load_in_8bit", False) and quantized.llm_int8_threshold > 0:
         raise UnsupportedModel(
