@@ -16,8 +16,8 @@ from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.fused_forward import Tables
-from draftproof.model.packed_linear import packable, put
-from draftproof.model.quantized_linear import Int8Linear
+from draftproof.model.packed_linear import pack_linears, packable, put
+from draftproof.model.quantized_linear import Int8Linear, slow_because
 
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
@@ -227,31 +227,39 @@ def filled(kind: Callable[[Any], M], form: object, state: Mapping[str, Tensor], 
     """A module of this form holding these very tensors; raises DrafterMismatch if they differ."""
     with torch.device("meta"):
         module = kind(form)
-    for key, empty in module.state_dict().items():
-        if key not in state:
-            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
-        if state[key].shape != empty.shape:
-            given, wanted = tuple(state[key].shape), tuple(empty.shape)
-            raise DrafterMismatch(
-                f"{key} of {name} has shape {given}, {wanted} was expected; fetch it again"
-            )
+    must_hold(state, module.state_dict(), name)
     module.load_state_dict({key: state[key] for key in module.state_dict()}, assign=True)
     return module
+
+
+def must_hold(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
+    """Refuse weights of which some lack, or have another shape."""
+    for key, empty in wanted.items():
+        if key not in given:
+            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
+        if given[key].shape != empty.shape:
+            found, asked = tuple(given[key].shape), tuple(empty.shape)
+            raise DrafterMismatch(
+                f"{key} of {name} has shape {found}, {asked} was expected; fetch it again, or one "
+                "for this model"
+            )
 
 
 def decoding_copy(module: nn.Module, empty: M, vocabulary: Vocabulary) -> M:
     """Fill `empty`, made on the meta device, with weights of `module` in the target's dtype.
 
-    On a CPU with kernels it is packed in 8 bits, which halves the time of drafting and leaves the
-    text as it is; the module's own weights stay as they are."""
+    On a CPU with kernels for that it is packed in 8 bits, which halves the time of drafting and
+    leaves the text as it is; the module's own weights stay as they are."""
     state, device, dtype = module.state_dict(), vocabulary.device, vocabulary.dtype
     with torch.inference_mode(False):
         weights = {name: state[name].to(device, dtype, copy=True) for name in empty.state_dict()}
         empty.load_state_dict(weights, assign=True)
-    for parent in empty.requires_grad_(False).modules():
+    small = slow_because("int8", dtype) is None
+    for parent in empty.requires_grad_(False).modules() if small else ():
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
                 put(parent, {name: child.out_features}, Int8Linear(child.weight, child.bias))
+    pack_linears(empty)
     return empty
 
 

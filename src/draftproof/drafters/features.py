@@ -20,7 +20,7 @@ from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters.base import PADDING, Vocabulary
+from draftproof.drafters.base import PADDING, Vocabulary, must_hold
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.errors import DrafterMismatch
 from draftproof.model.draft_layers import DraftLayers, Mask, masks
@@ -78,14 +78,7 @@ def fill(module: Network | nn.Module, tensors: Mapping[str, Tensor], like: Vocab
             f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
             "and is not loaded"
         )
-    for key, empty in wanted.items():
-        if key not in tensors:
-            raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
-        if tensors[key].shape != empty.shape:
-            given, asked = tuple(tensors[key].shape), tuple(empty.shape)
-            raise DrafterMismatch(
-                f"{key} of {name} has shape {given}, {asked} was expected; it is for another model"
-            )
+    must_hold(tensors, wanted, name)
     with torch.inference_mode(False):
         state = {key: tensors[key].to(like.device, like.dtype, copy=True) for key in wanted}
         module.load_state_dict(state, assign=True)

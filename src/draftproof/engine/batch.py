@@ -39,6 +39,7 @@ class Batch:
         self.cache = target.new_cache(rows, capacity)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
         self.running: list[SequenceState] = []
+        self.whole = True               # no round stopped between committing and telling the rows
         self.padding: Tensor | None = None
         self.roots: Tensor | None = None
         self._line_up()
@@ -56,6 +57,7 @@ class Batch:
 
     def keep(self, tree: TokenTree, accepted: Accepted) -> Accepted:
         """Commit the accepted nodes to the cache; return them, of padding as of the row it has."""
+        self.whole = False
         if self.padding is not None:
             accepted = accepted.select(self.padding)
         self.view.keep(None if tree.is_chain else accepted.nodes, accepted.count)

@@ -58,7 +58,6 @@ class Decoder:
         self.prompts = Prompts(target, self.drafter, cache, shapes, self.ops, prefixes)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
         self.watch: Watch | None = None
-        self.whole = True               # no round stopped between committing and telling the rows
         self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
 
     @property
@@ -78,16 +77,13 @@ class Decoder:
                 tree = self._draft(frontier)
             with self.clock.verify:
                 reading, prompts = self.prompts.beside(tree, self.batch.view, joining)
-            accepted = self.rule.accept(tree, reading.logits, frontier)
-            self.whole = False
-            accepted = self.batch.keep(tree, accepted)
+            accepted = self.batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
             top, places = self.drafter.wants_top, self.batch.places
             commit = Commit.of(places, tree, reading, accepted, top, self.ops)
             if self.observes:
                 with self.clock.draft:
                     self.drafter.observe(commit)
             done = self._deliver(frontier, tree, reading, commit, accepted)
-            self.whole = True
         self.budget.record(done if joining else done._replace(seconds=self.clock.decide.took))
         if joining:
             self._join(joining, prompts)
@@ -186,7 +182,7 @@ class Decoder:
             width, count = tree.tokens.shape[1] - 1, len(out.tokens) - 1
             row.stats.record(width, out.drafted, out.reach, count, emitted, strayed)
             total += emitted
-        chain = tree.is_chain and shared is None
+        chain, self.batch.whole = tree.is_chain and shared is None, True
         return Round(frontier.budget, len(rows), nodes, total, 0.0, chain)
 
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:

@@ -1,7 +1,7 @@
 /* Trees of draft heads: Medusa, with pairs of tokens, and beams of a recurrent head. */
 #include "scores.h"
 
-/* Pairs of tokens, as in drafters/medusa_pairs.py. */
+/* Pairs of tokens, as in drafters/bigram.py. */
 typedef struct {
     const int32_t *starts, *tokens;
     const float *gains, *rest;

@@ -87,7 +87,7 @@ class Lane:
             decoder, self.decoder = self.decoder, None
             if decoder is None:                                         # there is no room for it
                 self.running += [self.waiting.popleft()]
-            elif decoder.whole and _is_no_memory(error):
+            elif decoder.batch.whole and _is_no_memory(error):
                 with contextlib.suppress(Exception), lock:
                     self._shed(decoder)
                     self.decoder = decoder

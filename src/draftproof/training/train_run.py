@@ -150,6 +150,11 @@ class _Run:
                     quantize=own.quantize or quick, **drafter,
                 )
                 writer = by_engine(engine)
+            elif own.assistant_model or own.quantize:
+                raise BadInput(
+                    f"--assistant-model and --quantize are for text written on a CPU; on "
+                    f"{model.device.type} the target writes alone, as it is: leave them out"
+                )
             else:
                 writer = by_transformers(model, loading.stop_tokens(model))
             for held_out in (True, False):
