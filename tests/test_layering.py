@@ -1,8 +1,9 @@
-"""The house: who may import whom."""
+"""The house: who may import whom, and how long a page may be."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,3 +89,20 @@ def test_the_front_door_opens() -> None:
         assert getattr(draftproof, name) is not None
     with pytest.raises(AttributeError):
         _ = draftproof.no_such_name  # type: ignore[attr-defined]
+
+
+PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/*.md"))]
+
+
+def test_the_documentation_is_short_and_its_links_lead_somewhere() -> None:
+    texts = {page: page.read_text() for page in PAGES}
+    headings = {page: {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                       for line in text.splitlines() if line.startswith("#")}
+                for page, text in texts.items()}
+    for page, text in texts.items():
+        for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+            name, _, heading = link.partition("#")
+            to = (page.parent / name).resolve() if name else page
+            assert to.exists(), f"{page.name}: {link}"
+            assert not heading or heading in headings[to], f"{page.name}: {link}"
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 680
