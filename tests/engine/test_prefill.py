@@ -202,3 +202,37 @@ def test_who_joins_is_read_apart_where_there_is_no_room(
         [(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))]
     )
     assert len(one.running) == 2 and len(joins.tokens) == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "draft tree", "portfolio, medusa", "redrafter"])
+def test_a_long_prompt_is_read_between_rounds(name: str) -> None:
+    """Others go on, end and join between its chunks; the cache and the drafter's memory are those
+    of a prompt that was read at once."""
+    found, long = [], [2 + number * number % 29 for number in range(50)]
+    for beside in (True, False):
+        asked = [running(prompt, limit=limit, temperature=0.8, seed=limit)
+                 for prompt, limit in zip(prompts(3, longest=9), (40, 3, 20), strict=True)]
+        samples = [running(long, limit=9, temperature=0.8, seed=4, sample=one) for one in (0, 1)]
+        own = Counted(target())
+        one = decoder(DRAFTERS[name](target()), budget=3, own=own)
+        one.prompts._chunk = 16
+        one.admit(asked[:1])
+        one.admit(asked[1:2])
+        assert one.is_long(samples) and not one.is_long(asked[:1])
+        chunks, counts = one.read_beside(samples) if beside else iter(range(3)), list[int]()
+        for number, _ in enumerate(chunks):
+            one.step()
+            counts.append(len(asked[0].tokens))
+            if number == 1:
+                one.admit(asked[2:])
+        assert len(counts) == 3 and counts[0] < counts[1] < counts[2]
+        if not beside:
+            one.admit(samples)
+        assert own.reads[-1][0].shape == (1, 50 % 16)
+        state = one.drafter.unread(), one.batch.cache.lengths.tolist()
+        while one.running:
+            one.step()
+        rows = [*asked, *samples]
+        rounds = [row.stats.rounds for row in rows] if name not in LEARNERS else []
+        found.append((state, [row.tokens for row in rows], rounds))
+    assert found[0] == found[1]

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from batches import decoder, running
 from tiny import build
 
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, UnsupportedModel
@@ -60,6 +62,24 @@ def own_text(own: Target, prompt: list[int], tokens: int = 20) -> list[int]:
         logits = own.model(input_ids=torch.tensor([text]), use_cache=False).logits
         text.append(int(logits[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ["gated delta net", "no single steps"])
+def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) -> None:
+    found = []
+    for beside in (True, False):
+        one, rows = decoder(Plain(), own=made(kind)), [running(text, limit=9) for text in PROMPTS]
+        one.prompts._chunk = 4
+        one.admit(rows[1:2])
+        for _ in one.read_beside(rows[:1]) if beside else ():
+            one.step()
+        if not beside:
+            one.admit(rows[:1])
+        one.admit(rows[2:])
+        while one.running:
+            one.step()
+        found.append([row.tokens for row in rows])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ Knows no drafting method by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Deferred
-from draftproof.engine.prefill import SHORT, Prompts
+from draftproof.engine.prefill import SHORT, LongPrompt, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, by_position, logprobs, row_outputs
 from draftproof.engine.sequence import SequenceState
@@ -93,6 +93,10 @@ class Decoder:
         """How many of the first requests that wait may be admitted at once: short ones together."""
         return self.prompts.admissible(len(self.batch.text) - len(self.batch.running), waiting)
 
+    def is_long(self, request: Request) -> bool:
+        """Whether a prompt is to be read by `read_beside`."""
+        return self.prompts.is_long(request[0].prompt)
+
     def takes(self, requests: Sequence[Request]) -> bool:
         """Whether these, as few as `admissible` says, may join in a round."""
         return bool(self.batch.running) and self.prompts.may_join(requests)
@@ -104,6 +108,18 @@ class Decoder:
             self.batch.drop_padding()
             self._join(requests, None)
             self._retire()
+
+    @torch.inference_mode()
+    def read_beside(self, request: Request) -> Iterator[None]:
+        """As `admit`, of a prompt that `is_long`: a chunk at each step, with rounds between."""
+        prompt, whole = LongPrompt(self.prompts, request[0].prompt), False
+        while not whole:
+            with self.clock.prefill:
+                whole = prompt.read()
+            if not whole:
+                yield
+        self._start([request], prompt.join(len(self.batch.running)))
+        self._retire()
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -187,8 +203,12 @@ class Decoder:
 
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:
         """Start the samples of requests; reading: what was read of their prompts already, if so."""
-        first, prompts = len(self.batch.running), [samples[0].prompt for samples in requests]
-        logits = self.prompts.join(first, prompts, reading)
+        prompts = [samples[0].prompt for samples in requests]
+        self._start(requests, self.prompts.join(len(self.batch.running), prompts, reading))
+
+    def _start(self, requests: Sequence[Request], logits: Tensor) -> None:
+        """Start samples whose prompts were read, by the logits [b, 1, V] at their ends."""
+        first = len(self.batch.running)
         self.batch.add(requests)
         copies = [place for place, samples in enumerate(requests) for _ in samples]
         several = len(requests) > 1

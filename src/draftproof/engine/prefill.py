@@ -5,7 +5,8 @@ Knows caches and drafters' memories; knows nothing of what is written behind a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ SHORT, TOGETHER = 64, 256
 """Tokens of a prompt that is read beside others, in one pass, and of all of these, each as long as
 the longest. Longer ones gain little, and fused layers, which skip padding, read no wider: with them
 longer prompts are read so many at a time, sooner than by operators and with the bits of a round."""
+Tell = Callable[[Commit], None]
 
 
 class Prompts:
@@ -48,7 +50,7 @@ class Prompts:
         self._known: list[int] = []         # tokens that need no reading, of what was read last
         # one path reads drafts and prompts alike: what a text stores is the same however it came
         self._alike = self.several and target.kv_cache is None
-        self._grain = 1 if self._alike else CHUNKS[-1]
+        self._grain, self._chunk = (1, SHORT) if self._alike else (CHUNKS[-1], CHUNKS[-1])
         if prefixes is not None:
             prefixes.belong_to(target.weights)
 
@@ -74,6 +76,10 @@ class Prompts:
         """Whether these, as few as `admissible` says, may be read beside a round's draft."""
         return self.several and all(self._unread(one[0].prompt) <= SHORT for one in requests)
 
+    def is_long(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt is read in more than one chunk, between which rounds may come."""
+        return not self.shapes.closed and self._unread(prompt) > self._chunk
+
     def beside(
         self, tree: TokenTree, view: KVCache, joining: Sequence[Sequence[SequenceState]]
     ) -> tuple[Reading, Reading | None]:
@@ -96,29 +102,38 @@ class Prompts:
         """Let prompts have the rows from `first` on; return the logits at their ends, [b, 1, V].
 
         reading: what `beside` read of them; None reads them now, in chunks."""
-        view = self._nest(first, len(prompts))
+        view, tell = self._nest(first, len(prompts)), self.drafter.observe
         if reading is not None:
             pairs = zip(prompts, self._known, strict=True)
             rests = [prompt[known:] for prompt, known in pairs]
-            return self._commit(first, rests, reading, prompts)
+            return self._commit(view, first, rests, reading, prompts, tell)
+        for chunk, _ in self.chunks(view, first, prompts, tell):
+            logits = chunk
+        if self.prompt_cache is not None:
+            self.cache.take(torch.tensor([first], device=logits.device), self.prompt_cache)
+        return logits
+
+    def chunks(
+        self, view: KVCache, first: int, prompts: Sequence[Sequence[int]], tell: Tell
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """Read prompts into the rows of `view`, a chunk at each step, and `tell` what was read, as
+        of the rows from `first` on: the logits at its ends, [b, 1, V], and whether it is all."""
         rests = self._rests(view, prompts)
         start, longest, before = 0, max(map(len, rests)), max(self._known)
         while start < longest:
             view.bound(self.cache.capacity if self.shapes.closed else before + start)
-            width = self.shapes.chunk(longest - start)
-            width = min(width, SHORT) if self._alike else width
+            width = min(self.shapes.chunk(longest - start), self._chunk)
             texts = [rest[start : start + width] for rest in rests]
             tree, start = TokenTree.chain(self._padded(texts, width)), start + width
             alone = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # no padding
             reading = self.target.read(
                 tree, view, last_only=alone, hidden_layers=self._hidden_layers
             )
-            logits = self._commit(first, texts, reading, () if start > width else prompts)
-        if longest > SHORT:
-            self.remember(view, prompts[0], len(prompts[0]))
-        if self.prompt_cache is not None:
-            self.cache.take(torch.tensor([first], device=logits.device), self.prompt_cache)
-        return logits
+            begun = () if start > width else prompts
+            logits, whole = self._commit(view, first, texts, reading, begun, tell), start >= longest
+            if whole and longest > SHORT:
+                self.remember(view, prompts[0], len(prompts[0]))
+            yield logits, whole
 
     def remember(self, row: KVCache, text: Sequence[int], prompt: int) -> None:
         """Keep what the one row of a cache holds of a text for prompts that begin like it; where
@@ -149,8 +164,8 @@ class Prompts:
             view.reach(max(self._known))
         return [prompt[known:] for prompt, known in zip(prompts, self._known, strict=True)]
 
-    def _observe_known(self, row: int, tokens: Sequence[int]) -> None:
-        """Tell the drafter of what was not read of a row's prompt. Of hidden states it needs the
+    def _tell_known(self, row: int, tokens: Sequence[int], tell: Tell) -> None:
+        """Tell of what was not read of a row's prompt. Of hidden states it needs the
         last one alone, which comes with the rest."""
         device, layers, known = self.cache.lengths.device, len(self._hidden_layers), len(tokens)
         nodes, count = torch.arange(known, device=device)[None], torch.tensor([known])
@@ -159,27 +174,26 @@ class Prompts:
             nothing = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=device)
             hidden = nothing.expand(1, known, layers, self.target.hidden_size)
         text = torch.tensor([tokens], device=device)
-        self.drafter.observe(Commit([row], text, nodes, count.to(device), hidden))
+        tell(Commit([row], text, nodes, count.to(device), hidden))
 
     def _commit(
-        self, first: int, texts: Sequence[Sequence[int]], reading: Reading,
-        prompts: Sequence[Sequence[int]],
+        self, view: KVCache, first: int, texts: Sequence[Sequence[int]], reading: Reading,
+        prompts: Sequence[Sequence[int]], tell: Tell,
     ) -> Tensor:  # fmt: skip
-        """Commit parts of prompts that were read into the rows from `first` on; return the logits
-        at their ends, [b, 1, V]. prompts: of which the drafter hears what was known; row by row, as
-        rows begin."""
+        """Commit parts of prompts that were read into `view`; return the logits at their ends, [b,
+        1, V]. prompts: of which `tell` hears what was known; row by row, as rows begin."""
         logits, device = reading.logits, self.cache.lengths.device
         count = torch.tensor([len(text) for text in texts], device=device)
-        self._nest(first, len(texts)).keep(None, count)
+        view.keep(None, count)
         for place, text in enumerate(texts):
             if prompts and (known := self._known[place]):
-                self._observe_known(first + place, prompts[place][:known])
+                self._tell_known(first + place, prompts[place][:known], tell)
             own, deep = slice(place, place + 1), self.shapes.chunk(len(text))
             chain = TokenTree.chain(self._padded([text], deep))
             nodes = torch.arange(deep, device=device)[None]
             everything = Accepted(nodes, count[own], chain.tokens[:, 0])
             commit = Commit.of([first + place], chain, reading.part(own, deep), everything)
-            self.drafter.observe(commit)
+            tell(commit)
         if logits.shape[1] == 1:
             return logits
         return logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
@@ -193,3 +207,27 @@ class Prompts:
         device = self.cache.lengths.device
         lines = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
         return torch.tensor(lines, device=device)
+
+
+class LongPrompt:
+    """A prompt that is read a chunk at a time, with rounds between, into a cache of its own. The
+    drafter hears of it when it gets a row."""
+
+    def __init__(self, prompts: Prompts, prompt: Sequence[int]) -> None:
+        self.prompts, self._told = prompts, list[Commit]()
+        self._cache = prompts.target.new_cache(1, prompts.shapes.capacity(len(prompt)))
+        self._chunks = prompts.chunks(self._cache, 0, [prompt], self._told.append)
+        self._logits: Tensor | None = None
+
+    def read(self) -> bool:
+        """Read the next chunk; whether it was the last."""
+        self._logits, whole = next(self._chunks)
+        return whole
+
+    def join(self, row: int) -> Tensor:
+        """Let it have this row of the batch; return the logits at its end, [1, 1, V]."""
+        assert self._logits is not None
+        self.prompts.cache.take(torch.tensor([row], device=self._logits.device), self._cache)
+        for commit in self._told:
+            self.prompts.drafter.observe(replace(commit, rows=[row]))
+        return self._logits

@@ -127,10 +127,11 @@ class KVCache(transformers.Cache):
         self._reach.longest = max(self._reach.longest, longest)
 
     def take(self, row: Tensor, other: KVCache) -> None:
-        """Put the one row of another cache of this capacity into row `row` [1]."""
+        """Put the one row of another cache of at most this capacity into row `row` [1]."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for store, given in zip(mine.stores, theirs.stores, strict=True):
-                store.index_copy_(0, row, given)
+                front = (slice(None), *map(slice, given.shape[1:]))
+                store[front].index_copy_(0, row, given)
         self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -155,6 +155,12 @@ class StateCache(KVCache):
         self._reads.marks = [_Mark(at, mark.states) for at, mark in pairs if any(at)]
         super().keep(None, count)
 
+    def take(self, row: Tensor, other: KVCache) -> None:
+        assert isinstance(other, StateCache)
+        super().take(row, other)
+        self.text[:, : other.capacity].index_copy_(0, row, other.text)
+        self.waiting.index_copy_(0, row.cpu(), other.waiting)
+
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         order = list(rows)

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class Lane:
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
         self.decoder: Decoder | None = None
+        self.reading: tuple[Ticket, Iterator[None]] | None = None       # its long prompt
         self._trees: dict[int, Tree] = {}
 
     @property
@@ -84,7 +85,7 @@ class Lane:
                 self.decoder = self.engine.decoder(self.rows, self.length)
             self._round(self.decoder, lock)
         except Exception as error:                      # whatever it is, others are served
-            decoder, self.decoder = self.decoder, None
+            decoder, self.decoder, self.reading = self.decoder, None, None
             if decoder is None:                                         # there is no room for it
                 self.running += [self.waiting.popleft()]
             elif decoder.batch.whole and _is_no_memory(error):
@@ -113,6 +114,8 @@ class Lane:
         for row in gone:
             row.finish_reason = "cancelled"
         self.running = [one for one in self.running if not one.cancelled]
+        if self.reading and self.reading[0].cancelled:
+            self.reading = None
         if gone:
             decoder.batch.retire()
         with lock:
@@ -123,16 +126,23 @@ class Lane:
             rows = accumulate(len(one.rows) for one in waiting)
             fitting = [one.rows for one, sum_ in zip(waiting, rows, strict=True) if sum_ <= free]
             count = decoder.admissible(fitting) if fitting else 0
+            long = count == 1 and decoder.is_long(waiting[0].rows)
+            if long and self.reading:
+                count = 0                                               # one at a time
             joining, self.waiting = waiting[:count], deque(waiting[count:])
         self.running += joining
+        if long and joining:
+            self.reading = joining[0], decoder.read_beside(joining.pop().rows)
         requests: list[Sequence[SequenceState]] = [one.rows for one in joining]
         if not self.running:
             return
         decoder.watch = self._see if any(one.trees for one in self.running) else None
         with self.engine.lock:
+            if self.reading and next(self.reading[1], self) is self:
+                self.reading = None                                     # it was the last chunk
             if requests and not decoder.takes(requests):
                 decoder.admit(*requests)
-            else:
+            elif decoder.running:
                 decoder.step(requests)
         self._tell()
 
