@@ -251,11 +251,13 @@ def test_sigterm_lets_what_runs_finish_and_ends_with_zero() -> None:
                 "logit_bias": {"0": -100}}
 
         def ask() -> None:
-            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
 
         thread = threading.Thread(target=ask)
         thread.start()
-        time.sleep(0.5)
+        while 'num_requests_running{model_name="demo"} 1.0' not in httpx.get(f"{url}/metrics").text:
+            assert not answers
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         thread.join()
         assert answers[0].status_code == 200
