@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -47,6 +48,16 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     words["model"]["vocab"] = {**vocab, **turned}
     (folder / "tokenizer.json").write_text(json.dumps(words))
     return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """A file of prompts, as `plan` and `calibrate` read them."""
+    rows = [{"prompt": "Once upon"}, {"text": "One day a dog"}, {"prompt": "The cat sat on the"},
+            {"turns": ["Ben had a"]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 @pytest.fixture

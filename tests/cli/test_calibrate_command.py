@@ -47,36 +47,20 @@ def heads(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "heads"))
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    rows = [{"prompt": "Once upon"}, {"text": "One day a dog"}, {"prompt": "The cat sat on the"},
-            {"turns": ["Ben had a"]}]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def test_run_uses_the_tree_from_then_on(call: Call, model: str, heads: Path, prompts: str) -> None:
     rest = ("-p", "Once", "--max-new-tokens", "6", "--json")
     before = json.loads(call("run", model, "--drafter", str(heads), *rest).out)
     said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL)
     assert said.code == 0, said.err
+    assert "tokens/round" in said.out and str(heads) in said.err
     tree = json.loads((heads / "config.json").read_text())["tree"]
-    assert 1 <= len(tree) <= 6
+    found = json.loads((heads / "calibration.json").read_text())
+    assert 1 <= found["nodes"] == len(tree) <= 6
+    assert found["tree"][: len(tree)] == found["chosen"] == tree
+    assert len(found["tokens"]) == len(found["speed_up"]) == 7
     after = json.loads(call("run", model, "--drafter", str(heads), *rest).out)
     assert after["settings"]["draft_tokens"] == len(tree) != before["settings"]["draft_tokens"]
     assert after["tokens"] == before["tokens"]
-
-
-def test_everything_that_was_found_is_said_and_kept(call: Call, model: str, heads: Path,
-                                                    prompts: str) -> None:
-    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, *SMALL)
-    found = json.loads((heads / "calibration.json").read_text())
-    assert found["nodes"] == len(found["chosen"])
-    assert found["tree"][: found["nodes"]] == found["chosen"]
-    assert len(found["tokens"]) == len(found["speed_up"]) == 7
-    assert "tokens/round" in said.out
-    assert str(heads) in said.err
 
 
 def test_with_out_the_heads_stay_as_they_are(call: Call, model: str, heads: Path, prompts: str,
@@ -121,19 +105,16 @@ def test_other_folders_are_not_written_to(call: Call, model: str, heads: Path, p
 
 
 @pytest.mark.usefixtures("no_work")
-def test_what_is_no_head_is_refused(call: Call, model: str, prompts: str, tmp_path: Path) -> None:
-    said = call("calibrate", model, "--drafter", model, "--prompts", prompts)
-    assert said.code == 1 and "holds no draft heads" in said.err
-    said = call("calibrate", model, "--drafter", str(tmp_path / "nowhere"), "--prompts", prompts)
-    assert said.code == 1 and said.err.count("\n") == 1
-
-
-@pytest.mark.usefixtures("no_work")
-def test_prompts_that_leave_no_room_are_refused(call: Call, model: str, heads: Path,
-                                                prompts: str) -> None:
-    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, "--tokens",
-                "5000")
-    assert said.code == 1 and "no prompt leaves room" in said.err
+@pytest.mark.parametrize(("options", "why"), [
+    (("--drafter", "MODEL"), "holds no draft heads"), (("--drafter", "nowhere"), "nowhere"),
+    (("--tokens", "5000"), "no prompt leaves room"),
+])  # fmt: skip
+def test_what_cannot_be_calibrated_is_refused(
+    call: Call, model: str, heads: Path, prompts: str, options: tuple[str, str], why: str
+) -> None:
+    given = ["--drafter", str(heads), *(model if one == "MODEL" else one for one in options)]
+    said = call("calibrate", model, "--prompts", prompts, *given)
+    assert said.code == 1 and why in said.err and said.err.count("\n") == 1
 
 
 def test_one_prompt_is_too_few(call: Call, model: str, heads: Path, tmp_path: Path) -> None:

@@ -23,14 +23,6 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "LONG", 40)
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    file = tmp_path / "prompts.jsonl"
-    rows = ["Once upon a", "One day a dog", "The cat sat on the"]
-    file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-    return str(file)
-
-
 def test_a_plan_is_whole_and_a_run_begins_with_it(
     call: Call, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:

@@ -7,24 +7,37 @@ from pathlib import Path
 
 import pytest
 
+from draftproof.engine.budget import Fixed
+from draftproof.engine.stats import Round
 from draftproof.errors import BadInput
-from draftproof.plan.machine import PRESETS, Probe, Size, Timed, as_json, read_machine
+from draftproof.plan.machine import ALLOWED, PRESETS, Probe, Size, Timed, as_json, read_machine
+from draftproof.plan.replay import Virtual
 
-TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + nodes))
+TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)))
               for rows in (1, 4) for nodes in (0, 2, 8))  # fmt: skip
-PROBE = Probe("here", "model", TIMED, (Timed("draft", False, 1, 1, 3.0),),
-              ((0, 1.0), (10, 2.0)), 100, 0.5, {"draft": 0.25})  # fmt: skip
+DRAFTS = (Timed("draft", False, 1, 0, 1.0), Timed("draft", False, 1, 2, 5.0),
+          Timed(ALLOWED, True, 1, 0, 0.0), Timed(ALLOWED, True, 1, 4, 8.0))  # fmt: skip
+PROBE = Probe("here", "model", TIMED, DRAFTS, ((0, 1.0), (10, 2.0)), 0.5, {"draft": 0.25})
 BIG = Size(14e9, 7e9, 1e5)
 
 
 def test_rounds_lie_on_lines_between_those_that_were_timed() -> None:
-    assert PROBE.round(False, 1, 5, 100) == 15
-    assert PROBE.round(False, 2, 2, 100) == 22
-    assert PROBE.round(False, 4, 10, 100) == 50                 # beyond the last
-    assert PROBE.round(True, 1, 0, 100) == 10                   # not timed: as greedy
-    assert PROBE.round(False, 2, 0, 110) == 20 + 0.5 * 2 * 10
+    assert PROBE.round(False, 1, 5, 0) == 16                  # ten for a row, one for a token
+    assert PROBE.round(False, 2, 2, 0) == 26
+    assert PROBE.round(False, 4, 10, 0) == 84                 # beyond the last
+    assert PROBE.round(True, 1, 0, 0) == 11                   # not timed: as greedy
+    assert PROBE.round(False, 2, 0, 10) == 22 + 0.5 * 2 * 10
     assert PROBE.prompt(5) == 1.5 and PROBE.unread("draft", 8) == 2
-    assert PROBE.draft("draft", False, 2, 3, 0.1) == 3 and PROBE.draft("other", False, 1, 1, 7) == 7
+    assert PROBE.draft("draft", False, 2, 3, 0.1) == 7 and PROBE.draft("other", False, 1, 1, 7) == 7
+
+
+def test_what_may_be_drafted_and_is_not_costs_its_noise() -> None:
+    assert PROBE.allowed(True, 1, 4, 1) == 6 and PROBE.allowed(True, 1, 1, 4) == 0
+    assert PROBE.allowed(False, 1, 4, 1) == 0 and not PROBE.times("portfolio")
+    budget = Virtual(Fixed(4), PROBE, "portfolio", True, 0)
+    budget.nodes, budget.ahead = 1, 4
+    budget.record(Round(4, 1, [], 1, 0.0))
+    assert budget.total == PROBE.round(True, 1, 1, 0) + 6
 
 
 def test_a_data_sheet_bounds_a_round_by_memory_or_by_compute() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from tiny import model, prompts, target
 
+from draftproof.core.messages import Commit, Successors
 from draftproof.core.params import Sampling
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.medusa import MedusaHead
@@ -19,12 +21,15 @@ from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
+from draftproof.engine.stats import Round
 from draftproof.model.target import Target
 from draftproof.plan.machine import Probe, Timed
+from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
-from draftproof.plan.replay import PlayedDraft, PlayedDrafter, replay
+from draftproof.plan.replay import Virtual, replay
 
 NEW = 24
 ONE = Probe("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))
@@ -88,6 +93,32 @@ def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float,
         rounds = [one.stats.rounds for one in done]
         assert max(rounds) <= seconds <= sum(rounds) + 5        # drafts are made, and take a little
         assert rows > 1 or seconds > sum(rounds) - 1e-6
+
+
+def test_behind_rejected_nodes_it_is_as_behind_the_same_token_in_another_text() -> None:
+    """Of a tree 5 - (6 - 9), 7, 8 the text has 5, 6; another text has 7; none has 8."""
+    known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 3
+             for number in (1, 2)]  # fmt: skip
+    texts = [Text([4, 5, 6, 7], 1, Sampling(), None, known[0]),
+             Text([1, 7, 9, 2], 1, Sampling(), None, known[1])]
+    played = PlayedDrafter(texts, TokenRecycling())
+    tree = TokenTree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 0, 1]]), 2)
+    nothing = Successors(tree, torch.zeros(1, 5, 1), torch.zeros(1, 5, 1))
+    commit = Commit([0], torch.tensor([[5, 6]]), torch.tensor([[0, 1]]), torch.tensor([2]), None,
+                    nothing)  # fmt: skip
+    seen = played._successors(commit, [(0, 1)])
+    assert seen.tree.tokens.tolist() == [[5, 6, 7, ABSENT, 9]]
+    assert seen.tokens[0, [0, 1, 2, 4], 0].tolist() == [11, 12, 21, 22]
+
+
+def test_a_prompt_read_beside_a_round_costs_its_tokens_alone() -> None:
+    """Rounds take a second for each token in all."""
+    seconds = tuple(Timed("", False, rows, nodes, float(rows * (1 + nodes)))
+                    for rows in (1, 2) for nodes in (0, 1))  # fmt: skip
+    budget = Virtual(Fixed(0), Probe("one", "", seconds), "none", False, 0)
+    budget.joining = 1, 6
+    budget.record(Round(0, 1, [], 1, 0.0))
+    assert budget.total == 7
 
 
 def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:

@@ -25,7 +25,7 @@ from draftproof.training.calibrate import (
     ranks_of,
     write,
 )
-from draftproof.training.draft_trees import RANKS, complete, expected, grow, optimal, rounds_of
+from draftproof.training.draft_trees import RANKS, complete, expected, grow, rounds_of
 
 HEADS, NEW = 3, 24
 
@@ -108,15 +108,6 @@ def test_grown_trees_are_the_best_of_all_trees(monkeypatch: pytest.MonkeyPatch) 
                   if all(p[:-1] in {(), *some} for p in some))
         best = max(worth(places, some) for some in closed)
         assert worth(places, grown[:nodes]) == pytest.approx(best)
-
-
-def test_the_tree_of_the_dynamic_programme_is_the_best_where_steps_are_independent() -> None:
-    pairs = [(first, second) for first in (0, 0, 0, 1, 1, 2) for second in (0, 0, 1, 2)]
-    places = torch.tensor(pairs)
-    for nodes in range(1, 10):
-        best, grown = optimal(places, nodes), grow(places, nodes)
-        assert len(set(best)) == nodes and all(path[:-1] in ((), *best) for path in best)
-        assert worth(places, best) == pytest.approx(worth(places, grown))
 
 
 def test_paths_too_rare_to_be_counted_are_valued_step_by_step() -> None:

@@ -22,9 +22,13 @@ SHARE_OF_BANDWIDTH, SHARE_OF_COMPUTE = 0.75, 0.5
 """What good kernels reach of a data sheet's figures."""
 
 
+ALLOWED = ""
+"""Stands for a drafter that drafts nothing of what it may."""
+
+
 class Timed(NamedTuple):
     """Seconds of rounds of so many rows and drafted nodes per row; draft: of the draft alone, 0 for
-    the rest of a round. drafter: whose, "" where that makes no difference."""
+    the rest of a round. drafter: whose, "" in rounds, where that makes no difference."""
 
     drafter: str
     sampled: bool
@@ -37,8 +41,8 @@ class Timed(NamedTuple):
 class Probe:
     """A machine as it was timed with one model.
 
-    rounds: at `context` tokens; longer texts take `per_context` more per row and token. prompts:
-    tokens and seconds. per_unread: by draft model. spread: relative standard error of a time.
+    rounds: of empty texts; others take `per_context` more per row and token. prompts: tokens and
+    seconds. per_unread: by draft model. spread: relative standard error of a time.
     noise: of rounds of one size, seconds over their median.
     """
 
@@ -47,7 +51,6 @@ class Probe:
     rounds: tuple[Timed, ...]
     drafts: tuple[Timed, ...] = ()
     prompts: tuple[tuple[float, float], ...] = ((0, 0.0), (1, 0.0))
-    context: float = 0.0
     per_context: float = 0.0
     per_unread: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
@@ -56,17 +59,27 @@ class Probe:
     measured = True
 
     def round(self, sampled: bool, rows: float, nodes: float, context: float) -> float:
-        """A round without its draft: `nodes` read behind the root of each row."""
-        more = self.per_context * rows * (context - self.context)
-        return max(0.0, _between(self._rounds[sampled], rows, nodes) + more)
+        """A round without its draft: `nodes` read behind the root of each row. Between numbers of
+        rows that were timed, as many tokens in all take about as long."""
+        more = self.per_context * rows * context
+        tokens, curves = rows * (1 + nodes), self._rounds[sampled]
+        by_rows = ((count, along(curve, tokens / count - 1)) for count, curve in curves)
+        return max(0.0, along(tuple(by_rows), rows) + more)
 
     def prompt(self, tokens: int) -> float:
-        return along(self.prompts, tokens)
+        return along(self.prompts, max(tokens, self.prompts[0][0]))
 
     def draft(self, drafter: str, sampled: bool, rows: float, nodes: float, own: float) -> float:
         """What a draft takes; own: seconds it took here, where it was really made."""
         table = self._drafts.get((drafter, sampled))
-        return own if table is None else _between(table, rows, nodes)
+        if table is None:
+            return own
+        return along(tuple((count, along(curve, nodes)) for count, curve in table), rows)
+
+    def allowed(self, sampled: bool, rows: float, most: float, nodes: float) -> float:
+        """What a round takes that may draft more than it does: noise is made for the most."""
+        more, less = (self.draft(ALLOWED, sampled, rows, some, 0.0) for some in (most, nodes))
+        return max(0.0, more - less)
 
     def unread(self, drafter: str, tokens: float) -> float:
         """What a draft model takes to read tokens that it lacks."""
@@ -102,16 +115,12 @@ def _table(timed: list[Timed]) -> Table:
 
 
 def along(curve: Curve, x: float) -> float:
-    """On the straight line between the nearest points; beyond the last, as between the last two."""
+    """On the straight line through the nearest points."""
     if len(curve) == 1:
         return curve[0][1]
     right = min(max(1, bisect_left([at for at, _ in curve], x)), len(curve) - 1)
     (low, first), (high, second) = curve[right - 1 : right + 1]
-    return first + (second - first) * (max(x, curve[0][0]) - low) / (high - low)
-
-
-def _between(table: Table, rows: float, nodes: float) -> float:
-    return along(tuple((count, along(curve, nodes)) for count, curve in table), rows)
+    return first + (second - first) * (x - low) / (high - low)
 
 
 class Size(NamedTuple):
@@ -155,6 +164,9 @@ class Figures:
             return own
         step = self.overhead / 4 + self._read(size, rows, 0)    # steps follow without the host
         return nodes * step
+
+    def allowed(self, sampled: bool, rows: float, most: float, nodes: float) -> float:
+        return 0.0
 
     def unread(self, drafter: str, tokens: float) -> float:
         size = self.drafts.get(drafter)

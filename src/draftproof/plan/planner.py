@@ -6,6 +6,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from statistics import pstdev
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.plain import Plain
-from draftproof.engine.budget import Adaptive, Budget, Fixed, presets
+from draftproof.engine.budget import Adaptive, Fixed, presets
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import RoundStats
@@ -22,12 +24,15 @@ from draftproof.errors import BadInput
 from draftproof.model.target import Target
 from draftproof.plan.limits import break_even, ceiling, entropy, trees
 from draftproof.plan.machine import Machine, Size, read_machine
+from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import probe
 from draftproof.plan.published import Bracket, brackets
 from draftproof.plan.recording import Text, drafts_of, recorded
-from draftproof.plan.replay import PlayedDraft, PlayedDrafter, replay
+from draftproof.plan.replay import replay
 from draftproof.training.calibrate import CalibrateConfig, write
 
+REPLAYS = 5
+"""Of a configuration whose budget depends on the noise of its clock; the median counts."""
 AUTO, PLAIN = "auto", "none"
 """The budget that measures as it goes, as by default; the drafter that drafts nothing."""
 Progress = Callable[[str], None]
@@ -122,6 +127,8 @@ class Planner:
             raise BadInput("drafters that read different hidden layers cannot be planned at once")
         self.layers = next(iter(layers), ())
         self.size = size_of(plain.target)
+        self._plain: dict[tuple[float, int], float] = {}    # seconds without drafts
+        self.learned: dict[str, Any] = {}       # by drafter, what its adaptive budget has learned
         self.texts = {heat: self._texts(prompts, logs, heat) for heat in config.temperatures}
         lengths = [len(text.tokens) for texts in self.texts.values() for text in texts]
         self.context = sum(lengths) / len(lengths)
@@ -142,14 +149,12 @@ class Planner:
                 found.predictions.append(self.predict(PLAIN, batch, heat, 0))
                 for name, drafter in self.drafters.items():
                     self.progress(f"replaying: {name}, batch {batch}, T = {heat:g}")
-                    for size in presets(drafter.default_budget)[1:]:
-                        found.predictions.append(self.predict(name, batch, heat, size))
-                    learning = Adaptive(drafter.default_budget)
-                    found.predictions.append(self.predict(name, batch, heat, AUTO, learning))
-                    found.start.setdefault(name, learning.as_json())
+                    sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
+                    found.predictions += [self.predict(name, batch, heat, one) for one in sizes]
             best = found.best(batches[0], heat).budget
             most = ceiling(texts, best if isinstance(best, int) and best else 8) if heat else None
             found.entropy[heat] = entropy(texts), most
+        found.start = self.learned
         if self.plain.target.reads_trees:
             found.trees = {name: trees(self.texts[first], self.drafts[name, first])
                            for name in self.models}
@@ -159,18 +164,23 @@ class Planner:
         found.brackets = brackets(self, fastest)
         return found
 
-    def predict(
-        self, name: str, batch: int, heat: float, size: int | str, budget: Budget | None = None
-    ) -> Prediction:
-        """One configuration, replayed: `size` draft tokens in every round, or `budget`."""
-        texts, total = self.repeated(heat, batch), RoundStats()
-        drafter = self._played(name, heat, texts)
-        chosen = budget or Fixed(int(size))
-        seconds, done = replay(self.plain, drafter, texts, chosen, self.machine, batch, name)
-        plain, _ = replay(self.plain, Plain(), texts, Fixed(0), self.machine, batch, PLAIN)
+    def predict(self, name: str, batch: int, heat: float, size: int | str) -> Prediction:
+        """One configuration, replayed: `size` draft tokens in every round, or as many as an
+        adaptive budget chooses."""
+        texts, total, runs = self.repeated(heat, batch), RoundStats(), []
+        for seed in range(REPLAYS if size == AUTO else 1):
+            drafter = self._played(name, heat, texts)
+            budget = Adaptive(drafter.default_budget) if size == AUTO else Fixed(int(size))
+            runs.append(replay(self.plain, drafter, texts, budget, self.machine, batch, name, seed))
+            if isinstance(budget, Adaptive):
+                self.learned.setdefault(name, budget.as_json())
+        seconds, done = sorted(runs, key=itemgetter(0))[len(runs) // 2]
+        plain = self._plain_seconds(heat, batch) if name != PLAIN else seconds
         for one in done:
             total.add(one.stats)
-        up, error = (1.0, 0.0) if name == PLAIN else (plain / seconds, 2 * self._error(done))
+        chance = pstdev(one / seconds for one, _ in runs)
+        error = 2 * math.hypot(self._error(done), chance) if name != PLAIN else 0.0
+        up = plain / seconds
         per_second = sum(len(one.tokens) for one in done) / seconds
         price, watts = self.config.price, self.config.watts or self.machine.watts
         longest = max(len(text.tokens) for text in texts)
@@ -215,6 +225,16 @@ class Planner:
         heavy = {name: one for name, one in self.drafters.items() if not is_light(name)}
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), heavy,
                      self.progress)
+
+    def _plain_seconds(self, heat: float, batch: int) -> float:
+        """Of the same texts without drafts."""
+        if (heat, batch) not in self._plain:
+            texts = self.repeated(heat, batch)
+            alone = self._played(PLAIN, heat, texts)
+            self._plain[heat, batch], _ = replay(
+                self.plain, alone, texts, Fixed(0), self.machine, batch, PLAIN
+            )
+        return self._plain[heat, batch]
 
     def _played(self, name: str, heat: float, texts: Sequence[Text]) -> Drafter:
         """A drafter that knows nothing yet of these texts."""

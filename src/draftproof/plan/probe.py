@@ -7,10 +7,11 @@ sizes take turns, so that a machine whose speed drifts slows all alike.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median, stdev
+from itertools import islice
+from statistics import median, pstdev
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,23 +23,27 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round, State
-from draftproof.plan.machine import Probe, Timed, along, smoothed
+from draftproof.plan.machine import ALLOWED, Probe, Timed, along, smoothed
 
-TIMES, SECONDS, MOST, LONG = 5, 0.1, 40, 512
+TIMES, SECONDS, MOST, LONG, STALL = 5, 0.1, 24, 512, 1.5
 """How often each size is timed, and for how long beyond that if its rounds are short, but at most
-so often; tokens of the long prompt."""
+so often; tokens of the long prompt; a round that takes longer than so many usual ones is noted as
+so long: something else ran."""
 Progress = Callable[[str], None]
 
 
 class Noise(Drafter):
-    """Chains of tokens that nobody would choose; they cost nothing."""
+    """Chains of tokens that nobody would choose; they cost nothing. silent: it may, and does not.
+    """
 
     name = "noise"
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, silent: bool = False) -> None:
+        self.vocab_size, self.silent = vocab_size, silent
 
     def propose(self, frontier: Frontier) -> TokenTree:
+        if self.silent:
+            return TokenTree.root(frontier.prefix.root)
         root, place = frontier.prefix.root[:, None], frontier.prefix.position[:, None]
         ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
         tokens = (root * 48271 + (place + ahead) * 69621) % 2147483647 % self.vocab_size
@@ -46,44 +51,76 @@ class Noise(Drafter):
 
 
 class Turns(Budget):
-    """Sizes that take turns; notes seconds of each round and of the draft in it."""
+    """Sizes that take turns."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.most, self.left = max(sizes), list(sizes)
-        self.seen: list[tuple[int, float, float]] = []
-        self.drafting: Callable[[], float] = lambda: 0.0
-        self.before = 0.0
+        self.most, self.left, self.done = max(sizes), list(sizes), list[Round]()
 
     def choose(self, state: State) -> int:
         return self.left.pop() if self.left else 0
 
     def record(self, done: Round) -> None:
-        drafting = self.drafting()
-        self.seen.append((done.size, done.seconds, drafting - self.before))
-        self.before = drafting
+        self.done.append(done)
+
+
+class Seen(NamedTuple):
+    """A round: the budget, seconds, of these the draft's; nodes drafted per row, and its tokens."""
+
+    size: int
+    seconds: float
+    drafting: float
+    nodes: float
+    context: float
+
+
+def run(
+    engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling,
+    sizes: Sequence[int],
+) -> Iterator[Seen]:  # fmt: skip
+    """Rounds of these sizes, the last first, of all prompts side by side."""
+    budget = Turns(sizes)
+    running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
+    limit = min(engine.target.context - max(map(len, prompts)), sum(sizes) + len(sizes) + 2)
+    steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
+                           sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
+    count = 0
+    for rows in steps:
+        if len(budget.done) > count:
+            done, before, count = budget.done[-1], (drafting, drafted), len(budget.done)
+            drafting = running.clock.draft.seconds
+            drafted = sum(row.stats.drafted for row in rows)
+            nodes = (drafted - before[1]) / done.rows if engine.target.skips_absent else done.size
+            context = sum(len(row.prompt) + len(row.tokens) for row in rows) / done.rows
+            yield Seen(done.size, done.seconds, drafting - before[0], nodes, context)
+        if not budget.left:
+            return
 
 
 def rounds(
-    engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling,
-    sizes: Sequence[int], times: int = TIMES,
-) -> dict[int, list[tuple[float, float]]]:  # fmt: skip
-    """Seconds of rounds, and of these the draft's, by size; the first of all is dropped.
+    engine: Engine, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]],
+    sampling: Sampling, sizes: Sequence[Sequence[int]], times: int = TIMES,
+) -> list[list[list[Seen]]]:  # fmt: skip
+    """By drafter, rounds of one size in a row, as in a run; sizes go up, and down again, and
+    drafters take turns at each."""
+    length = 1 + (times + 1) // 2
+    orders = [[*some, *reversed(some)] for some in sizes]
+    runs = [run(engine, drafter, prompts, sampling, [size for size in order for _ in range(length)])
+            for drafter, order in zip(drafters, orders, strict=True)]
+    found: list[list[list[Seen]]] = [[] for _ in drafters]
+    for number in range(max(map(len, orders))):
+        for running, order, blocks in zip(runs, orders, found, strict=True):
+            if number < len(order):
+                blocks.append(list(islice(running, length)))
+    return found
 
-    Rounds of one size follow each other, as in a run; sizes go up, and down again."""
-    half = [size for size in sizes for _ in range(1 + (times + 1) // 2)]
-    budget = Turns([*half, *half[::-1]])
-    running = Engine(engine.target, drafter, budget=budget)
-    limit = min(engine.target.context - max(map(len, prompts)), 2 * sum(half) + 2 * len(half) + 2)
-    steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
-                           sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
-    for _ in steps:
-        budget.drafting = lambda: running.clock.draft.seconds
-        if not budget.left:
-            break
-    found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
-    for (before, *_), (size, seconds, own) in pairwise([(-1, 0.0, 0.0), *budget.seen]):
-        if before == size and seconds:
-            found[size].append((seconds, own))
+
+def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
+    """Without the first round of each block, which is another one; as if texts were empty, whose
+    tokens take so many seconds."""
+    found: dict[int, list[Seen]] = {}
+    for one in (one for block in blocks for one in block[1:] if one.seconds):
+        seconds = one.seconds - per_token * one.context
+        found.setdefault(one.size, []).append(one._replace(seconds=seconds))
     return found
 
 
@@ -92,35 +129,53 @@ def probe(
     heats: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
     progress: Progress = lambda what: None,
 ) -> Probe:  # fmt: skip
-    """engine: plain. texts: prompts. models: draft models and heads, whose drafts are timed:
-    what a round takes beyond one of the same size."""
+    """engine: plain. texts: prompts. models: draft models and heads, whose drafts are timed: what a
+    round takes beyond one that reads as many nodes without them."""
     chains, wide = Noise(engine.target.vocab_size), sorted({0, *sizes})
+    silent = Noise(engine.target.vocab_size, silent=True)
+    drafters, few = [chains, silent, *models.values()], [wide, sorted({0, 1, 3, max(wide)})]
+    for most in (one.default_budget for one in models.values()):
+        few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
+    progress("timing prompts and long texts")
+    prompts, slope = _prompts(engine, chains, texts)
     found, drafts, unread, noise = list[Timed](), list[Timed](), dict[str, float](), list[float]()
     for sampled in sorted({heat > 0 for heat in heats}):
         sampling = replace(engine.sampling, temperature=max(heats) if sampled else 0.0)
         for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
-            progress(f"timing rounds, batch {rows}")
+            progress(f"timing rounds and drafts, batch {rows}")
             asked = [texts[row % len(texts)] for row in range(rows)]
-            first = usual(rounds(engine, chains, asked, sampling, [0])[0])
-            times = min(MOST, TIMES + int(SECONDS / first))
-            seen = rounds(engine, chains, asked, sampling, wide, times)
-            curve = smoothed({at: usual(some) for at, some in seen.items() if some})
+            once = [[0], [0], *[[1] for _ in models]]
+            warm, *_ = rounds(engine, drafters, asked, sampling, once, 1)
+            times = min(MOST, TIMES + int(SECONDS / usual(warm[0])))
+            blocks, quiet, *others = rounds(engine, drafters, asked, sampling, few, times)
+            seen = by_size(blocks, slope * rows)
+            curve = smoothed({at: usual(some) for at, some in seen.items()})
             found += [Timed("", sampled, rows, int(at), seconds) for at, seconds in curve]
-            noise += [one / usual(some) for some in seen.values() for one, _ in some]
-            for name, drafter in models.items():
-                progress(f"timing drafts, batch {rows}: {name}")
-                most = drafter.default_budget
-                few = sorted({0, 1, min(2, most), (most + 1) // 2, most})
-                seen = rounds(engine, drafter, asked, sampling, few, times)
-                pace = along(curve, 0) / usual(seen[0])     # of the machine, since then
-                for at in few[1:]:
-                    spent = usual(seen[at]) * pace - along(curve, at) if seen[at] else 0.0
-                    drafts.append(Timed(name, sampled, rows, at, max(0.0, spent)))
-                unread[name] = _catch_up(engine, drafter, asked, sampling)
-    progress("timing prompts and long texts")
-    every = [token for text in texts for token in text]
-    prompts, context = list[tuple[float, float]](), sum(map(len, texts)) / len(texts)
-    plain, half = list[float](), engine.target.context // 2
+            noise += [min(STALL, one.seconds / usual(some))
+                      for some in seen.values() for one in some]  # fmt: skip
+            base = by_size(quiet, slope * rows)
+            drafts += [Timed(ALLOWED, sampled, rows, size, usual(some) - usual(base[0]))
+                       for size, some in base.items()]  # fmt: skip
+            for name, own in zip(models, others, strict=True):
+                for size, some in by_size(own, slope * rows).items():
+                    nodes = sum(one.nodes for one in some) / len(some)
+                    spent = max(0.0, usual(some) - along(curve, nodes))
+                    drafts.append(Timed(name, sampled, rows, size, spent))
+                catching, *rest = (one.drafting for one in own[1])
+                tokens = sum(map(len, asked)) + rows * len(own[0])
+                unread[name] = max(0.0, catching - median(rest)) / tokens
+    threads = torch.get_num_threads()
+    name = f"{platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+    return Probe(name, engine.target.name, tuple(found), tuple(drafts), tuple(prompts), slope,
+                 unread, pstdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
+
+
+def _prompts(
+    engine: Engine, chains: Drafter, texts: Sequence[Sequence[int]]
+) -> tuple[list[tuple[float, float]], float]:
+    """Tokens and seconds of prompts, and what a token of a text adds to a round of its row."""
+    every, half = [token for text in texts for token in text], engine.target.context // 2
+    prompts, plain = list[tuple[float, float]](), list[float]()
     lengths = sorted({min(size, half) for size in (8, 64, 256, LONG)})
     for length in lengths:
         text = (every * (1 + length // len(every)))[:length]
@@ -129,28 +184,14 @@ def probe(
             next(running.rounds([text], max_new_tokens=8, sampling=Sampling(stop_tokens=())))
         prompts.append((length, running.clock.prefill.seconds))
         if length in (lengths[0], lengths[-1]):
-            timed = rounds(engine, chains, [text], engine.sampling, [0], 2 * TIMES)[0]
-            plain.append(usual(timed))
-    slope = max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])
-    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return Probe(name, engine.target.name, tuple(found), tuple(drafts), tuple(prompts), context,
-                 slope, unread, stdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
+            (blocks,) = rounds(engine, [chains], [text], engine.sampling, [[0]], 2 * TIMES)
+            plain.append(usual(by_size(blocks)[0]))
+    return prompts, max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])
 
 
-def usual(timed: Sequence[tuple[float, float]]) -> float:
-    """The first quartile of seconds: what others compute disturbs upwards only."""
-    return float(np.quantile([seconds for seconds, _ in timed], 0.25))
-
-
-def _catch_up(
-    engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> float:
-    """Seconds per token of its prompt that a draft model reads before its first draft."""
-    budget = Turns([1] * 6)
-    running = Engine(engine.target, drafter, budget=budget)
-    steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=16,
-                           sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
-    for _ in steps:
-        budget.drafting = lambda: running.clock.draft.seconds
-    first, *rest = (own for size, _, own in budget.seen if size)
-    return max(0.0, first - median(rest or [first])) / sum(map(len, prompts))
+def usual(seen: Sequence[Seen]) -> float:
+    """The mean of seconds without stalls; noise is not made in every round, so it is no median. Of
+    the sizes going up and going down, the one that was less disturbed."""
+    seconds = np.array([one.seconds for one in seen])
+    halves = np.array_split(np.minimum(seconds, STALL * np.median(seconds)), min(2, len(seen)))
+    return float(min(half.mean() for half in halves))

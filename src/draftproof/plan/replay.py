@@ -7,7 +7,6 @@ drafts would have been accepted, in any batch and under any budget.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -18,149 +17,21 @@ import torch
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES, Rule, accept_by_matching
-from draftproof.core.messages import Accepted, Commit, Frontier, Reading, Successors
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.messages import Accepted, Frontier, Reading
+from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.decoder import Decoder
+from draftproof.engine.deferred import Deferred
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import Round, State
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import LayerShape
 from draftproof.model.target import Target
 from draftproof.plan.machine import Machine
-from draftproof.plan.recording import Drafts, Text
-
-
-class Playback(Drafter):
-    """Knows which text each row writes, and how many tokens of it are committed."""
-
-    def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
-        self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
-        self.deepest = like.deepest
-        self.going: list[int] = []                      # rows that a draft model drafts, by depth
-
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
-        super().start(rows, capacity, ops)
-        self.rows: list[tuple[int, int]] = []           # text and its committed tokens
-        self.begun = 0
-
-    def observe(self, commit: Commit) -> None:
-        for row, count in zip(commit.rows, commit.count.tolist(), strict=True):
-            if row == len(self.rows):
-                self.rows.append((self.begun, 0))       # requests join in order
-                self.begun += 1
-            number, length = self.rows[row]
-            self.rows[row] = number, length + count
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
-
-
-class PlayedDrafter(Playback):
-    """A drafter that runs as ever; what the target would have told it comes from the recording.
-
-    Of rejected nodes nothing is recorded, so nothing is learned from them.
-    """
-
-    def __init__(self, texts: Sequence[Text], inner: Drafter) -> None:
-        super().__init__(texts, inner)
-        self.inner = inner
-
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
-        super().start(rows, capacity, ops)
-        self.inner = self.inner.for_run(rows, capacity, ops)
-
-    def unread(self, pending: int = 0) -> int:
-        return self.inner.unread(pending)
-
-    def observe(self, commit: Commit) -> None:
-        before = [self.rows[row][1] if row < len(self.rows) else 0 for row in commit.rows]
-        super().observe(commit)
-        texts = [self.texts[self.rows[row][0]] for row in commit.rows]
-        width = commit.tokens.shape[1]
-        places = [torch.arange(start, start + width).clamp(max=len(text.tokens) - 1)
-                  for start, text in zip(before, texts, strict=True)]  # fmt: skip
-        both = list(zip(texts, places, strict=True))
-        if self.inner.hidden_layers:
-            known = [text.hidden[at] for text, at in both if text.hidden is not None]
-            commit = replace(commit, hidden=torch.stack(known))
-        if self.inner.wants_top and all(start >= text.prompt for start, text
-                                        in zip(before, texts, strict=True)):  # fmt: skip
-            there = torch.arange(width) < commit.count[:, None].cpu()
-            tokens = torch.where(there.to(commit.tokens.device), commit.tokens, ABSENT)
-            found = [(text.likeliest[0][at], text.likeliest[1][at]) for text, at in both
-                     if text.likeliest]
-            best, logits = (torch.stack(some) for some in zip(*found, strict=True))
-            commit = replace(commit, successors=Successors(TokenTree.chain(tokens), best, logits))
-        self.inner.observe(commit)
-
-    def propose(self, frontier: Frontier) -> TokenTree:
-        return self.inner.propose(frontier)
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.inner.select(rows)
-
-
-class PlayedDraft(Playback):
-    """The chains of a draft model, as one pass over each text found them."""
-
-    def __init__(self, texts: Sequence[Text], drafts: Sequence[Drafts], like: DraftModel) -> None:
-        super().__init__(texts, like)
-        self.drafts = drafts
-        self.lag: list[int] = []
-        self.proposed = False
-
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
-        super().start(rows, capacity, ops)
-        self.lag, self.proposed = [], False
-
-    def unread(self, pending: int = 0) -> int:
-        return sum(max(0, lag + pending - 1) for lag in self.lag)
-
-    def observe(self, commit: Commit) -> None:
-        super().observe(commit)
-        self.lag += [0] * (len(self.rows) - len(self.lag))
-        for row in commit.rows:
-            self.lag[row] = 1 if self.proposed else self.lag[row] + commit.tokens.shape[1]
-        self.proposed = False
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.lag = [self.lag[row] for row in rows]
-
-    def propose(self, frontier: Frontier) -> TokenTree:
-        """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
-        most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
-        self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
-        tokens = torch.full((len(self.rows), 1 + most), ABSENT)
-        chances, scores = torch.zeros(tokens.shape), [0.0] * len(self.rows)
-        live, ranked = list(range(len(self.rows))), list[float]()
-        tokens[:, 0] = frontier.prefix.root
-        for depth in range(most):
-            self.going.append(len(live))
-            for row in live:
-                number, place = self.rows[row]
-                found = self.drafts[number]
-                at = min(place + depth, len(found.tokens) - 1)
-                tokens[row, 1 + depth] = found.tokens[at]
-                scores[row] += found.confidence[at]
-                chances[row, 1 + depth] = scores[row]
-                ranked.append(scores[row])
-            least = sorted(ranked)[-nodes] if len(ranked) >= nodes else -math.inf
-            floor = math.log(frontier.floor) if frontier.floor else -math.inf
-            live = [row for row in live if scores[row] >= max(floor, least)]
-            if not live:
-                break
-        tree = TokenTree.chain(tokens[:, : 1 + len(self.going)])
-        if not frontier.most:
-            return tree
-        there = tree.tokens != ABSENT
-        chance = torch.where(there, chances[:, : there.shape[1]].exp(), 0)
-        return replace(tree, confidence=chance).within_budget(frontier.budget)
+from draftproof.plan.playback import Playback
+from draftproof.plan.recording import Text
 
 
 class Recorded(Target):
@@ -191,11 +62,13 @@ class Virtual(Budget):
     machine: Machine
     drafter: str
     sampled: bool
+    seed: int
 
     def __post_init__(self) -> None:
         self.most, self.floor = self.inner.most, self.inner.floor
-        self.total, self.dice, self.usual = 0.0, random.Random(0), 0.0
-        self.own = self.nodes = self.context = self.unread = self.joined = 0.0  # of this round
+        self.total, self.dice, self.usual = 0.0, random.Random(self.seed), 0.0
+        self.own = self.nodes = self.context = self.unread = self.ahead = 0.0   # of this round
+        self.joining = 0, 0                             # prompts read in it, and their tokens
         self.going: Sequence[int] = ()
 
     def choose(self, state: State) -> int:
@@ -203,29 +76,38 @@ class Virtual(Budget):
         return self.inner.choose(state)
 
     def record(self, done: Round) -> None:
-        seconds = self.machine.round(self.sampled, done.rows, self.nodes, self.context)
+        prompts, tokens = self.joining
+        rows = done.rows + prompts
+        nodes = (done.rows * (1 + self.nodes) + tokens) / rows - 1
+        seconds = self.machine.round(self.sampled, rows, nodes, self.context)
+        seconds += self._draft(done.rows, done.size)    # it learns from plain rounds, too
         if done.size:
-            seconds += self._draft(done.rows, self.nodes)
             seconds += self.machine.unread(self.drafter, self.unread)
-        elif not self.machine.times(self.drafter):
-            seconds += self.own                         # it learns from plain rounds, too
-        self.total += seconds + self.joined
+        if done.size and self.sampled and not self.machine.times(self.drafter):
+            seconds += self.machine.allowed(self.sampled, done.rows, self.ahead, self.nodes)
+        self.total += seconds
         heard = seconds * self.dice.choice(self.machine.noise)
-        self.inner.record(done._replace(seconds=0.0 if self.joined else heard))
-        self.joined = 0.0
+        self.inner.record(done._replace(seconds=0.0 if prompts else heard))
 
-    def _draft(self, rows: int, nodes: float) -> float:
+    def _draft(self, rows: int, size: int) -> float:
         """Of a draft model step by step: fewer rows may go on."""
         name, sampled, machine = self.drafter, self.sampled, self.machine
+        if size == 0:
+            return machine.draft(name, sampled, rows, 0, self.own)
         if not self.going:
             own = min(self.own, 4 * self.usual or self.own)     # others compute, too
             self.usual += (own - self.usual) / 8 if self.usual else own
-            return machine.draft(name, sampled, rows, nodes, own)
+            return machine.draft(name, sampled, rows, size, own)
         return machine.draft(name, sampled, rows, 1, 0.0) + sum(
             machine.draft(name, sampled, some, depth + 1, 0.0)
             - machine.draft(name, sampled, some, depth, 0.0)
             for depth, some in enumerate(self.going[1:], 1)
         )
+
+
+def tokens_of(requests: Sequence[Request]) -> int:
+    """Of their prompts together."""
+    return sum(len(samples[0].prompt) for samples in requests)
 
 
 class Replay(Decoder):
@@ -235,19 +117,25 @@ class Replay(Decoder):
     texts: Sequence[Text]
 
     def step(self, joining: Sequence[Request] = ()) -> None:
-        self._before = self.clock.draft.seconds
-        self.budget.joined = self._prompts(joining)
+        self.budget.joining = len(joining), tokens_of(joining)
         super().step(joining)
 
     def admit(self, *requests: Request) -> None:
-        start = time.perf_counter()
         super().admit(*requests)
-        own = 0.0 if self.budget.machine.times(self.budget.drafter) else time.perf_counter() - start
-        self.budget.total += self._prompts(requests) + own
+        own = 0.0 if self.budget.machine.times(self.budget.drafter) else self._own()
+        self.budget.total += self.budget.machine.prompt(tokens_of(requests)) + own
 
-    def _prompts(self, requests: Sequence[Request]) -> float:
-        tokens = sum(len(samples[0].prompt) for samples in requests)
-        return self.budget.machine.prompt(tokens) if tokens else 0.0
+    @property
+    def _played(self) -> Playback:
+        found = self.drafter.inner if isinstance(self.drafter, Deferred) else self.drafter
+        assert isinstance(found, Playback)
+        return found
+
+    def _own(self) -> float:
+        """Seconds that the drafter really took since this was asked last."""
+        played = self._played
+        own, played.spent = played.spent, 0.0
+        return own
 
     def chosen(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         """What the target would have chosen behind every node on the way of its text."""
@@ -264,8 +152,8 @@ class Replay(Decoder):
         sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
         budget.nodes = sum(sizes) / len(sizes)
         budget.context = sum(len(row.prompt) + len(row.tokens) for row in rows) / len(rows)
-        budget.going = getattr(getattr(self.drafter, "inner", None), "going", ())
-        budget.own = self.clock.draft.seconds - self._before
+        budget.going, budget.own = self._played.going, self._own()
+        budget.ahead = frontier.prefix.ahead
         return super()._deliver(frontier, tree, *rest)
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
@@ -282,25 +170,26 @@ class ReplayEngine(Engine):
 
     def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
         assert isinstance(budget, Virtual)
-        start = time.perf_counter()
         match, shapes = RULES["match"], self.shapes
         made = Replay(self.target, self.drafter, match, budget, rows, capacity, shapes)
         made.rule, made.texts = Rule(made.chosen, False), self.texts
-        assert isinstance(budget, Virtual)
-        budget.total += time.perf_counter() - start
         return made
 
 
 def replay(
     engine: Engine, drafter: Drafter, texts: Sequence[Text], budget: Budget, machine: Machine,
-    rows: int, name: str,
+    rows: int, name: str, seed: int = 0,
 ) -> tuple[float, list[Completion]]:  # fmt: skip
-    """Predicted seconds of all texts, at most `rows` at a time, and what came of each."""
-    virtual = Virtual(budget, machine, name, texts[0].sampling.temperature > 0)
+    """Predicted seconds of all texts, at most `rows` at a time, and what came of each.
+
+    seed: of the noise in the seconds that the budget hears."""
+    virtual = Virtual(budget, machine, name, texts[0].sampling.temperature > 0, seed)
     playing = ReplayEngine(Recorded(engine.target), drafter, budget=virtual, shapes=engine.shapes)
     playing.texts = texts
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
                          stop_tokens=()) for text in texts]  # fmt: skip
     prompts = [text.tokens[: text.prompt] for text in texts]
+    start = time.perf_counter()
     done = playing.generate(prompts, sampling=samplings, batch_size=rows)
-    return virtual.total, done
+    beside = time.perf_counter() - start - playing.clock.total      # what is no round takes as long
+    return virtual.total + beside, done

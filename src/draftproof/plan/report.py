@@ -17,41 +17,47 @@ from draftproof.plan.machine import as_json as machine_json
 from draftproof.plan.planner import AUTO, PLAIN, Plan, Prediction
 from draftproof.plan.published import told
 
-PAYS = 1.02
-"""Less than this is no reason to draft."""
+EVEN = 0.05
+"""A speed-up that far from 1, or less, makes no difference."""
+
+
+def judged(speed_up: float) -> str:
+    """One of three verdicts."""
+    if abs(speed_up - 1) <= EVEN:
+        return f"makes no difference (±{EVEN:.0%})"
+    return "pays" if speed_up > 1 else "does not pay"
 
 
 def verdict(plan: Plan) -> str:
     """Whether drafting pays in the first setting, with what, and how much."""
     batch, heat = plan.config.batches[0], plan.config.temperatures[0]
-    best = plan.best(batch, heat)
+    tried = [one for one in plan.predictions if one.drafter != PLAIN
+             and (one.batch, one.temperature) == (batch, heat)]  # fmt: skip
     where = f"batch {batch}, " + (f"T = {heat:g}" if heat else "greedy")
     source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
-    if best.speed_up < PAYS:
-        tried = [one for one in plan.predictions if one.drafter != PLAIN]
-        top = f": {max(one.speed_up for one in tried):.2f}× at best" if tried else ""
-        return f"drafting does not pay here{top} ({where}{source}); use --drafter none"
-    return (f"drafting pays: {best.drafter}, {_budget(best)}, {_interval(best)} as fast as plain "
-            f"decoding ({where}{source})")  # fmt: skip
+    best = max(tried, key=lambda one: one.speed_up)
+    found = judged(best.speed_up)
+    at_best, advice = ("", "") if found == "pays" else ("at best ", "; use --drafter none")
+    return (f"drafting {found}: {at_best}{best.drafter}, {_budget(best)}, {_interval(best)} as "
+            f"fast as plain decoding ({where}{source}){advice}")  # fmt: skip
 
 
 def table(plan: Plan) -> Table:
     """Of every drafter and setting the best budget."""
     rows = plan.rows()
-    shown = Table(title=f"{plan.model} on {plan.machine.name}", title_justify="left",
+    shown = Table(title=f"{Path(plan.model).name} on {plan.machine.name}", title_justify="left",
                   box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
-    columns = ["tokens/s", "speed-up (95 %)", "draft\ntokens", "tokens/\nround", "break-\neven",
-               "memory\nGB"]  # fmt: skip
+    columns = ["tokens\n/s", "speed-up (95 %)", "draft\nsize", "per\nround", "pays\nfrom", "GB"]
     paid = [name for name in ("cost", "energy") if any(getattr(one, name) for one in rows)]
-    names = {"cost": "cost/\n1M", "energy": "kWh/\n1M"}
-    shown.add_column("", overflow="fold", min_width=16)
+    names = {"cost": "cost\n/1M", "energy": "kWh\n/1M"}
+    shown.add_column("", overflow="fold", min_width=14)
     for name in [*columns, *(names[one] for one in paid)]:
         shown.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     setting = None
     for one in rows:
         if setting != (one.temperature, one.batch):
             setting = one.temperature, one.batch
-            shown.add_row(f"[dim]T = {one.temperature:g}, batch {one.batch}[/]")
+            shown.add_row(f"[dim]T {one.temperature:g}, batch {one.batch}[/]")
         plain = one.drafter == PLAIN
         even = f"{one.break_even:.0%}" if one.break_even is not None else ""
         cells = [f"{one.tokens_per_second:.1f}", "" if plain else _interval(one),
@@ -96,7 +102,7 @@ def read_start(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         name, options = found["best"]["drafter"], found["options"]
-        if name == PLAIN or found["best"]["speed_up"] < PAYS:
+        if name == PLAIN or judged(found["best"]["speed_up"]) != "pays":
             return {"drafter": "none"}
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
         return {kind: name, "budget": Adaptive.learned(found["start"][name])}

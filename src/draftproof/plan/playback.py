@@ -1,0 +1,173 @@
+"""Drafters that draft known texts: what they need of the target is read from the recording."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.plan.recording import Drafts, Text
+
+
+class Playback(Drafter):
+    """Knows which text each row writes, and how many tokens of it are committed."""
+
+    def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
+        self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
+        self.deepest = like.deepest
+        self.going: list[int] = []                      # rows that a draft model drafts, by depth
+        self.spent = 0.0                                # seconds of what is not played
+
+    def start(self, rows: int, capacity: int, ops: Any) -> None:
+        super().start(rows, capacity, ops)
+        self.rows: list[tuple[int, int]] = []           # text and its committed tokens
+        self.begun = 0
+
+    def observe(self, commit: Commit) -> None:
+        for row, count in zip(commit.rows, commit.count.tolist(), strict=True):
+            if row == len(self.rows):
+                self.rows.append((self.begun, 0))       # requests join in order
+                self.begun += 1
+            number, length = self.rows[row]
+            self.rows[row] = number, length + count
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+
+class PlayedDrafter(Playback):
+    """A drafter that runs as ever; what the target would have told it comes from the recording.
+
+    What it would say behind a rejected token is what it said behind that token in another text.
+    """
+
+    def __init__(self, texts: Sequence[Text], inner: Drafter) -> None:
+        super().__init__(texts, inner)
+        self.inner = inner
+        self.elsewhere: dict[int, dict[int, int]] = {}      # by token: text and place in `top`
+        self.starts, count = list[int](), 0
+        if inner.wants_top:
+            for number, text in enumerate(texts):
+                self.starts.append(count)
+                for token in text.tokens:
+                    self.elsewhere.setdefault(token, {})[number] = count
+                    count += 1
+            known = [text.likeliest for text in texts if text.likeliest is not None]
+            self.top = [torch.cat(some) for some in list(zip(*known, strict=True))[:2]]
+
+    def start(self, rows: int, capacity: int, ops: Any) -> None:
+        super().start(rows, capacity, ops)
+        self.inner = self.inner.for_run(rows, capacity, ops)
+
+    def unread(self, pending: int = 0) -> int:
+        return self.inner.unread(pending)
+
+    def observe(self, commit: Commit) -> None:
+        before = [self.rows[row][1] if row < len(self.rows) else 0 for row in commit.rows]
+        super().observe(commit)
+        numbers = [self.rows[row][0] for row in commit.rows]
+        begun = list(zip(numbers, before, strict=True))
+        if self.inner.hidden_layers:
+            ahead = torch.arange(commit.tokens.shape[1])
+            known = [(self.texts[number].hidden, ahead + start) for number, start in begun]
+            hidden = [found[at.clamp(max=len(found) - 1)] for found, at in known
+                      if found is not None]  # fmt: skip
+            commit = replace(commit, hidden=torch.stack(hidden))
+        if commit.successors is not None:
+            commit = replace(commit, successors=self._successors(commit, begun))
+        start = time.perf_counter()
+        self.inner.observe(commit)
+        self.spent += time.perf_counter() - start
+
+    def _successors(self, commit: Commit, begun: Sequence[tuple[int, int]]) -> Successors:
+        """Behind accepted nodes as it was, behind others as elsewhere; begun: text and place."""
+        assert commit.successors is not None
+        tree, places = commit.successors.tree, list[list[int]]()
+        accepted = zip(commit.nodes.tolist(), commit.count.tolist(), strict=True)
+        for line, (number, start), (nodes, count) in zip(
+            tree.tokens.tolist(), begun, accepted, strict=True
+        ):
+            found = [self.elsewhere.get(token, {}) for token in line]
+            places.append([next((at for text, at in one.items() if text != number), -1)
+                           for one in found])  # fmt: skip
+            for ahead, node in enumerate(nodes[:count]):
+                places[-1][node] = self.starts[number] + start + ahead
+        at = torch.tensor(places, device=tree.tokens.device)
+        known = replace(tree, tokens=torch.where(at < 0, ABSENT, tree.tokens))
+        return Successors(known, *(some[at.clamp(min=0)] for some in self.top))
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        start = time.perf_counter()
+        tree = self.inner.propose(frontier)
+        self.spent += time.perf_counter() - start
+        return tree
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.inner.select(rows)
+
+
+class PlayedDraft(Playback):
+    """The chains of a draft model, as one pass over each text found them."""
+
+    def __init__(self, texts: Sequence[Text], drafts: Sequence[Drafts], like: DraftModel) -> None:
+        super().__init__(texts, like)
+        self.drafts = drafts
+        self.lag: list[int] = []
+        self.proposed = False
+
+    def start(self, rows: int, capacity: int, ops: Any) -> None:
+        super().start(rows, capacity, ops)
+        self.lag, self.proposed = [], False
+
+    def unread(self, pending: int = 0) -> int:
+        return sum(max(0, lag + pending - 1) for lag in self.lag)
+
+    def observe(self, commit: Commit) -> None:
+        super().observe(commit)
+        self.lag += [0] * (len(self.rows) - len(self.lag))
+        for row in commit.rows:
+            self.lag[row] = 1 if self.proposed else self.lag[row] + commit.tokens.shape[1]
+        self.proposed = False
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.lag = [self.lag[row] for row in rows]
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
+        most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
+        self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
+        tokens = torch.full((len(self.rows), 1 + most), ABSENT)
+        chances, scores = torch.zeros(tokens.shape), [0.0] * len(self.rows)
+        live, ranked = list(range(len(self.rows))), list[float]()
+        tokens[:, 0] = frontier.prefix.root
+        for depth in range(most):
+            self.going.append(len(live))
+            for row in live:
+                number, place = self.rows[row]
+                found = self.drafts[number]
+                at = min(place + depth, len(found.tokens) - 1)
+                tokens[row, 1 + depth] = found.tokens[at]
+                scores[row] += found.confidence[at]
+                chances[row, 1 + depth] = scores[row]
+                ranked.append(scores[row])
+            least = sorted(ranked)[-nodes] if len(ranked) >= nodes else -math.inf
+            floor = math.log(frontier.floor) if frontier.floor else -math.inf
+            live = [row for row in live if scores[row] >= max(floor, least)]
+            if not live:
+                break
+        tree = TokenTree.chain(tokens[:, : 1 + len(self.going)])
+        if not frontier.most:
+            return tree
+        there = tree.tokens != ABSENT
+        chance = torch.where(there, chances[:, : there.shape[1]].exp(), 0)
+        return replace(tree, confidence=chance).within_budget(frontier.budget)
