@@ -148,8 +148,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "is_causal": ({**SLIDING, "is_causal": False}, {}, {"layers": [(False, 4), (False, None)]}),
     "causal": ({}, {"causal": True}, {"layers": [(True, None)] * 2}),
     "use_swa": ({}, {"use_swa": True, "swa_window_size": 5}, {"layers": [(False, 5)] * 2}),
-    "scales": ({}, {"input_embedding_scale": 3.0, "output_multiplier": 0.5,
-                    "final_logit_softcapping": 2.0},
+    "scales": ({"logit_scale": 2.0}, {"input_embedding_scale": 3.0, "output_multiplier": 0.25,
+                                      "final_logit_softcapping": 2.0},
                {"layers": [(False, None)] * 2, "scale": 3.0, "output": 0.5, "cap": 2.0}),
 }  # fmt: skip
 
@@ -218,14 +218,17 @@ def test_tables_of_its_own(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"attention_sink_bias": True}, "attention_sink_bias"), ({}, {"another": 1}, "another"),
+    *(({}, {key: "another"}, key) for key in ("another", *dflash.FIXED)),
     ({"is_neox_style": False}, {}, "is_neox_style"), ({"some_flag": True}, {}, "some_flag"),
     ({"num_target_layers": 9}, {}, "9"), ({}, {"target_layer_ids": [1, 3, 11]}, "12"),
-    ({}, {"projector_type": "domino"}, "projector_type"), ({}, {"mask_token_id": 99}, "99"),
+    ({}, {"mask_token_id": 99}, "99"), ({"block_size": 5}, {}, "block_size"),
     ({"layer_types": ["sliding_attention"] * 2}, {}, "window"), ({}, SECOND, "attention_conv"),
     ({}, {"block_size": None}, "block_size"), ({"num_hidden_layers": 3}, {}, "layers"),
-    ({"use_aux_hidden_state": False}, {}, "use_aux"), ({"draft_vocab_size": 7000}, {}, "d2t"),
-    ({"target_hidden_size": 16}, {}, "16"), ({"attention_bias": True}, {}, "bias"),
+    ({"draft_vocab_size": 7000}, {}, "d2t"), ({"target_hidden_size": 16}, {}, "16"),
+    ({"attention_bias": True}, {}, "bias"), ({}, {"selector_top_k": 4}, "selector_rank"),
+    (SLIDING, {"use_swa": False}, "use_swa"), (SLIDING, {"swa_window_size": 5}, "sliding_window"),
+    ({"is_causal": True}, {"causal": False}, "causal"), ({}, {"causal": "no"}, "true or false"),
+    ({}, {"output_multiplier": "half"}, "half"),
 ]  # fmt: skip
 
 
@@ -237,6 +240,11 @@ def test_what_is_not_understood_is_refused(
     with pytest.raises(DrafterMismatch, match=why) as error:
         loaded(folder)
     assert "\n" not in str(error.value)
+
+
+def test_every_setting_that_is_known_is_examined() -> None:
+    examined = [part for one in (*FORMS.values(), *REFUSED) for part in one[:2]]
+    assert dflash.KNOWN - {"dflash_config"} <= {key for part in examined for key in part}
 
 
 def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:

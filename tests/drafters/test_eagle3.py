@@ -183,7 +183,7 @@ def test_layers_in_eagle_config_are_outputs(tmp_path: Path) -> None:
 TOGGLES: list[dict[str, Any]] = [
     {"norm_before_residual": True}, {"norm_output": True}, {"logit_scale": 2.0},
     {"rope_theta": 77.0}, {"rms_norm_eps": 0.1}, {"hidden_act": "gelu"},
-    {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {"sliding_window": 3, "model_type": "mistral"},
 ]  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm_before_fc": True}, "input_norm"), ({"fc_norm": True}, "fc_norm.0"),
@@ -191,8 +191,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_aux_hidden_state": False}, "fc.weight"), ({"target_hidden_size": 16}, "16"),
     ({"num_hidden_layers": 2}, "layers.1"), ({"draft_vocab_size": 40}, "maps"),
     ({"some_new_norm": True}, "some_new_norm"), ({"is_causal": False}, "is_causal"),
-    ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
-    ({"eagle_config": {"another": 1}}, "another"), ({"norm_output": "yes"}, "norm_output"),
+    *(({"eagle_config": {key: 7}}, key) for key in ("another", *eagle3.FIXED)),
+    ({"norm_output": "yes"}, "norm_output"), ({"use_aux_hidden_state": 1}, "true or false"),
+    ({"logit_scale": "half"}, "half"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "window"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, 60]}, "60"), ({"head_dim": 16}, "shape"),
 ]  # fmt: skip
 
@@ -204,6 +206,11 @@ def test_a_flag_changes_what_is_drafted(tmp_path: Path, flag: dict[str, Any]) ->
     other = drafted_logits(loaded(one.written(tmp_path / "other", **flag)), TEXT, DRAFTED)
     both = zip(found, other, strict=True)
     assert any(not torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in both)
+
+
+def test_every_setting_that_is_known_is_examined() -> None:
+    examined = [*TOGGLES, *(flag for flag, _ in REFUSED)]
+    assert {key for flag in examined for key in flag} >= eagle3.KNOWN
 
 
 @pytest.mark.parametrize(("flag", "why"), REFUSED, ids=lambda one: str(one)[:30])

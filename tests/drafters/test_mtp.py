@@ -274,6 +274,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3.5", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, {}, "2 layers"),
     ("qwen3.5", {}, {"mtp_num_hidden_layers": 3}, "3 layers"),
     ("qwen3.5", {}, {"mtp_use_dedicated_embeddings": True}, "embeddings"),
+    ("qwen3.5", {}, {"mtp_hidden_states_first": True}, "mtp_hidden_states_first"),
     ("glm-4.5", {"model.layers.2.shared_head.head.weight": torch.ones(40, 32)}, {}, "differs"),
     ("mimo", {"model.mtp_layers.0.extra.weight": torch.ones(3)}, {}, "extra"),
 ]  # fmt: skip

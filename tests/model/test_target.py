@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import FAMILIES, VOCAB, build, fresh, model, target
 
+import draftproof.model.target
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel
 from draftproof.model.kv_cache import KVCache
@@ -140,15 +141,21 @@ def test_what_has_no_head_or_no_weights_is_refused() -> None:
         Target(own)
 
 
-@pytest.mark.parametrize("rope, warned", [
-    ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, True),
-    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, False)
+BASE = {"factor": 2.0, "rope_theta": 1e4}
+LONG = {**BASE, "rope_type": "longrope", "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "rope", "context"), [
+    ("llama", {**BASE, "rope_type": "dynamic"}, 64), ("llama", {**BASE, "rope_type": "linear"}, 0),
+    ("llama", LONG, 32),
+    ("gemma3", {"full_attention": LONG, "sliding_attention": {**BASE, "rope_type": "linear"}}, 32),
 ])  # fmt: skip
 def test_a_context_beyond_which_positions_are_rescaled_is_told(
-    rope: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+    family: str, rope: dict[str, Any], context: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = Target(fresh("llama", max_position_embeddings=64, rope_parameters=rope))
-    assert own.context == 64 and ("texts end there" in caplog.text) is warned
+    own = Target(fresh(family, max_position_embeddings=64, rope_parameters=rope))
+    assert own.context == (context or 64) and ("texts end there" in caplog.text) is bool(context)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -178,8 +185,12 @@ def test_what_cannot_be_read_exactly_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0.02, 0.4])
-def test_a_model_that_reads_only_chains_exactly_says_so(dtype: torch.dtype, spread: float) -> None:
-    """MPT's ALiBi counts slots: right for chains, wrong for trees by two or three in a hundred."""
+def test_a_model_that_reads_only_chains_exactly_says_so(
+    dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ALiBi that counts slots is right for chains, wrong for trees by two or three in a hundred.
+    """
+    monkeypatch.setattr(draftproof.model.target, "takes_positions", lambda model: False)
     mpt = build(
         "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64,
         initializer_range=spread

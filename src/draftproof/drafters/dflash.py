@@ -30,7 +30,7 @@ from draftproof.drafters.base import Drafter, Vocabulary
 from draftproof.drafters.dflash_network import DFlashConfig, DFlashNet
 from draftproof.drafters.features import WIDTH, beam_search, fill, token_map
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.draft_layers import Mask, layers_of, refuse_unknown
+from draftproof.model.draft_layers import Mask, layers_of, refuse_unknown, understood
 from draftproof.model.kv_cache import KVCache
 
 KNOWN = {
@@ -198,6 +198,12 @@ def load(
     if inner is not None:
         refuse_unknown(settings, SPECULATORS, name)
     merged = {**(inner or {}), **settings, **own}
+    for key, value in own.items():
+        if value is not None and settings.get(key, value) not in (value, None):
+            raise DrafterMismatch(
+                f"{name} has {key} = {settings[key]!r:.60}, and {value!r:.60} in its "
+                "dflash_config; fetch its config.json again"
+            )
     fixed = {key: merged[key] for key, value in FIXED.items() if merged.get(key, value) != value}
     refuse_unknown(fixed, (), name)
     lacking = {"block_size", "mask_token_id"} - {key for key in merged if merged[key] is not None}
@@ -205,7 +211,8 @@ def load(
         what = min(lacking, default="target_layer_ids")
         raise DrafterMismatch(f"{name} does not say its {what}; fetch its config.json again")
     layers = layers_of(inner or settings, () if inner else {*KNOWN, *FIXED}, name)
-    form = DFlashConfig.of(merged, layers, depth)
+    with understood(name):
+        form = DFlashConfig.of(merged, layers, depth)
     if not hasattr(cast(Any, layers.layers[0]).self_attn, "k_norm"):
         raise DrafterMismatch(f"{name} has layers without norms of heads; it is not loaded")
     whole = weight_files.read_all(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftproof.drafters.base import Vocabulary, over_vocabulary
 from draftproof.errors import DrafterMismatch
-from draftproof.model.draft_layers import DraftLayers, Mask
+from draftproof.model.draft_layers import DraftLayers, Mask, switch
 from draftproof.model.kv_cache import KVCache
 
 
@@ -49,20 +49,32 @@ class DFlashConfig:
             )
         sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or
                    ["full_attention"] * count]  # fmt: skip
+        agree(settings, "causal", "is_causal")
         causal = list(sliding)
-        if settings.get("sliding_window_non_causal"):
+        if switch(settings, "sliding_window_non_causal"):
             causal = [False] * count
-        for name in ("causal", "is_causal"):                # the latter is asked first
-            if settings.get(name) is not None:
-                causal = [bool(settings[name])] * count
-        if settings.get("use_swa") and not any(sliding):
-            sliding = [True] * count
+        for name in ("causal", "is_causal"):
+            if (said_so := switch(settings, name, None)) is not None:
+                causal = [said_so] * count
+        slides = switch(settings, "use_swa", any(sliding))
+        if any(sliding) and not slides:
+            raise DrafterMismatch(
+                "use_swa of the drafter is false, and it has sliding layers; fetch it again"
+            )
+        sliding = [True] * count if slides and not any(sliding) else sliding
+        if any(sliding):
+            agree(settings, "swa_window_size", "sliding_window")
         window = int(settings.get("swa_window_size") or settings.get("sliding_window") or 0)
         if any(sliding) and not window:
             raise DrafterMismatch(
                 "the drafter has sliding layers and does not say their window; fetch it again"
             )
-        second = settings.get("selector_rank")
+        second, cap = settings.get("selector_rank"), settings.get("final_logit_softcapping")
+        ours = ("selector_top_k", "conv_kernel_size", "conv_group_size")
+        if not second and (alone := next((name for name in ours if settings.get(name)), None)):
+            raise DrafterMismatch(
+                f"the drafter has {alone}, and no selector_rank, as version 2 has; fetch it again"
+            )
         return cls(
             tuple(int(one) for one in numbers),
             int(settings.get("target_hidden_size") or config.hidden_size),
@@ -72,11 +84,20 @@ class DFlashConfig:
             float(settings.get("input_embedding_scale") or 1.0),
             float(settings.get("output_multiplier") or 1.0)
             * float(settings.get("logit_scale") or 1.0),
-            settings.get("final_logit_softcapping"),
+            float(cap) if cap else None,
             (int(second), int(settings.get("selector_top_k") or 16)) if second else None,
             (int(settings.get("conv_kernel_size") or 2), int(settings.get("conv_group_size") or 16))
             if second else None,
         )  # fmt: skip
+
+
+def agree(settings: Mapping[str, Any], one: str, other: str) -> None:
+    """Refuse two settings that say the same thing differently."""
+    values = [settings[name] for name in (one, other) if settings.get(name) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        raise DrafterMismatch(
+            f"the drafter has {one} = {values[0]!r} and {other} = {values[1]!r}; fetch it again"
+        )
 
 
 class Convolution(nn.Module):

@@ -22,7 +22,14 @@ from draftproof.drafters import weight_files
 from draftproof.drafters.base import Vocabulary, over_vocabulary
 from draftproof.drafters.features import FeatureDrafter, Network, fill, token_map
 from draftproof.errors import DrafterMismatch
-from draftproof.model.draft_layers import DraftLayers, Mask, layers_of, refuse_unknown
+from draftproof.model.draft_layers import (
+    DraftLayers,
+    Mask,
+    layers_of,
+    refuse_unknown,
+    switch,
+    understood,
+)
 from draftproof.model.kv_cache import KVCache
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -78,12 +85,8 @@ class Eagle3Config:
         if outputs := inner.get(LAYERS):
             inner[LAYERS] = [int(one) + 1 for one in outputs]
         values = {**settings, **inner}
-        flags = {name: values.get(name) or False for name in FLAGS}
-        wrong = next((name for name, flag in flags.items() if not isinstance(flag, bool)), None)
-        if wrong:
-            given = flags[wrong]
-            raise DrafterMismatch(f"{wrong} of the drafter is {given!r}; it is true or false")
-        fused = values.get("use_aux_hidden_state", True) is not False
+        flags = {name: bool(switch(values, name)) for name in FLAGS}
+        fused = bool(switch(values, "use_aux_hidden_state", True))
         numbers = values.get(LAYERS) or (2, depth // 2, depth - 3)
         numbers = tuple(int(one) for one in numbers) if fused else (-1,)
         if fused and not all(0 <= one <= depth for one in numbers):
@@ -176,7 +179,14 @@ def load(
     if inner is not None:
         refuse_unknown(settings, SPECULATORS, name)
     layers = layers_of(inner or settings, () if inner else KNOWN, name)
-    form = Eagle3Config.of(settings, layers, depth)
+    kinds = getattr(layers.config, "layer_types", None) or ()
+    sliding = kinds.count("sliding_attention")
+    if sliding and not any(layers.windows):
+        raise DrafterMismatch(
+            f"{name} has sliding layers and does not say their window; fetch its config.json again"
+        )
+    with understood(name):
+        form = Eagle3Config.of(settings, layers, depth)
     tensors = _renamed(weight_files.read_all(folder))
     embeds = "embed_tokens.weight" in tensors
     size, wants = vocabulary.hidden_size, {form.target_size}

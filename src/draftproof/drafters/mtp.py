@@ -29,6 +29,8 @@ from draftproof.model.draft_layers import (
     checkpoint_folder,
     layer_count,
     layers_like,
+    refuse_unknown,
+    switch,
 )
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
@@ -75,6 +77,7 @@ TABLES = (
 """Names of a model's own embeddings."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """Settings that say how many layers there are."""
+KNOWN = (*COUNTS, "mtp_use_dedicated_embeddings")
 
 
 class MTP(Network):
@@ -167,7 +170,9 @@ def _check(folder: Path, names: Names, name: str) -> None:
             f"{name} has {max(several, said)} layers, of which each drafts one token further; one "
             "layer is run here, name another drafter"
         )
-    if inner.get("mtp_use_dedicated_embeddings") and "embed_tokens.weight" not in names:
+    own = {key: value for key, value in {**settings, **inner}.items() if "mtp" in key and value}
+    refuse_unknown(own, KNOWN, name)
+    if switch(inner, "mtp_use_dedicated_embeddings") and "embed_tokens.weight" not in names:
         raise DrafterMismatch(f"{name} lacks its own embeddings; fetch the model again")
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,13 @@ from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from draftproof.core.tree import TokenTree
-from draftproof.errors import DrafterMismatch, ModelNotFound, UnsupportedModel, first_line
+from draftproof.errors import (
+    DrafterMismatch,
+    DraftproofError,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LayerShape
 
@@ -38,10 +45,10 @@ class DraftLayers:
 
     def __init__(self, config: Any, layers: Sequence[nn.Module], rotary: Any) -> None:
         self.config, self.layers, self.rotary = config, list(layers), rotary
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
-        self.windows = [
-            config.sliding_window if kind == "sliding_attention" else None for kind in kinds
-        ]
+        window = getattr(config, "sliding_window", None)
+        usual = "sliding_attention" if window else "full_attention"     # Mistral's have no types
+        kinds = getattr(config, "layer_types", None) or [usual] * len(self.layers)
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
         strange = set(kinds) - {"full_attention", "sliding_attention"}
         if strange or not all(hasattr(layer, "self_attn") for layer in self.layers):
             what = ", ".join(sorted(strange)) or "no attention"
@@ -134,6 +141,28 @@ def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) 
             f"{name} has the setting {strange[0]} = {settings[strange[0]]!r:.60}, which is not "
             "known here; it would draft worse without it, and is not loaded"
         )
+
+
+@contextmanager
+def understood(name: str) -> Iterator[None]:
+    """Refuse settings with values that cannot be what they are called."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DraftproofError):
+            raise
+        raise DrafterMismatch(
+            f"the settings of {name} describe no drafter ({first_line(error)}); fetch its "
+            "config.json again"
+        ) from error
+
+
+def switch(settings: Mapping[str, Any], key: str, default: bool | None = False) -> bool | None:
+    """A setting that is true or false, or `default` where there is none."""
+    value = settings.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DrafterMismatch(f"{key} of the drafter is {value!r:.60}; it is true or false")
+    return default if value is None else value
 
 
 def layers_like(model: PreTrainedModel, count: int) -> DraftLayers:

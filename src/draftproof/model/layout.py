@@ -75,16 +75,18 @@ class Layout(NamedTuple):
 
 def context_of(config: Any) -> int:
     """Positions the model reads alike in any batch. A warning tells of limits that a user may not
-    expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, and Doge drops keys
-    beyond its window by looking at tokens that come later."""
+    expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Doge drops keys
+    beyond its window by looking at tokens that come later, and Moshi with its cache alone."""
     rope = getattr(config, "rope_parameters", None) or {}
     context = getattr(config, "max_position_embeddings", None) or UNLIMITED
     limits = []
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        limit = rope.get("original_max_position_embeddings") or context
-        limits.append((limit, f"positions are rescaled ({rope['rope_type']} rope)"))
-    if (window := getattr(config, "keep_window_size", None)) is not None:
-        limits.append((window, "keys are dropped (keep_window_size)"))
+    for one in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if one.get("rope_type") in ("dynamic", "longrope"):
+            limit = one.get("original_max_position_embeddings") or context
+            limits.append((limit, f"positions are rescaled ({one['rope_type']} rope)"))
+    window = "sliding_window" if config.model_type == "moshi" else "keep_window_size"
+    if (limit := getattr(config, window, None)) is not None:
+        limits.append((limit, f"keys are dropped ({window})"))
     for limit, why in limits:
         context = min(context, limit)
         if context < UNLIMITED:

@@ -6,7 +6,6 @@ state, so what the state adds is added behind it. Without a state at hand nothin
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -17,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-SCAN = "mamba_selective_scan"
+from draftproof.model.wrapping import sources, wrap
+
 _handed = threading.local()
 
 
@@ -37,13 +37,7 @@ def forget_handed() -> None:
 
 def hands_states(model: PreTrainedModel) -> bool:
     """Whether the scan of a model has to be handed its state; it is then able to take it."""
-    places = {sys.modules[type(module).__module__] for module in model.modules()}
-    found = [place for place in places if hasattr(place, SCAN)]
-    for place in found:
-        scan = getattr(place, SCAN)
-        if not hasattr(scan, "takes_state"):
-            setattr(place, SCAN, _going_on(scan))
-    return bool(found)
+    return wrap(sources(model), "mamba_selective_scan", _going_on)
 
 
 def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,5 +62,4 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
         output = output if z is None else output * F.silu(z)
         return (output, last + kept[:, :, -1]) if return_last_state else output
 
-    going_on.takes_state = True  # type: ignore[attr-defined]
     return going_on

@@ -23,7 +23,6 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.model.alibi import has_alibi, with_positions
 from draftproof.model.copies import first_layers
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
@@ -39,6 +38,7 @@ from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LAYERS, KVLayer
 from draftproof.model.layout import STATES, Layout, context_of, layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
+from draftproof.model.positions import takes_positions, with_positions
 from draftproof.model.quantize import (
     Quantization,
     is_quantized,
@@ -95,7 +95,7 @@ class Target:
         known = kept(model, "check", changed=True) if group.alone else None
         verdict = known.read() if known is not None else None
         fits = group.alone and FastForward.fits(model)
-        self._alibi = has_alibi(model)
+        self._positions = takes_positions(model)
         hands_states(model)
         with torch.inference_mode():
             if verdict is None or not self._recall(verdict[0], fits):
@@ -384,7 +384,7 @@ class Target:
         def mask(kind: str, window: int | None) -> Tensor:
             chunked = kind == "chunked_attention"
             seen = tree_mask(tree, lengths, span, self.dtype, first, window, chunked)
-            return with_positions(seen, tree, lengths) if self._alibi else seen
+            return with_positions(seen, tree, lengths, first) if self._positions else seen
 
         kinds: dict[str, Tensor | None] = {
             kind: mask(kind, window) for kind, window in self._layout.windows.items()
