@@ -83,6 +83,17 @@ def test_what_members_propose_is_merged_by_confidence() -> None:
     assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
 
 
+def test_each_node_is_told_with_the_first_member_that_proposed_it() -> None:
+    first, second = Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [7, 8]], [0.6, 0.4])
+    first.name = "first"
+    portfolio = Portfolio([first, second])
+    row = Row(portfolio)
+    prefix = Prefix(row.tokens, torch.tensor([2]))
+    tree = portfolio.propose(Frontier(prefix, sampler_of(Sampling()), 5))
+    said = dict(zip(drafted(tree), portfolio.sources(tree)[0][1:], strict=True))
+    assert said == {(5,): "first", (7,): "first", (5, 9): "says", (5, 6): "first", (7, 8): "first"}
+
+
 def test_a_right_member_is_believed_even_if_the_target_did_not_read_it() -> None:
     """An overconfident member fills the tree; the right one is compared too, and takes over."""
     row = Row(Portfolio([Says([[5, 5], [6, 6]], [0.9, 0.85]), Says([[7, 8], [9, 9]], [0.3, 0.2])]))

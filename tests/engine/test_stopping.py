@@ -152,7 +152,7 @@ def test_special_tokens_in_a_stop_string_end_the_text(shape: str) -> None:
         )
         for tokens in split:
             if state.finish_reason is None:
-                state.extend(tokens, None, 0)
+                state.extend(tokens, None, ())
         assert state.finish_reason == "stop"
         assert state.text == (" d" if shape == "{before}{end}" else " dog")
         assert "".join(piece for piece, _ in state.pieces()) == state.text
@@ -175,7 +175,7 @@ def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
         [1], SamplingParams(Sampling(stop=[codec.special_tokens[end] + "!"]), 1), 3,
         codec.stream([1])
     )
-    state.extend([word, end, word], None, 0)
+    state.extend([word, end, word], None, ())
     assert (state.text, state.finish_reason) == (" dog dog", "length")
 
 

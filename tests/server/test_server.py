@@ -130,10 +130,11 @@ def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> No
     assert text == alone(server, PROMPTS[0], 20)
     for tree in trees:
         drafted += len(tree) - 1
-        assert tree[0][1:] == [-1, True]
-        assert all(tree[parent][2] or not accepted for _, parent, accepted in tree[1:])
+        assert tree[0][1:3] == [-1, True]
+        assert all(tree[parent][2] or not accepted for _, parent, accepted, _ in tree[1:])
+        assert all(one[3] == "draft-model" for one in tree[1:])
     assert drafted > 10
-    words = "".join(node for tree in trees for node, _, accepted in tree if accepted)
+    words = "".join(node for tree in trees for node, _, accepted, _ in tree if accepted)
     assert words.replace(" ", "")[:40] == text.replace(" ", "")[:40]
 
 

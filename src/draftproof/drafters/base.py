@@ -78,6 +78,10 @@ class Drafter(ABC):
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing."""
 
+    def sources(self, tree: TokenTree) -> list[list[str]]:
+        """Who drafted each node of its last proposal, [B, N], for people to see."""
+        return [[self.name] * len(row) for row in tree.tokens]
+
 
 class SharedMemory(dict[torch.device, T]):
     """What a drafter learns for later runs, by device, made when it is first needed."""

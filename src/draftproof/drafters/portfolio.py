@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,20 @@ class Portfolio(Drafter):
         self._counts = self._counts.select(rows) if self._counts is not None else None
         last = self._proposed
         self._proposed = last.select(rows) if last is not None and rows else None
+
+    def sources(self, tree: TokenTree) -> list[list[str]]:
+        """Of each node, the first member that proposed it."""
+        if self._proposed is None:
+            return super().sources(tree)
+        names, found = [member.name for member in self.members], []
+        texts, parents, kinds = (part.tolist() for part in self._proposed[:3])
+        rows = zip(texts, parents, kinds, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        for nodes, above, kind, tokens, own in rows:
+            by: dict[tuple[int, ...], str] = {}
+            for path, one in zip(_paths(nodes, above), kind, strict=True):
+                by.setdefault(path, names[one // CLASSES])
+            found.append([by.get(path, self.name) for path in _paths(tokens, own)])
+        return found
 
     def _for(self, member: Drafter, commit: Commit) -> Commit:
         """The commit with the hidden layers this member wants, in its order."""
@@ -193,6 +207,15 @@ def merge_trees(
     confidence = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
     confidence = torch.where(pool.present, confidence, 0)
     return (pool.texts.contiguous(), pool.parents, kinds), pool.merged(confidence, nodes)
+
+
+def _paths(nodes: Sequence[Any], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens from below the root to each node of a row; of nodes as tokens, or as texts."""
+    paths = list[tuple[int, ...]]()
+    for node, parent in zip(nodes, parents, strict=True):
+        token = node if isinstance(node, int) else [one for one in node if one != NO_TOKEN][-1]
+        paths.append((*paths[parent], token) if parent >= 0 else ())
+    return paths
 
 
 def _path_chances(tree: TokenTree) -> Tensor:

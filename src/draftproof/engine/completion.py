@@ -58,10 +58,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New text of a stream: pieces, each with whether its token was drafted. The last carries the
-    completion."""
+    """New text of a stream: pieces, each with the drafter of its token, or "" if it was not
+    drafted. The last carries the completion."""
 
-    pieces: list[tuple[str, bool]]
+    pieces: list[tuple[str, str]]
     completion: Completion | None = None
 
     @property

@@ -30,8 +30,10 @@ from draftproof.errors import DrafterMismatch
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 
-Watch = Callable[[TokenTree, Sequence[SequenceState], Sequence[RowOutput]], None]
-"""Told each round what was verified, and what each row accepted of it."""
+Watch = Callable[
+    [TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None
+]
+"""Told each round what was verified, who drafted each node, and what each row accepted of it."""
 BEYOND = 2
 """Tokens by which a row may draft more than a batch's rows on average; or half, if that is more."""
 
@@ -185,13 +187,16 @@ class Decoder:
         total, rows, nodes = 0, self.batch.running, list[int]()
         top = self.batch.top_logprobs
         outputs = row_outputs(tree, accepted, new, scored, self.ops, top)       # padding behind
+        drafter, by = self.drafter.name, list[list[str]]()
         if self.watch is not None:
-            self.watch(tree, rows, outputs)
+            by = self.drafter.sources(tree)
+            self.watch(tree, by, rows, outputs)
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
             path = out.path[1:]
             nodes += path if shared is None else [shared[place][node] for node in path]
             tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
-            emitted = row.extend(tokens, out.logprobs, len(out.tokens) - 1, out.top)
+            who = [by[place][node] for node in path] if by else [drafter] * len(path)
+            emitted = row.extend(tokens, out.logprobs, who, out.top)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])
             strayed = sum(out.distance[:emitted]) if out.distance is not None else None
@@ -236,7 +241,7 @@ class Decoder:
             if token == NO_TOKEN:
                 self._fail(place, logits)
             else:
-                row.extend([token], score, 0, best)
+                row.extend([token], score, (), best)
 
     def _retire(self) -> None:
         """Let finished rows go; what they hold may be the beginning of a prompt to come."""

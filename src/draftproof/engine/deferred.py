@@ -41,6 +41,9 @@ class DrafterWrapper(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self.inner.select(rows)
 
+    def sources(self, tree: TokenTree) -> list[list[str]]:
+        return self.inner.sources(tree)
+
 
 class Deferred(DrafterWrapper):
     """Tells a drafter of plain rounds together when it is asked again: many short calls cost more

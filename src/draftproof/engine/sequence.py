@@ -40,19 +40,20 @@ class SequenceState:
     error: DraftproofError | None = None
     request: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
-    _pieces: list[tuple[str, bool]] = field(default_factory=list)
+    _pieces: list[tuple[str, str]] = field(default_factory=list)
     # may begin a stop string; special tokens, which are not shown, among them: the last says so
-    _held: list[tuple[str, bool, bool]] = field(default_factory=list)
+    _held: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def extend(
-        self, tokens: Sequence[int], logprobs: Sequence[float] | None, drafted: int,
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None, by: Sequence[str],
         top: Sequence[Likely] | None = None,
     ) -> int:  # fmt: skip
-        """Take new tokens, the first `drafted` of them drafted, until the text ends; how many."""
+        """Take new tokens, the first ones drafted `by` these, until the text ends; how many."""
         stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
         push = self.detokenizer.push if self.detokenizer is not None else None
         asked = self.params.sampling.stop_when
         for index, token in enumerate(tokens):
+            who = by[index] if index < len(by) else ""
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
@@ -60,12 +61,12 @@ class SequenceState:
                 self.top_logprobs.append(top[index][: self.params.sampling.top_logprobs])
             if push is not None and (piece := push(token)):
                 if holds:
-                    self._hold(piece, index < drafted)
+                    self._hold(piece, who)
                 else:
                     self.text += piece
-                    self._pieces.append((piece, index < drafted))
+                    self._pieces.append((piece, who))
             elif holds and self.detokenizer and (piece := self.detokenizer.special(token)):
-                self._hold(piece, index < drafted, special=True)
+                self._hold(piece, who, special=True)
             if self.finish_reason is None and token in stops:
                 self._end("stop")
             if self.finish_reason is None and asked and self._is_enough():
@@ -86,8 +87,8 @@ class SequenceState:
         if self.error is not None:
             raise self.error
 
-    def pieces(self) -> list[tuple[str, bool]]:
-        """Text that is certain and was not handed out yet, by piece, and whether it was drafted."""
+    def pieces(self) -> list[tuple[str, str]]:
+        """Text that is certain and was not handed out yet, by piece, and who drafted it, or ""."""
         out, self._pieces = self._pieces, []
         return out
 
@@ -96,10 +97,10 @@ class SequenceState:
         text = torch.tensor([[*self.prompt, *self.tokens]])
         return any(stops(text) for stops in self.params.sampling.stop_when)
 
-    def _hold(self, piece: str, drafted: bool, special: bool = False) -> None:
+    def _hold(self, piece: str, who: str, special: bool = False) -> None:
         """End the text at the earliest stop string; hand out what cannot begin one."""
         stops = self.params.sampling.stop
-        self._held.append((piece, drafted, special))
+        self._held.append((piece, who, special))
         held = "".join(text for text, _, _ in self._held)
         found = [place for stop in stops if (place := held.find(stop)) >= 0]
         if found:
@@ -112,18 +113,18 @@ class SequenceState:
     def _release(self, count: int) -> None:
         """Move the first `count` held characters to the text, but for those of special tokens."""
         while count > 0:
-            piece, drafted, special = self._held.pop(0)
+            piece, who, special = self._held.pop(0)
             if len(piece) > count:
-                self._held.insert(0, (piece[count:], drafted, special))
+                self._held.insert(0, (piece[count:], who, special))
                 piece = piece[:count]
             if not special:
                 self.text += piece
-                self._pieces.append((piece, drafted))
+                self._pieces.append((piece, who))
             count -= len(piece)
 
     def _end(self, reason: str) -> None:
         if self.detokenizer is not None and (piece := self.detokenizer.finish()):
-            self._hold(piece, False)
+            self._hold(piece, "")
         self._release(sum(len(piece) for piece, _, _ in self._held))
         self.finish_reason = self.finish_reason or reason
 

@@ -160,7 +160,7 @@ class Replay(Decoder):
         for place, row in enumerate(self.batch.running[first:], first):
             token = self.texts[row.request].tokens[len(row.prompt)]
             self.batch.text[place, len(row.prompt)] = token
-            row.extend([token], None, drafted=0)
+            row.extend([token], None, ())
 
 
 class ReplayEngine(Engine):

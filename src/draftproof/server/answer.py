@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Progress, Scheduler, Ticket, Tree
 from draftproof.server.tools import Call, CallReader, Form
 
+Hears = Callable[[Any], None]
 PATIENCE = 0.5
 """Seconds between looks at whether the client of a whole answer is still there."""
 
@@ -38,6 +39,30 @@ class Wish(NamedTuple):
     trees: bool = False
 
 
+class Mailbox:
+    """What the decoding thread tells the event loop, which wakes once for all that is there."""
+
+    def __init__(self) -> None:
+        self._letters, self._called = deque[tuple[Hears, Any]](), False
+
+    def put(self, loop: asyncio.AbstractEventLoop, hears: Hears, news: Any) -> None:
+        """Have the loop call `hears(news)`."""
+        self._letters.append((hears, news))
+        if not self._called:
+            self._called = True
+            try:
+                loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:                        # the loop is closed: all are gone
+                self._letters.clear()
+                self._called = False
+
+    def _empty(self) -> None:
+        self._called = False                                # before: what comes now calls again
+        while self._letters:
+            hears, news = self._letters.popleft()
+            hears(news)
+
+
 class Service(NamedTuple):
     """What all answers share. timeout: seconds that a request may take, or None."""
 
@@ -46,6 +71,7 @@ class Service(NamedTuple):
     codec: Codec | None
     model: str
     timeout: float | None
+    mailbox: Mailbox
 
 
 @dataclass
@@ -95,8 +121,7 @@ class Answer:
         def listen(progress: Progress) -> None:
             held.append((first + progress.sample, progress))
             if self.wish.stream or progress.completion is not None:
-                with contextlib.suppress(RuntimeError):         # the loop is closed: all are gone
-                    loop.call_soon_threadsafe(self._hear, held[:])
+                self.service.mailbox.put(loop, self._hear, held[:])
                 held.clear()
 
         return listen
@@ -203,14 +228,14 @@ class Answer:
         tree = {"tree": self._drawn(progress.tree)} if progress.tree else {}
         return {"pieces": progress.pieces, "tokens": len(progress.new), **tree}
 
-    def _drawn(self, tree: Tree) -> list[tuple[str, int, bool]]:
+    def _drawn(self, tree: Tree) -> list[tuple[str, int, bool, str]]:
         """A draft's nodes with their text; those that are not there are left out."""
-        places = [place for place, (token, _, _) in enumerate(tree) if token >= 0]
+        places = [place for place, (token, *_) in enumerate(tree) if token >= 0]
         number = {place: count for count, place in enumerate(places)}
         kept = [tree[place] for place in places]
-        texts = self._texts([token for token, _, _ in kept])
+        texts = self._texts([token for token, *_ in kept])
         pairs = zip(texts, kept, strict=True)
-        return [(text, number.get(parent, -1), accepted) for text, (_, parent, accepted) in pairs]
+        return [(text, number.get(node[1], -1), *node[2:]) for text, node in pairs]
 
     def _body(self, choices: list[dict[str, Any]], kind: str, **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created,

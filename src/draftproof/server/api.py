@@ -26,7 +26,7 @@ from draftproof.engine.rows import prompt_of, refuse_unhonoured, sampling_of
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.server import schema
-from draftproof.server.answer import Answer, Service, Wish, problem
+from draftproof.server.answer import Answer, Mailbox, Service, Wish, problem
 from draftproof.server.grammar import Grammars, response_rule
 from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Scheduler
@@ -57,7 +57,8 @@ class Server:
         self.scheduler = Scheduler(engine, rows=rows, queue=queue, length=length, others=lanes)
         self.metrics = Metrics(self.scheduler, model, price, engine.prefixes)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
-        self.service = Service(self.scheduler, self.metrics, engine.codec, model, timeout)
+        shared = (self.scheduler, self.metrics, engine.codec, model, timeout)
+        self.service = Service(*shared, Mailbox())
         self.created = int(time.time())
 
     def app(self) -> FastAPI:

@@ -23,20 +23,21 @@ from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.native.kernels import release_workers
 
-Tree = list[tuple[int, int, bool]]
-"""The nodes of a row's draft: token, parent, and whether it was accepted; node 0 is the root."""
+Tree = list[tuple[int, int, bool, str]]
+"""The nodes of a row's draft: token, parent, whether it was accepted, and who drafted it; node 0 is
+the root."""
 
 
 class Progress(NamedTuple):
     """What a round brought to one sample of a request.
 
-    pieces: new text, and whether its tokens were drafted. new: tokens, and the logprobs they had
+    pieces: new text, and who drafted its tokens, or "". new: tokens, and the logprobs they had
     and the likeliest in their places, if asked for. completion: with the last one. tree: what the
     round verified, if asked for. at: when, by the performance counter.
     """
 
     sample: int
-    pieces: list[tuple[str, bool]]
+    pieces: list[tuple[str, str]]
     new: list[int]
     logprobs: list[float]
     top: list[Likely]
@@ -146,13 +147,12 @@ class Lane:
                 decoder.step(requests)
         self._tell()
 
-    def _see(self, tree: TokenTree, rows: Sequence[SequenceState],
+    def _see(self, tree: TokenTree, by: list[list[str]], rows: Sequence[SequenceState],
              outputs: Sequence[RowOutput]) -> None:  # fmt: skip
-        columns = zip(rows, outputs, tree.tokens.tolist(), tree.parents.tolist(), strict=False)
-        for row, out, tokens, parents in columns:
-            accepted = set(out.path)
-            nodes = enumerate(zip(tokens, parents, strict=True))
-            self._trees[id(row)] = [(*node, place in accepted) for place, node in nodes]
+        columns = zip(rows, outputs, tree.tokens.tolist(), tree.parents.tolist(), by, strict=False)
+        for row, out, tokens, parents, who in columns:
+            accepted = [place in out.path for place in range(len(tokens))]
+            self._trees[id(row)] = list(zip(tokens, parents, accepted, who, strict=True))
 
     def _tell(self) -> None:
         """Hand out what is new; whoever has all of its rows' texts is done."""
