@@ -234,30 +234,29 @@ def _numbered(head: MedusaHead, layout: str) -> tuple[Config, Tensors]:
 
 def _vllm(head: MedusaHead) -> tuple[Config, Tensors]:
     """vLLM drops biases unless told of them, and takes any "num" with "heads" for their number."""
-    _needs_projections(head, "vllm", some_tokens=True)
+    _needs_projections(head, "vllm")
     form, state, (block, projection) = head.config, head.state_dict(), MEDUSA[OWN]
     config = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": form.hidden_size,
-        "vocab_size": form.vocab_size, "truncated_vocab_size": form.draft_vocab_size,
-        "num_heads": form.num_heads, "num_hidden_layers": form.num_layers,
-        "medusa_fc_bias": form.bias, "original_lm_head": False, "max_paths": 64, "topk": 10,
+        "vocab_size": form.vocab_size, "num_heads": form.num_heads,
+        "num_hidden_layers": form.num_layers, "medusa_fc_bias": form.bias,
+        "original_lm_head": False, "max_paths": 64, "topk": 10,
         "base_model_name_or_path": form.base_model,
     }  # fmt: skip
     rules = (block, r"blocks.\1.layers.\2.\3"), (projection, r"lm_heads.\1.weight")
-    names = _renamed(state, (*rules, ("(token_map)", r"\1")))
-    return config, {theirs: state[ours] for theirs, ours in names.items()}
+    return config, {theirs: state[ours] for theirs, ours in _renamed(state, rules).items()}
 
 
-def _needs_projections(head: MedusaHead, layout: str, some_tokens: bool = False) -> None:
+def _needs_projections(head: MedusaHead, layout: str) -> None:
     if head.config.share_lm_head:
         raise BadInput(
             f"the layout {layout} holds a projection for every head of {head.config.num_layers} "
             "layers, and these share the target's; copy it to them with unshared(target), or write "
             "the layout draftproof"
         )
-    if head.config.draft_vocab_size is not None and not some_tokens:
+    if head.config.draft_vocab_size is not None:
         raise BadInput(
-            f"the layout {layout} has no place for a smaller vocabulary; write draftproof or vllm"
+            f"the layout {layout} has no place for a smaller vocabulary; write draftproof"
         )
 
 
