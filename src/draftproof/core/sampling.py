@@ -36,7 +36,7 @@ class Sampler:
         self._processors = LogitsProcessors(self.rows, self.device)
         self.only_temperature = self._processors.only_temperature
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
-        self._stocks = STOCK
+        self._stocks = 1 if len(rows) > 1 else STOCK    # batches change: they begin with little
         self._stock: _Stock | None = None
 
     def select(self, rows: Sequence[int]) -> Sampler:
@@ -146,6 +146,7 @@ class Sampler:
             noises = self._made(prefix.position, reach, Role.TARGET, vocab)
             starts = reach * torch.arange(len(positions), device=self.device) - prefix.position
             stock = self._stock = _Stock(positions, noises, starts)
+            self._stocks = min(2 * self._stocks, STOCK)
         return stock.noises, stock.starts + prefix.position
 
     @cached_property

@@ -17,14 +17,13 @@ LEAST = 16
 
 
 class Known(NamedTuple):
-    """A text, and what each layer stores of it: [1, heads, tokens, ...] each."""
+    """A text, and what each layer stores of it: [1, heads, tokens, ...] each. head: its first
+    `LEAST` tokens, which are sooner compared than all."""
 
     tokens: npt.NDArray[np.int64]
     stores: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return self.tokens.nbytes + sum(store.nbytes for store in self.stores)
+    head: bytes
+    nbytes: int
 
 
 class PrefixCache:
@@ -71,8 +70,9 @@ class PrefixCache:
     def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
         """Which text begins most like a prompt, and how much of that is of use."""
         text, best, count = np.array(prompt[:-1]), -1, 0
+        head = _head(text)
         for place, one in enumerate(self.known):
-            common = _common(text, one.tokens)
+            common = _common(text, one.tokens) if one.head == head else 0
             best, count = (place, common) if common > count else (best, count)
         count -= count % grain
         return (best, count) if count >= LEAST else (-1, 0)
@@ -80,16 +80,25 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], row: KVCache) -> None:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
-        if count < LEAST or any(_common(text, one.tokens) == count for one in self.known):
+        head = _head(text)
+        alike = [one for one in self.known if one.head == head]
+        if count < LEAST or any(_common(text, one.tokens) == count for one in alike):
             return
         stores = [store for layer in row.layers for store in layer.stores]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in stores)
-        if (each + text.itemsize) * count > self.limit:
+        nbytes = (each + text.itemsize) * count
+        if nbytes > self.limit:
             return
-        held = [one for one in self.known if _common(text, one.tokens) < len(one.tokens)]
-        self.known = [*held, Known(text, [store[:, :, :count].clone() for store in stores])]
+        held = [one for one in self.known
+                if one.head != head or _common(text, one.tokens) < len(one.tokens)]
+        copies = [store[:, :, :count].clone() for store in stores]
+        self.known = [*held, Known(text, copies, head, nbytes)]
         while self.nbytes > self.limit:
             self.known.pop(0)
+
+
+def _head(text: npt.NDArray[np.int64]) -> bytes:
+    return text[:LEAST].tobytes()
 
 
 def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
