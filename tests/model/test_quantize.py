@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, VOCAB, fresh, model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -288,6 +288,21 @@ def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
     assert Engine(Target(own), PromptLookup()).generate(
         [[1, 2, 3]], max_new_tokens=12
     )[0].tokens == wanted
+
+
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_bitsandbytes_8_bits_are_refused_with_outliers(tmp_path: Path, threshold: float) -> None:
+    """A token's numbers then depend on what is read beside it; without outliers it is read."""
+    pytest.importorskip("bitsandbytes")
+    fresh("llama", hidden_size=128, intermediate_size=256).bfloat16().save_pretrained(tmp_path)
+    asked = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    if threshold:
+        with pytest.raises(UnsupportedModel, match="llm_int8_threshold=0"):
+            Target(own)
+        return
+    done = Engine(Target(own), PromptLookup()).generate([[1, 2, 3]], max_new_tokens=12)[0]
+    assert done.tokens == continued(own)
 
 
 @pytest.mark.parametrize(
