@@ -1,4 +1,4 @@
-"""Our engine and transformers' generate as they are measured."""
+"""Engines as they are measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
 from draftproof.bench.measure import Bench, Setting
-from draftproof.bench.methods import OurEngine, Transformers, load_methods
+from draftproof.bench.methods import OurEngine, load_methods
 from draftproof.bench.report import compute
 from draftproof.errors import BadInput
 
@@ -43,30 +43,15 @@ def test_an_engine_writes_what_it_returns(folders: tuple[str, str], temperature:
         assert alone.stats.emitted == len(text) - 1            # the first came with the prompt
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4])
-def test_transformers_write_the_same_greedy_text(batch: int) -> None:
-    """Rows are padded on the left; texts end with the stop token, without padding."""
-    model = tiny.fresh("llama").double()
-    model.generation_config.eos_token_id = 3
-    plain = OurEngine("plain", dp.load(model, drafter="none"))
-    sampling = dp.Sampling(max_new_tokens=24)
-    wanted = plain.write(PROMPTS, sampling, 1, time.perf_counter).tokens
-    for assistant in (None, tiny.fresh("llama", num_hidden_layers=1).double()):
-        method = Transformers("transformers", model, assistant)
-        found = method.write(PROMPTS, sampling, batch, time.perf_counter)
-        assert found.tokens == wanted and found.first_token
-
-
 def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -> None:
     target, draft = folders
     drafters = ["suffix", "self-layers:1"]
-    plain, methods = load_methods(target, drafters, [draft], None, True, budget=3)
-    theirs = ["transformers", f"transformers, {draft}"]
-    assert [one.name for one in methods] == ["plain", *drafters, draft, *theirs]
+    plain, methods = load_methods(target, drafters, [draft], budget=3)
+    assert [one.name for one in methods] == ["plain", *drafters, draft]
     run = Bench(methods, PROMPTS, [Setting(1, 0.0), Setting(2, 0.0)], plain.sampling, 8, 1)
     run.run()
     figures = compute(run)
-    assert len(figures) == 12 and all(one.same == one.texts > 0 for one in figures)
+    assert len(figures) == 8 and all(one.same == one.texts > 0 for one in figures)
 
 
 @pytest.mark.parametrize(("drafters", "given", "why"), [

@@ -1,4 +1,4 @@
-"""``draftproof bench``: options, table, JSON, page, picture; mistakes in one sentence."""
+"""``draftproof bench``: options, table, JSON, picture; mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -30,23 +30,19 @@ def test_everything_at_once(
     call: Call, target: str, draft: str, some: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    names = {"--json": "b.json", "--html": "b.html", "--plots": "plots"}
+    names = {"--json": "b.json", "--plots": "plots"}
     out = {option: tmp_path / name for option, name in names.items()}
     said = call(
         "bench", target, "--drafter", "prompt-lookup", "--assistant-model", draft, "--prompts",
-        str(some), "--batch", "1,2", "--temperature", "0,0.7", "--against", "transformers",
+        str(some), "--batch", "1,2", "--temperature", "0,0.7",
         "--price-per-hour", "3", "--num-assistant-tokens", "3", *SHORT,
         *(str(part) for option in out.items() for part in option))
     assert said.code == 0, said.err
-    for name in ("plain", "prompt-lookup", "transformers", "T = 0.7, batch 2", "3 of the 4"):
+    for name in ("plain", "prompt-lookup", "T = 0.7, batch 2", "3 of the 4"):
         assert name in said.out
     found = json.loads(out["--json"].read_text())
-    assert len(found["figures"]) == 5 * 4
-    for one in found["figures"]:
-        ours, greedy = "transformers" not in one["method"], one["setting"]["temperature"] == 0
-        assert one["same"] == one["texts"] > 0 or not (ours or greedy)
-    page = out["--html"].read_text()
-    assert "prompt-lookup" in page and "data:image/png" in page
+    assert len(found["figures"]) == 3 * 4
+    assert all(one["same"] == one["texts"] > 0 for one in found["figures"])
     assert (out["--plots"] / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,7 +96,6 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--rounds", "0"), "rounds was 0"),
     (("--new-tokens", "0"), "new_tokens was 0"),
     (("--price-per-hour", "0"), "price_per_hour was 0"),
-    (("--against", "vllm"), "against was 'vllm'"),
     (("--inflate", "huge"), "inflate was 'huge'"),
     (("--inflate", "10K"), "ask for more"),
     (("--drafter", "medusa-9"), "drafter was 'medusa-9'"),

@@ -13,17 +13,18 @@ from draftproof.cli import demo
 Call = Callable[..., Any]
 
 
-def test_demo_tells_a_story_and_races_every_drafter(
+def test_demo_tells_a_story_and_measures_every_drafter(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"STORY": 6, "RACE": 6, "WARM_UP": 1, "OPENINGS": demo.OPENINGS[:2]}.items():
+    small = {"STORY": 6, "MEASURED": 6, "PATIENCE": 0.0}
+    for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
     said = call("demo")
-    assert said.code == 0
-    assert demo.OPENINGS[0] in said.out
-    for drafter in demo.DRAFTERS:
-        assert said.out.count(f"  {drafter} ") == len(demo.SAMPLINGS)
-    tables = said.out[said.out.index("greedy, ") :]
+    assert said.code == 0, said.err
+    assert demo.OPENINGS[0] in said.out and "1 stories" in said.out
+    for drafter in ("plain", "portfolio", "medusa", "redrafter", "demo-draft"):
+        assert said.out.count(f"  {drafter} ") == len(demo.HEATS)
+    tables = said.out[said.out.index("stories of") :]
     assert max(len(line) for line in tables.splitlines()) <= 80
     assert "draftproof run MODEL" in said.out.splitlines()[-1]
 

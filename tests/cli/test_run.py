@@ -21,7 +21,8 @@ from random_models import save_model
 import draftproof
 from draftproof.cli import show
 from draftproof.cli.options import Color
-from draftproof.cli.show import StreamWriter, first_difference
+from draftproof.cli.show import StreamWriter
+from draftproof.engine.completion import first_difference
 from draftproof.engine.config import branching
 from draftproof.engine.engine import Chunk
 

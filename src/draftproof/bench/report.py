@@ -20,6 +20,7 @@ from rich.table import Table
 from scipy.stats import bootstrap
 
 from draftproof.bench.measure import PLAIN, Bench, Setting, Trial
+from draftproof.engine.completion import first_difference
 from draftproof.engine.stats import RoundStats
 from draftproof.model.device import Device
 
@@ -103,14 +104,6 @@ def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Fi
         median(firsts) if firsts else None,
         {part: seconds / spent for part, seconds in stats.seconds.items()} if spent else {},
         price / 3600 / speed * 1e6 if price is not None else None)
-
-
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first token, from 1, at which two texts differ; None if they are equal."""
-    if ours == theirs:
-        return None
-    both = enumerate(zip(ours, theirs, strict=False), 1)
-    return next((place for place, (a, b) in both if a != b), 1 + min(len(ours), len(theirs)))
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

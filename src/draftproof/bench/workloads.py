@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftproof.engine.engine import Prompt
+from draftproof.engine.engine import Engine, Prompt
 from draftproof.errors import BadInput
+from draftproof.model.loading import embedded, resolve
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
             "humanities")
@@ -16,6 +17,13 @@ MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
 """Prompts that come with the package: for the embedded model, which knows stories, and others."""
+
+
+def built_in(model: str) -> tuple[list[str], Path]:
+    """The drafters and prompts to measure a model with when nobody names any."""
+    if resolve(model) == str(embedded("demo")):
+        return ["portfolio", "medusa", "redrafter", "demo-draft"], STORIES
+    return ["portfolio"], GENERAL
 
 
 class Question(NamedTuple):
@@ -69,3 +77,12 @@ def select(
         if not categories or one.category in categories:
             of_each.setdefault(one.category, []).append(one)
     return [one for one in questions if one in of_each.get(one.category, [])[:limit]]
+
+
+def that_fit(engine: Engine, questions: Sequence[Question], new_tokens: int) -> list[list[int]]:
+    """The prompts, as tokens, that leave room for so many new ones; else BadInput."""
+    tokens = [engine.requests.tokens(one.prompt) for one in questions]
+    fitting = [some for some in tokens if len(some) + new_tokens <= engine.target.context]
+    if questions and not fitting:
+        raise BadInput(f"no prompt leaves room for {new_tokens} new tokens; ask for fewer")
+    return fitting

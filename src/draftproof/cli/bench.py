@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,6 @@ from draftproof.errors import BadInput
 N = TypeVar("N", int, float)
 Names = list[str] | None
 ENGINE = ("budget", "acceptance", "dtype", "device", "quantize", "quantize_draft", "kv_cache")
-PAGE = "<!doctype html><meta charset=utf-8><title>draftproof bench</title><pre>{code}</pre>"
 _plan, _file = partial(opt.option, "What is measured"), partial(opt.option, "Output")
 
 
@@ -42,11 +40,9 @@ def bench(
     new_tokens: Annotated[int, _plan("N", "New tokens per prompt.")] = 128,
     rounds: Annotated[int, _plan("R", "How often each method writes each prompt.")] = 3,
     seed: Annotated[int, _plan("S", "Of the sampling.")] = 0,
-    against: Annotated[str | None, _plan("transformers", "Measure its generate too.")] = None,
     inflate: Annotated[str | None, _plan("0.5B", "Make the model as heavy as that.")] = None,
     price_per_hour: Annotated[float | None, _plan("X", "Of this machine; adds a column.")] = None,
     json_: Annotated[Path | None, _file("FILE", "Every number and text.", "--json")] = None,
-    html: Annotated[Path | None, _file("FILE", "The table and the picture as a page.")] = None,
     plots: Annotated[Path | None, _file("FOLDER", "For the picture, bench.png.")] = None,
     *,
     engine: dict[str, Any],
@@ -55,24 +51,19 @@ def bench(
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
     from draftproof.bench.methods import load_methods
-    from draftproof.bench.workloads import GENERAL, STORIES, read_questions, select
-    from draftproof.model.loading import embedded, resolve
+    from draftproof.bench.workloads import built_in, read_questions, select, that_fit
 
     batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
     _check(ctx.params | {"batch": min(batches)})
-    demo = resolve(model) == str(embedded("demo"))
-    if not drafter and not assistant_model:
-        drafter = ["portfolio", "medusa", "redrafter", "demo-draft"] if demo else ["portfolio"]
-    file = prompts or spec_bench or (STORIES if demo else GENERAL)
+    known, texts = built_in(model)
+    file = prompts or spec_bench or texts
     rows = read_questions(file, lambda row: prompt_of(row, chat), spec_bench is not None)
     questions = select(rows, category or [], limit)
     with show.status("loading ...") as status:
         plain, methods = load_methods(
-            model, drafter or [], assistant_model or [], inflate, against is not None, **engine)
-        tokens = [plain.requests.tokens(one.prompt) for one in questions]
-        fitting = [some for some in tokens if len(some) + new_tokens <= plain.target.context]
-        if not fitting:
-            raise BadInput(f"no prompt leaves room for {new_tokens} new tokens; ask for fewer")
+            model, drafter or ([] if assistant_model else known), assistant_model or [], inflate,
+            **engine)
+        fitting = that_fit(plain, questions, new_tokens)
         settings = [Setting(rows, heat) for heat in heats for rows in batches]
         sampling = replace(plain.sampling, seed=seed)
         run = Bench(methods, fitting, settings, sampling, new_tokens, rounds)
@@ -83,19 +74,14 @@ def bench(
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
     figures = report.compute(run, price_per_hour)
     title = f"{model}, inflated to {inflate}" if inflate else model
-    console = show.page(record=True)
+    console = show.page()
     console.print(report.table(figures, title))
     console.print("\n".join(report.notes(figures, about)), style="dim", markup=False)
     if json_ is not None:
         json_.write_text(report.as_json(run, figures, about), encoding="utf-8")
-    if figures and (plots or html):
-        png = report.picture(figures, title)
-        if plots is not None:
-            plots.mkdir(exist_ok=True)
-            (plots / "bench.png").write_bytes(png)
-        if html is not None:
-            image = f"<img src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
-            html.write_text(console.export_html(code_format=PAGE + image), encoding="utf-8")
+    if figures and plots is not None:
+        plots.mkdir(exist_ok=True)
+        (plots / "bench.png").write_bytes(report.picture(figures, title))
     if len(run.trials) < run.total:
         raise KeyboardInterrupt(f"interrupted after {len(run.trials)} of {run.total} runs")
 
@@ -107,14 +93,17 @@ def _check(given: Mapping[str, Any]) -> None:
             raise BadInput(f"{name} was {given[name]}; it must be at least 1")
     if given["price_per_hour"] is not None and not given["price_per_hour"] > 0:
         raise BadInput(f"price_per_hour was {given['price_per_hour']}; it must be above 0")
-    if given["against"] not in (None, "transformers"):
-        raise BadInput(f"against was {given['against']!r}; it can be transformers")
     if given["prompts"] is not None and given["spec_bench"] is not None:
         raise BadInput("both --prompts and --spec-bench were given; give one of them")
-    for out in (given["json_"], given["html"], given["plots"]):
+    for out in (given["json_"], given["plots"]):
         if out is not None and not out.absolute().parent.is_dir():
             raise BadInput(f"there is no folder {out.absolute().parent}; make it first")
-    if (given["html"] or given["plots"]) and find_spec("matplotlib") is None:
+    can_draw(given["plots"])
+
+
+def can_draw(folder: Path | None) -> None:
+    """Refuse a picture that cannot be drawn before anything is measured for it."""
+    if folder is not None and find_spec("matplotlib") is None:
         raise BadInput("pictures need matplotlib; install it with: pip install 'draftproof[plots]'")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.bench import numbers
+from draftproof.cli.bench import can_draw, numbers
 from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 
@@ -44,8 +43,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""
     from draftproof.bench.methods import load_methods
-    from draftproof.bench.workloads import GENERAL, STORIES, read_questions
-    from draftproof.model.loading import embedded, resolve
+    from draftproof.bench.workloads import built_in, read_questions, that_fit
     from draftproof.plan import report
     from draftproof.plan.planner import PlanConfig, Planner
 
@@ -54,22 +52,17 @@ def plan(
                         ("price_per_hour", price_per_hour), ("watts", watts)):  # fmt: skip
         if value is not None and not value > 0:
             raise BadInput(f"{name} was {value}; it must be above 0")
-    if plots is not None and find_spec("matplotlib") is None:
-        raise BadInput("pictures need matplotlib; install it: pip install 'draftproof[plots]'")
-    demo = resolve(model) == str(embedded("demo"))
-    drafters, assistants = drafter or [], assistant_model or []
-    if not drafters and not assistants:
-        drafters = ["portfolio", "medusa", "redrafter", "demo-draft"] if demo else ["portfolio"]
-    file = prompts or (None if logs else STORIES if demo else GENERAL)
+    can_draw(plots)
+    known, texts = built_in(model)
+    assistants = assistant_model or []
+    drafters = drafter or ([] if assistants else known)
+    file = prompts or (None if logs else texts)
     rows = read_questions(file, lambda row: prompt_of(row, chat)) if file else []
     with show.status("loading ...") as status:
-        plain, methods = load_methods(model, drafters, assistants, inflate, False, **engine)
-        asked = [plain.requests.tokens(one.prompt) for one in rows]
-        fitting = [some for some in asked if len(some) + tokens <= plain.target.context]
-        if rows and not fitting:
-            raise BadInput(f"no prompt leaves room for {tokens} new tokens; ask for fewer")
+        plain, methods = load_methods(model, drafters, assistants, inflate, **engine)
+        fitting = that_fit(plain, rows, tokens)
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []
-        named = {one.name: one.engine.drafter for one in methods[1:]}  # type: ignore[attr-defined]
+        named = {one.name: one.engine.drafter for one in methods[1:]}
         config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, watts, machine)
         some = fitting[:max_prompts]
         found = Planner(plain, named, some, written, config, status.update).plan()

@@ -142,8 +142,10 @@ def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[C
 
 def _differences(ours: Sequence[Completion], plain: Sequence[Completion]) -> list[int | None]:
     """Where each text parts from the plain one."""
+    from draftproof.engine.completion import first_difference
+
     pairs = zip(ours, plain, strict=True)
-    return [show.first_difference(mine.tokens, theirs.tokens) for mine, theirs in pairs]
+    return [first_difference(mine.tokens, theirs.tokens) for mine, theirs in pairs]
 
 
 def _verdict(

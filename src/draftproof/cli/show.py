@@ -156,14 +156,6 @@ def per_token(completions: Sequence[Completion]) -> float:
     return sum(together(completions).seconds.values()) / max(1, tokens)
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first token, counted from 1, at which two texts differ; None if they are identical."""
-    if list(ours) == list(theirs):
-        return None
-    pairs = enumerate(zip(ours, theirs, strict=False), 1)
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)) + 1)
-
-
 def completion(done: Completion) -> dict[str, Any]:
     """A completion for JSON."""
     return {

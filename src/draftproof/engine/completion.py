@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypedDict
 
 from draftproof.core.params import Likely, Sampling
@@ -67,3 +68,9 @@ class Chunk:
     @property
     def text(self) -> str:
         return "".join(piece for piece, _ in self.pieces)
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first token, counted from 1, at which two texts differ; None if they are equal."""
+    pairs = enumerate(zip_longest(ours, theirs), 1)
+    return next((place for place, (a, b) in pairs if a != b), None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
+from draftproof.engine.completion import first_difference
 from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
 from draftproof.model.target import Target
@@ -206,7 +206,6 @@ def _own(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
 def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
     """Where the first text differs, in words."""
     for number, (one, other) in enumerate(zip(some, others, strict=True), start=1):
-        pairs = enumerate(zip_longest(one, other), start=1)
-        if (at := next((place for place, (a, b) in pairs if a != b), None)) is not None:
+        if at := first_difference(one, other):
             return f"at token {at} of text {number}"
     return ""
