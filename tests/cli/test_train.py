@@ -73,7 +73,6 @@ def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: s
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no such data": (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
     "the other's option": (["--horizon", "3"], ["--horizon", "redrafter"]),
-    "one stage of none": (["--one-stage"], ["--joint"]),
     "rows longer than the context": (["--length", "512"], ["512", "256"]),
     "rows of nothing": (["--length", "4"], ["length", "at least 16"]),
     "batches of nothing": (["--batch", "0"], ["batch", "above 0"]),

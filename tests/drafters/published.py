@@ -1,4 +1,5 @@
-"""Tiny checkpoints of drafters in their published layouts, and pieces of a forward.
+"""Tiny checkpoints of drafters in their published layouts, pieces of a forward, and two laws that
+every such drafter keeps.
 
 Nothing here uses the package's own layers: rotation, norms and attention are written out.
 """
@@ -6,13 +7,23 @@ Nothing here uses the package's own layers: rotation, norms and attention are wr
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import drafting
 import torch
 import torch.nn.functional as F
+from drafting import Watch, texts
 from safetensors.torch import save_file
+from test_contract import Stage, long_enough
+from tiny import prompts, target
 from torch import Tensor
+
+from draftproof.core.acceptance import RULES
+from draftproof.core.params import Sampling
+from draftproof.drafters.base import Drafter
+from draftproof.engine.engine import Engine
 
 LAYER = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -21,6 +32,45 @@ LAYER = {
 }  # fmt: skip
 DEEP = {"num_hidden_layers": 7, "initializer_range": 0.3}
 """Of a target of which several layers are read."""
+
+
+def deep() -> Any:
+    return target(**DEEP)
+
+
+def no_text_changes(
+    drafter: Drafter, temperature: float, rules: Collection[str] = tuple(RULES)
+) -> None:
+    """Whatever the rule and the budget; sampled text is the same under the matching rule alone."""
+    asked, want = prompts(6, seed=4), Sampling(temperature, seed=3, repetition_penalty=1.1)
+    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
+    wanted = texts(Engine(deep()), asked, **options)
+    for rule in rules if temperature == 0 else ("match",):
+        for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
+            engine = Engine(deep(), Watch(drafter), acceptance=rule, budget=budget)
+            assert texts(engine, asked, **options, batch_size=4) == wanted, rule
+
+
+def depends_on_the_text_alone(load: Callable[[], Drafter], drawn: bool) -> None:
+    """After rounds, selections and plain rounds it proposes what a fresh one does, and drawn tokens
+    come from the law that is told of them."""
+    one = Stage(load(), long_enough(3, 1), drawn)
+    for round_, budget in enumerate((4, 9, 0, 3, 1, 9)):
+        tree = one.propose(budget)
+        other = Stage(load(), one.texts(), drawn)
+        other.sampler = one.sampler
+        fresh = other.propose(budget)
+        assert torch.equal(tree.tokens, fresh.tokens), round_
+        assert torch.equal(tree.parents, fresh.parents), round_
+        if drawn and budget:
+            assert tree.draft_probs is not None
+            law = tree.draft_probs[:, 1:]
+            torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
+            picked = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
+            assert (picked[tree.present[:, 1:]] > 0).all()
+        one.commit(tree, seed=round_)
+        if round_ == 2:
+            one.select([2, 0, 1, 1])
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     both = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "medusa_num_heads": 3}
     folder_of(tmp_path / "model", {"model_type": "llama"}, BASE)
     folder_of(tmp_path / "merged", both, merged(weights()) | BASE)
-    write_head(made(), tmp_path / "other", "tgi")
+    write_head(made(), tmp_path / "other", "vllm")
     for folder in (tmp_path / "model", tmp_path / "merged", tmp_path / "other"):
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(BadInput, match="something else already"):
@@ -78,7 +78,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     write_head(made(layers=2), tmp_path / "mine")
     head = read_head(tmp_path / "mine", target())
     assert isinstance(head, MedusaHead) and head.config.num_layers == 2
-    with pytest.raises(BadInput, match=r"gguf.*draftproof, vllm, tgi, legacy"):
+    with pytest.raises(BadInput, match=r"gguf.*draftproof, vllm"):
         write_head(made(), tmp_path, "gguf")
     (tmp_path / "new").touch()                                          # files follow the umask
     files = [*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new"]

@@ -10,18 +10,20 @@ import drafting
 import published
 import pytest
 import torch
-from drafting import Watch, texts
-from published import DEEP, LAYER, attend, norm, swiglu
-from test_contract import Stage, long_enough
-from tiny import prompts, target
+from published import (
+    LAYER,
+    attend,
+    deep,
+    depends_on_the_text_alone,
+    no_text_changes,
+    norm,
+    swiglu,
+)
 from torch import Tensor
 
-from draftproof.core.acceptance import RULES
-from draftproof.core.params import Sampling
 from draftproof.core.tree import TreeShape
 from draftproof.drafters import dflash
 from draftproof.drafters.dflash import DFlash
-from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 
 BLOCK, MASK, KERNEL, GROUP, RANK, TOP = 6, 39, 2, 8, 4, 5
@@ -29,10 +31,6 @@ OWN = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [1, 3, 5]
 SECOND = {"conv_kernel_size": KERNEL, "conv_group_size": GROUP, "selector_rank": RANK,
           "selector_top_k": TOP}  # fmt: skip
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-
-
-def deep() -> Any:
-    return target(**DEEP)
 
 
 def weights(second: bool = False, seed: int = 0, **tables: tuple[int, ...]) -> dict[str, Tensor]:
@@ -255,37 +253,8 @@ def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_no_text_changes(tmp_path: Path, second: bool, temperature: float) -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_it_keeps_the_laws_of_drafters(tmp_path: Path, second: bool, warm: bool) -> None:
     folder = written(tmp_path, weights(second), own=SECOND if second else {}, **SLIDING)
-    drafter, asked = loaded(folder), prompts(6, seed=4)
-    want = Sampling(temperature=temperature, seed=3, repetition_penalty=1.1)
-    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
-    wanted = texts(Engine(deep()), asked, **options)
-    for rule in RULES if temperature == 0 else ("match",):
-        for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
-            engine = Engine(deep(), Watch(drafter), acceptance=rule, budget=budget)
-            assert texts(engine, asked, **options, batch_size=4) == wanted, rule
-
-
-@pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
-@pytest.mark.parametrize("drawn", [False, True])
-def test_a_proposal_depends_on_the_text_alone(tmp_path: Path, second: bool, drawn: bool) -> None:
-    folder = written(tmp_path, weights(second), own=SECOND if second else {})
-    one = Stage(loaded(folder), long_enough(3, 1), drawn)
-    for round_, budget in enumerate((4, 9, 0, 3, 1, 9)):
-        tree = one.propose(budget)
-        other = Stage(loaded(folder), one.texts(), drawn)
-        other.sampler = one.sampler
-        fresh = other.propose(budget)
-        assert torch.equal(tree.tokens, fresh.tokens), round_
-        assert torch.equal(tree.parents, fresh.parents), round_
-        if drawn and budget:
-            assert tree.draft_probs is not None
-            law = tree.draft_probs[:, 1:]
-            torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
-            picked = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
-            assert (picked[tree.present[:, 1:]] > 0).all()
-        one.commit(tree, seed=round_)
-        if round_ == 2:
-            one.select([2, 0, 1, 1])
+    no_text_changes(loaded(folder), 0.9 * warm)
+    depends_on_the_text_alone(lambda: loaded(folder), drawn=warm)

@@ -11,18 +11,21 @@ import drafting
 import published
 import pytest
 import torch
-from drafting import Watch, texts
-from published import DEEP, LAYER, attend, norm, swiglu
-from test_contract import Stage, long_enough
-from tiny import prompts, target
+from published import (
+    LAYER,
+    attend,
+    deep,
+    depends_on_the_text_alone,
+    no_text_changes,
+    norm,
+    swiglu,
+)
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters import eagle3
 from draftproof.drafters.features import FeatureDrafter
-from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput, DrafterMismatch
 
@@ -117,10 +120,6 @@ def forward(one: Case, taps: Tensor, tokens: Tensor, steps: int) -> list[Tensor]
         if end == len(tokens) - 1:
             break
     return found
-
-
-def deep() -> Any:
-    return target(**DEEP)
 
 
 def loaded(folder: Path, shape: TreeShape | None = None) -> FeatureDrafter:
@@ -239,33 +238,14 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> Non
 @pytest.mark.parametrize("shape", [None, TreeShape.branching((2, 2))], ids=["search", "fixed"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_no_text_changes(tmp_path: Path, shape: TreeShape | None, temperature: float) -> None:
-    drafter, asked = loaded(case().written(tmp_path), shape), prompts(6, seed=4)
-    want = Sampling(temperature=temperature, seed=3, repetition_penalty=1.1)
-    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
-    wanted = texts(Engine(deep()), asked, **options)
-    for rule in RULES if temperature == 0 else ("match",):
-        for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
-            if rule == "block" and shape is not None:
-                continue
-            engine = Engine(deep(), Watch(drafter), acceptance=rule, budget=budget)
-            assert texts(engine, asked, **options, batch_size=4) == wanted, rule
+    rules = [rule for rule in RULES if rule != "block" or shape is None]
+    no_text_changes(loaded(case().written(tmp_path), shape), temperature, rules)
 
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_proposal_depends_on_the_text_alone(tmp_path: Path, drawn: bool) -> None:
-    """After rounds, selections and plain rounds it proposes what a fresh one does."""
     folder = case().written(tmp_path)
-    one = Stage(loaded(folder), long_enough(3, 1), drawn)
-    for round_, budget in enumerate((4, 9, 0, 3, 1, 9)):
-        tree = one.propose(budget)
-        other = Stage(loaded(folder), one.texts(), drawn)
-        other.sampler = one.sampler
-        fresh = other.propose(budget)
-        assert torch.equal(tree.tokens, fresh.tokens), round_
-        assert torch.equal(tree.parents, fresh.parents), round_
-        one.commit(tree, seed=round_)
-        if round_ == 2:
-            one.select([2, 0, 1, 1])
+    depends_on_the_text_alone(lambda: loaded(folder), drawn)
 
 
 def test_a_folder_says_what_it_is(tmp_path: Path) -> None:

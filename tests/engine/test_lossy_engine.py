@@ -3,12 +3,12 @@ exact as ever."""
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 
 import pytest
 import torch
 from drafting import DRAFTERS, texts
+from helpers.distribution import strayed
 from tiny import prompts, target
 
 from draftproof.core.acceptance import RULES, Rule
@@ -50,30 +50,11 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
             told += probability * (done.stats.distance or 0.0)
         plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    assert told == pytest.approx(strayed(law, 4), abs=1e-12) and told > 0.05
+    assert told == pytest.approx(strayed(law, own_law, 4), abs=1e-12) and told > 0.05
 
 
-def strayed(law: dict[tuple[int, ...], float], length: int) -> float:
-    """The expected sum of total variations of the next token's law, from the law of whole texts."""
-    total = 0.0
-    for prefix in itertools.chain.from_iterable(
-        itertools.product(range(3), repeat=size) for size in range(length)
-    ):
-        mass = [
-            sum(
-                confidence
-                for text, confidence in law.items()
-                if text[: len(prefix) + 1] == (*prefix, token)
-            )
-            for token in range(3)
-        ]
-        if sum(mass) > 0:
-            own = torch.tensor(mass, dtype=torch.float64) / sum(mass)
-            true = torch.tensor(
-                logits_behind(TARGET, (1, 0, *prefix)), dtype=torch.float64
-            ).softmax(-1)
-            total += sum(mass) * float((own - true).abs().sum() / 2)
-    return total
+def own_law(text: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(logits_behind(TARGET, (1, 0, *text)), dtype=torch.float64).softmax(-1)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

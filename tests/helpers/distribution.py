@@ -67,6 +67,21 @@ def distance(one: dict[Text, float], other: dict[Text, float]) -> float:
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in texts) / 2
 
 
+def strayed(law: dict[Text, float], target: Law, length: int, vocab: int = 3) -> float:
+    """The expected sum of the distances of next-token laws, from the law of whole texts alone."""
+    total = 0.0
+    for size in range(length):
+        for prefix in itertools.product(range(vocab), repeat=size):
+            mass = torch.zeros(vocab, dtype=torch.float64)
+            for text, weight in law.items():
+                if len(text) > size and text[:size] == prefix:
+                    mass[text[size]] += weight
+            if float(mass.sum()) > 0:
+                apart = (mass / mass.sum() - target(prefix)).abs().sum() / 2
+                total += float(mass.sum() * apart)
+    return total
+
+
 class Worlds:
     """A `Chance` where each row's coins [B, N] and draw [B] are decided; `odds` [B]: their cost."""
 

@@ -15,7 +15,7 @@ from draftproof.drafters.losses import head_loss
 from draftproof.model.target import Target
 from draftproof.training import joint
 from draftproof.training.config import JointConfig
-from draftproof.training.joint import HeadsAndBackbone, head_weight
+from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.rows import Batches
 
 pytest.importorskip("peft")
@@ -50,7 +50,7 @@ def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(
     monkeypatch.setattr(joint, "DROPOUT", 0.0)
     both, plain = both_of(distil=False), both_of(distil=False)
     batch = written().batch(range(6), 32)
-    loss = both.backward(batch, 0.5, 0.3)
+    loss = both.backward(batch, 0.5)
     features = plain._features(batch)
     labels = features.tokens[:, 1:]
     assert features.logits is not None
@@ -87,10 +87,3 @@ def test_distilled_the_backbone_stays_and_taught_the_texts_it_learns_them(
     assert torch.allclose(logits(merged), adapted,
                           atol=1e-9) and type(merged) is type(fresh("llama"))
     assert not any("lora" in name for name in merged.state_dict())
-
-
-def test_in_one_stage_the_heads_weigh_more_and_more() -> None:
-    once, twice = JointConfig(one_stage=True), JointConfig()
-    weights = [head_weight(once, progress) for progress in (0.0, 0.5, 1.0)]
-    assert weights == pytest.approx([0, 0.01 * 0.5**0.5, 0.01])
-    assert head_weight(twice, 0.0) == head_weight(twice, 1.0) == 0.2

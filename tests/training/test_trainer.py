@@ -116,8 +116,8 @@ def test_several_batches_per_step_are_one_large_batch() -> None:
     parts = [rows.batch(range(start, start + 4), 32) for start in (0, 4, 8)]
     whole, size = rows.batch(range(12), 32), sum(part.loss_tokens for part in parts)
     one, several = head_of("medusa"), head_of("medusa")
-    loss = trainable(one).backward(whole, 1.0, 0.0)
-    total = sum(trainable(several).backward(part, part.loss_tokens / size, 0.0) for part in parts)
+    loss = trainable(one).backward(whole, 1.0)
+    total = sum(trainable(several).backward(part, part.loss_tokens / size) for part in parts)
     assert abs(float(loss) - float(total)) < 0.02 * float(loss)
     assert torch.nn.functional.cosine_similarity(gradients(one), gradients(several), 0) > 0.99
 
@@ -126,9 +126,9 @@ def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.Mo
     batch = written().batch(range(4), 32)
     even = batch._replace(weights=(torch.arange(32) > 8).float().expand(batch.tokens.shape))
     one, sliced = head_of("medusa"), head_of("medusa")
-    loss = trainable(one).backward(even, 1.0, 0.0)
+    loss = trainable(one).backward(even, 1.0)
     monkeypatch.setattr("draftproof.training.heads.CACHED", 1)             # a row at a time
-    assert torch.allclose(trainable(sliced).backward(even, 1.0, 0.0), loss)
+    assert torch.allclose(trainable(sliced).backward(even, 1.0), loss)
     assert torch.allclose(gradients(one), gradients(sliced), atol=1e-12)
 
 

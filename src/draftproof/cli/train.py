@@ -44,9 +44,6 @@ OwnProjection = Annotated[
 Joint = Annotated[
     bool, _medusa(None, "Then the backbone as well (Medusa-2): another model.", "--joint")
 ]
-OneStage = Annotated[
-    bool, _medusa(None, "With --joint: heads and backbone together from the start.", "--one-stage")
-]
 Horizon = Annotated[int | None, _redrafter("K", "Tokens ahead; 5.", "--horizon")]
 ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", "--exit-dim")]
 ShareHead = Annotated[
@@ -60,24 +57,20 @@ def train(
     config: dict[str, Any], engine: dict[str, Any], held_out: HeldOut = None, chat: Chat = False,
     strict: Strict = False, self_generate: SelfGenerate = False, heads: Heads = None,
     layers: Layers = 1, own_projection: OwnProjection = False, joint: Joint = False,
-    one_stage: OneStage = False, horizon: Horizon = None, exit_dim: ExitDim = None,
-    share_lm_head: ShareHead = False,
+    horizon: Horizon = None, exit_dim: ExitDim = None, share_lm_head: ShareHead = False,
 ) -> None:  # fmt: skip
     """Train draft heads: Medusa or ReDrafter, on texts or on what the model itself writes."""
     from draftproof.drafters.medusa import MedusaHead
     from draftproof.drafters.redrafter import ReDrafterHead
     from draftproof.training import train_run
 
-    of_medusa = {"--heads": heads, "--own-projection": own_projection, "--joint": joint,
-                 "--one-stage": one_stage}  # fmt: skip
+    of_medusa = {"--heads": heads, "--own-projection": own_projection, "--joint": joint}
     of_redrafter = {"--horizon": horizon, "--exit-dim": exit_dim, "--share-lm-head": share_lm_head}
     is_medusa = method is Method.medusa
     for name, value in (of_redrafter if is_medusa else of_medusa).items():
         if value:
             other = "redrafter" if is_medusa else "medusa"
             raise BadInput(f"{name} is an option of {other}, not of {method.value}; leave it out")
-    if one_stage and not joint:
-        raise BadInput("--one-stage is a way to train the backbone along; add --joint")
     make: train_run.MakeHead
     if is_medusa:
         number, share = 5 if heads is None else heads, not own_projection
@@ -93,7 +86,7 @@ def train(
     run = TrainRun(
         model, DataConfig(tuple(data), held_out, chat, strict), out, TrainConfig(**config), form,
         SelfGenerateConfig(**own) if self_generate else None,
-        JointConfig(distil=self_generate, one_stage=one_stage) if joint else None, **engine,
+        JointConfig(distil=self_generate) if joint else None, **engine,
     )  # fmt: skip
     with Screen() as screen:
         train_run.train(run, make, screen)

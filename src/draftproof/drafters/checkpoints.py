@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,8 @@ Tensors = dict[str, Tensor]
 Names = dict[str, str]
 """Our name of each tensor, and the file's."""
 
-OWN = "draftproof"
-"""Our own layout."""
-FILES = {"tgi": "medusa_lm_head.safetensors", "legacy": "medusa_lm_head.pt"}
-"""Names of the weights file in layouts that do not call it model.safetensors."""
+OWN, WEIGHTS = "draftproof", "model.safetensors"
+"""Our own layout, and the file that weights are written to."""
 MEDUSA = {
     OWN: (r"heads\.(\d+)\.blocks\.(\d+)\.(weight|bias)", r"heads\.(\d+)\.proj\.weight"),
     "vllm": (
@@ -110,16 +107,15 @@ def write_head(head: DraftHead, folder: str | Path, layout: str = OWN) -> None:
         known = ", ".join(writers)
         raise BadInput(f"the layout was {layout!r}; {head.kind} heads are written as {known}")
     config, tensors = writers[layout](head)
-    name = FILES.get(layout, "model.safetensors")
     files = [file.name for kind in weight_files.weight_files(folder) for file in kind]
-    others = [file for file in files if file != name]
+    others = [file for file in files if file != WEIGHTS]
     old = weight_files.read_settings(folder) if (folder / CONFIG).is_file() else config
     others += [CONFIG] if any(old.get(mark) != config.get(mark) for mark in MARKS) else []
     if others:
         raise BadInput(
             f"{folder} holds something else already ({others[0]}); write to a folder of its own"
         )
-    weight_files.write(folder, config, tensors, name)
+    weight_files.write(folder, config, tensors, WEIGHTS)
 
 
 def _recognised(folder: Path) -> tuple[str, Config, Names, dict[str, Path]] | None:
@@ -214,27 +210,15 @@ def _token_map(ids: Tensor | None, rows: int, vocabulary: Vocabulary) -> Tensor 
     return ids.to(torch.int64)
 
 
-def _numbered(head: MedusaHead, layout: str) -> tuple[Config, Tensors]:
-    """FasterDecoding/Medusa v0.1 and Text Generation Inference: by number, always with a bias.
-
-    The second version of the latter shares the target's projection and has one layer.
-    """
-    form, state, (block, projection) = head.config, head.state_dict(), MEDUSA[OWN]
-    second = layout == "tgi" and form.share_lm_head and form.num_layers == 1
-    if not second:
-        _needs_projections(head, layout)
-    rules = (block, r"\1.\2.linear.\3"), (projection, rf"\1.{form.num_layers}.weight")
-    tensors = {theirs: state[ours] for theirs, ours in _renamed(state, rules).items()}
-    for name in [name for name in tensors if name.endswith("linear.weight")]:
-        tensors.setdefault(name[:-6] + "bias", tensors[name].new_zeros(form.hidden_size))
-    numbers = {"medusa_num_heads": form.num_heads, "medusa_num_layers": form.num_layers}
-    config = {"base_model_name_or_path": form.base_model, **numbers}
-    return {**config, "version": "2"} if second else config, tensors
-
-
 def _vllm(head: MedusaHead) -> tuple[Config, Tensors]:
     """vLLM drops biases unless told of them, and takes any "num" with "heads" for their number."""
-    _needs_projections(head, "vllm")
+    if head.config.share_lm_head:
+        raise BadInput(
+            "the layout vllm holds a projection for every head, and these share the target's; copy "
+            "it to them with unshared(target), or write the layout draftproof"
+        )
+    if head.config.draft_vocab_size is not None:
+        raise BadInput("the layout vllm has no place for a smaller vocabulary; write draftproof")
     form, state, (block, projection) = head.config, head.state_dict(), MEDUSA[OWN]
     config = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": form.hidden_size,
@@ -245,19 +229,6 @@ def _vllm(head: MedusaHead) -> tuple[Config, Tensors]:
     }  # fmt: skip
     rules = (block, r"blocks.\1.layers.\2.\3"), (projection, r"lm_heads.\1.weight")
     return config, {theirs: state[ours] for theirs, ours in _renamed(state, rules).items()}
-
-
-def _needs_projections(head: MedusaHead, layout: str) -> None:
-    if head.config.share_lm_head:
-        raise BadInput(
-            f"the layout {layout} holds a projection for every head of {head.config.num_layers} "
-            "layers, and these share the target's; copy it to them with unshared(target), or write "
-            "the layout draftproof"
-        )
-    if head.config.draft_vocab_size is not None:
-        raise BadInput(
-            f"the layout {layout} has no place for a smaller vocabulary; write draftproof"
-        )
 
 
 # ReDrafter ------------------------------------------------------------------------------------
@@ -355,10 +326,6 @@ def _base_model(config: Config) -> str:
 READERS = {"redrafter": (_redrafter_names, _redrafter), "medusa": (_medusa_names, _medusa)}
 """By kind, the names of a head's tensors in a file, and the head they make with the settings."""
 WRITERS: dict[str, dict[str, Callable[[Any], tuple[Config, Tensors]]]] = {
-    "medusa": {
-        OWN: _own, "vllm": _vllm,
-        "tgi": partial(_numbered, layout="tgi"), "legacy": partial(_numbered, layout="legacy"),
-    },
-    "redrafter": {OWN: _own, "apple": _apple},
+    "medusa": {OWN: _own, "vllm": _vllm}, "redrafter": {OWN: _own, "apple": _apple},
 }  # fmt: skip
 """By kind and layout, the settings and tensors of a checkpoint."""

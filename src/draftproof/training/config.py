@@ -99,7 +99,6 @@ class JointConfig:
     """Medusa-2. distil: keep the backbone's distribution; otherwise it learns the texts."""
 
     distil: bool = True
-    one_stage: bool = False
 
     def __post_init__(self) -> None:
         try:

@@ -31,7 +31,7 @@ class FrozenTarget:
     def param_groups(self) -> list[dict[str, Any]]:
         return [{"params": list(trained(self.head).values())}]
 
-    def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
+    def backward(self, batch: Batch, share: float) -> Tensor:
         with torch.no_grad():
             features = read(self.target, batch, self.head, self.objective != "ce")
         return backward(self.head, features, self.target, self.objective, share)

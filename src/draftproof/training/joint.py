@@ -7,7 +7,6 @@ lossless afterwards.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +29,8 @@ RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
 BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
-TWO_STAGES, ONE_STAGE = 0.2, 0.01
-"""Weight of the heads' loss behind a first stage of heads alone; or at the end of a rising sine."""
+HEADS_WEIGHT = 0.2
+"""Of the heads' loss, behind a first stage of heads alone."""
 
 
 class HeadsAndBackbone(FrozenTarget):
@@ -47,7 +46,7 @@ class HeadsAndBackbone(FrozenTarget):
         backbone = list(trained(self.adapted).values())
         return [*super().param_groups(), {"params": backbone, "factor": BACKBONE_RATE}]
 
-    def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
+    def backward(self, batch: Batch, share: float) -> Tensor:
         """The heads' gradient stops at the hidden states, and goes on with the backbone's own."""
         teacher = self._original_logits(batch) if self.config.distil else None
         _set_dropout(self.adapted, True)
@@ -57,9 +56,9 @@ class HeadsAndBackbone(FrozenTarget):
         _set_dropout(self.adapted, False)
         hidden = features.hidden.detach().requires_grad_()
         logits = _logits(features).detach() if self.objective != "ce" else None
-        weight = share * head_weight(self.config, progress)
         detached = replace(features, hidden=hidden, logits=logits)
-        heads = backward(self.head, detached, self.target, self.objective, weight)
+        heads = backward(
+            self.head, detached, self.target, self.objective, share * HEADS_WEIGHT)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
         return loss.detach() + heads
 
@@ -101,11 +100,6 @@ class HeadsAndBackbone(FrozenTarget):
         """[B, S, V] of the target before it learnt anything."""
         with self.adapted.disable_adapter(), autocast(self.target):
             return _logits(self._features(batch))
-
-
-def head_weight(config: JointConfig, progress: float) -> float:
-    """What the heads' loss counts at this share of the run."""
-    return ONE_STAGE * math.sin(progress * math.pi / 2) if config.one_stage else TWO_STAGES
 
 
 def _logits(features: Features) -> Tensor:

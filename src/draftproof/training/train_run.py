@@ -175,10 +175,9 @@ class _Run:
         if joint is None:
             self._stage(frozen, out)
         else:
-            if not joint.one_stage:
-                self.callback.note("first stage: heads alone")
-                self._stage(frozen, out / "first")
-                self.callback.note("second stage: heads and backbone")
+            self.callback.note("first stage: heads alone")
+            self._stage(frozen, out / "first")
+            self.callback.note("second stage: heads and backbone")
             both = HeadsAndBackbone(self.head, self.target, joint, objective)
             self._stage(both, out / "second")
             shutil.rmtree(out / "model", ignore_errors=True)

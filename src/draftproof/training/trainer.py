@@ -49,8 +49,8 @@ class Trainable(Protocol):
     def param_groups(self) -> list[dict[str, Any]]:
         """What to optimise: "params", and the "factor" of the learning rate."""
 
-    def backward(self, batch: Batch, share: float, progress: float) -> Tensor:
-        """Add the gradient of `share` times its loss, and return that; progress: 0 to 1."""
+    def backward(self, batch: Batch, share: float) -> Tensor:
+        """Add the gradient of `share` times its loss, and return that."""
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
     def state(self) -> dict[str, Tensor]: ...
@@ -128,7 +128,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
         torch.manual_seed(config.seed * 1_000_003 + self.step)           # dropout
-        loss, tokens = self._backward(self.step, self.step / self.steps)
+        loss, tokens = self._backward(self.step)
         norm = nn.utils.clip_grad_norm_(self._parameters, config.clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -142,7 +142,7 @@ class Trainer:
                 "tokens": self.tokens, "tokens_per_second": round(tokens / seconds, 1),
                 "seconds": round(self.seconds, 2)}  # fmt: skip
 
-    def _backward(self, step: int, progress: float) -> tuple[float, int]:
+    def _backward(self, step: int) -> tuple[float, int]:
         """Gradients of a step's batches, weighed by tokens in the loss; loss, and tokens read."""
         size = self.config.accumulate
         batches = [self.batches[step * size + part] for part in range(size)]
@@ -150,7 +150,7 @@ class Trainer:
         total = torch.zeros(())
         for batch in batches:
             share = batch.loss_tokens / all_tokens
-            total += self.trainable.backward(batch, share, progress).to(total)
+            total += self.trainable.backward(batch, share).to(total)
         return float(total), sum(sum(batch.sizes) for batch in batches)
 
     def _evaluated(self) -> Evaluation:
@@ -170,7 +170,7 @@ class Trainer:
         most = min(TRIAL_SECONDS, seconds / 10)
         while len(spent) < 3 or (len(spent) < TRIAL and sum(spent) < most):
             start = time.perf_counter()
-            self._backward(len(spent), 0.0)
+            self._backward(len(spent))
             nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
             spent.append(time.perf_counter() - start)
             self._optimizer.zero_grad(set_to_none=True)                  # nothing is learnt here
