@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from draftproof.cli.app import app
 from draftproof.errors import BadInput
+from draftproof.model.device import versions
 from draftproof.verify import prove as proving
-from draftproof.verify.report import Report, Section, silent, versions
+from draftproof.verify.report import Report, Section, silent
 
 FIGURES = {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}
 GOOD = Section("law", "3 cases, nothing found", FIGURES, (), 1.5)

@@ -7,7 +7,6 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from scipy.stats import bootstrap
 from draftproof.bench.measure import PLAIN, Bench, Setting, Trial
 from draftproof.engine.completion import first_difference
 from draftproof.engine.stats import RoundStats
-from draftproof.model.device import Device
+from draftproof.model.device import Device, versions
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,7 @@ def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Fi
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """What a figure depends on besides the models."""
-    packages = {name: version(name) for name in ("draftproof", "torch", "transformers")}
-    return packages | {
+    return versions() | {
         "device": f"{Device(device).name} ({device}, {torch.get_num_threads()} threads)",
         "cores": psutil.cpu_count(logical=False), "load_average": psutil.getloadavg()[0],
         "memory_gib": psutil.virtual_memory().total / 2**30, "system": platform.platform()}

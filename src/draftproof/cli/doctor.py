@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import time
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from draftproof import __version__
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, lost, quantised
 from draftproof.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from draftproof.model.exactness import Exactness
     from draftproof.model.target import Target
-
-SIZE, ROWS, TIMES = 1024, 8, 30
-"""The product that is timed: ROWS × SIZE by SIZE × SIZE, so often."""
-
 
 NAMES = (
     "assistant_model", "drafter", "dtype", "device", "quantize", "quantize_draft", "kv_cache",
@@ -58,23 +48,20 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
 
 
 def _facts(target: Target) -> dict[str, Any]:
-    """Versions, device, threads, memory, and the speed of bfloat16."""
+    """Versions, device, threads, memory, and which path is used for what."""
     import torch
 
-    from draftproof.model.device import Device
+    from draftproof.model.device import Device, versions
     from draftproof.model.paths import paths
 
     device = Device(target.device)
-    fast, slow = (_milliseconds(kind, target.device) for kind in (torch.bfloat16, torch.float32))
     free, total = (size / 2**30 for size in device.memory())
-    versions = {name: version(name) for name in ("torch", "transformers")}
     return {
-        "versions": {"draftproof": __version__, "python": platform.python_version(), **versions},
-        "device_name": device.name, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+        "versions": versions(), "device_name": device.name, "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "memory_gib": {"free": free, "total": total}, "bf16_native": device.bf16_is_native,
-        "kernels": _kernels(), "paths": paths(target), "bf16_ms": fast, "fp32_ms": slow,
-        "context": target.context, "vocab_size": target.vocab_size,
-        "reads_trees": target.reads_trees,
+        "kernels": _kernels(), "paths": paths(target), "context": target.context,
+        "vocab_size": target.vocab_size, "reads_trees": target.reads_trees,
     }  # fmt: skip
 
 
@@ -91,20 +78,6 @@ def _kernels() -> str:
     return f"{library().build}: {others}" + (f"; {told}" if told else "")
 
 
-def _milliseconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Best time of one small product, as decoding does them."""
-    import torch
-
-    weight = torch.randn(SIZE, SIZE, device=device).to(dtype)
-    rows = torch.randn(ROWS, SIZE, device=device).to(dtype)
-    times = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        torch.nn.functional.linear(rows, weight).sum().item()       # item() waits for the device
-        times.append(time.perf_counter() - start)
-    return 1000 * min(times)
-
-
 def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     """Everything in two columns."""
     page = Table.grid(padding=(0, 2))
@@ -116,7 +89,8 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     page.add_row("device", f"{found.device}: {facts['device_name']}, {cores}")
     memory = facts["memory_gib"]
     page.add_row("memory", f"{memory['free']:.1f} of {memory['total']:.1f} GiB free")
-    page.add_row("bfloat16", _bf16(facts))
+    native = "native" if facts["bf16_native"] else "not native, float32 is used unless asked"
+    page.add_row("bfloat16", native)
     page.add_row("kernels", facts["kernels"])
     for what, told in facts["paths"].items():
         page.add_row(what, told)
@@ -132,15 +106,6 @@ def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:
     gap = f"; logits differ by up to {max(found.differ.values()):.1g}" if found.differ else ""
     page.add_row("other bits", _grouped(list(found.differ)) + gap)
     return page
-
-
-def _bf16(facts: dict[str, Any]) -> str:
-    ratio = facts["fp32_ms"] / facts["bf16_ms"]
-    speed = f"{1 / ratio:.1f}× slower than" if ratio < 0.95 else "as fast as"
-    speed = f"{ratio:.1f}× as fast as" if ratio >= 1.05 else speed
-    native = "native" if facts["bf16_native"] else "not native, float32 is used unless asked"
-    times = f"{facts['bf16_ms']:.3f} and {facts['fp32_ms']:.3f} ms"
-    return f"{native}; {speed} float32 on {ROWS} rows ({times})"
 
 
 def _grouped(cases: list[str]) -> str:

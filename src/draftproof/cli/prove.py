@@ -94,8 +94,9 @@ def prove(
 
 def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Report:
     """Run the sections with a progress bar on stderr; print each verdict, then one over all."""
+    from draftproof.model.device import versions
     from draftproof.verify.prove import prove as prove_sections
-    from draftproof.verify.report import Report, versions
+    from draftproof.verify.report import Report
 
     loaded = list[Any]()
     out = show.page()

@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,3 +217,9 @@ def _best() -> str:
     return (
         str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     )
+
+
+def versions() -> dict[str, str]:
+    """Of everything that could change a result."""
+    packages = {name: version(name) for name in ("draftproof", "torch", "transformers")}
+    return {**packages, "python": platform.python_version()}

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard, ModelCardData
-
-from draftproof import __version__
 
 NAMES = {"medusa": "Medusa heads", "redrafter": "recurrent drafter (ReDrafter)"}
 PAPERS = {"medusa": "2401.10774", "redrafter": "2403.09919"}
@@ -35,18 +29,3 @@ def write_card(file: Path, record: Mapping[str, Any]) -> None:
 def public_name(model: str) -> str:
     """A model's name in what is given away: a hub id as it is, of a folder its name alone."""
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def machine() -> str:
-    """What kind of machine this is."""
-    if torch.accelerator.is_available():
-        where = str(torch.accelerator.current_accelerator())
-        return torch.cuda.get_device_name() if where.startswith("cuda") else where
-    threads, kind = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    return f"{os.cpu_count()}-core CPU ({kind}), {threads} thread{'s' * (threads != 1)}"
-
-
-def versions() -> dict[str, str]:
-    """Of what the run depended on."""
-    named = {name: version(name) for name in ("torch", "transformers")}
-    return {"draftproof": __version__, "python": platform.python_version(), **named}

@@ -24,6 +24,7 @@ from draftproof.drafters.checkpoints import write_head
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading
+from draftproof.model.device import Device, versions
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
@@ -208,8 +209,8 @@ class _Run:
             "counted": self.train.loss_tokens, "pairs": bigrams,
             "training_seconds": round(sum(stage.seconds for stage in self.stages), 1),
             "held_out": last.evaluation._asdict() if last.evaluation else {},
-            "held_out_rows": len(self.held_out), "machine": model_card.machine(),
-            "versions": model_card.versions(),
+            "held_out_rows": len(self.held_out), "machine": Device(self.target.device).name,
+            "versions": versions(),
         }
         with whole(out / "README.md") as part:
             model_card.write_card(part, record)

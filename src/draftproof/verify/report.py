@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
-
-from draftproof import __version__
 
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
@@ -87,12 +83,6 @@ class Report:
     def as_html(self) -> str:
         """The same page for a browser, self-contained."""
         return PAGE.format(TITLE, html.escape(self.as_markdown()))
-
-
-def versions() -> dict[str, str]:
-    """Of everything that could change a result."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
-    return {"draftproof": __version__, **packages, "python": platform.python_version()}
 
 
 def _table(figures: Mapping[str, Any]) -> Iterator[str]:
