@@ -24,6 +24,7 @@ def _option(metavar: str, text: str, *names: str) -> Any:
 
 
 def audit(
+    ctx: typer.Context,
     hf: Annotated[str | None, _option("MODEL", "transformers' assistant mode.", "--hf")] = None,
     endpoint: Annotated[str | None, _option("URL", "An OpenAI-compatible server.")] = None,
     python: Annotated[str | None, _option("MODULE:NAME", "Your sample(prompt, n, seed).")] = None,
@@ -45,22 +46,12 @@ def audit(
 ) -> None:
     """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
     with _no_verdict(), show.status("drawing texts ..."):
-        if sum(source is not None for source in (hf, endpoint, python)) != 1:
-            raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
-        if hf is not None and assistant_model is None:
-            raise BadInput("--hf needs the assistant too; add --assistant-model MODEL")
-        if endpoint is not None and (model is None or reference is None):
-            raise BadInput("--endpoint needs --model NAME and --reference MODEL, its local copy")
-        if python is not None and model is None:
-            raise BadInput("--python needs --model MODEL, a local copy of the model")
-        from transformers.utils import logging
-
+        _check(ctx.params)
         from draftproof.core.params import Sampling
         from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
         from draftproof.verify import audit as audits
         from draftproof.verify import engines
 
-        logging.set_verbosity_error()
         want = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         name = str(hf or reference or model)
         engine = engines.from_module(python) if python else None
@@ -88,6 +79,19 @@ def audit(
             json_.write_text(json.dumps({**found.as_dict(), **about}, indent=1, default=str) + "\n")
     _print(title, found)
     raise typer.Exit(1 if found.biased else 0)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """One engine, and what is needed to judge it."""
+    hf, endpoint, python = (given[name] for name in ("hf", "endpoint", "python"))
+    if sum(source is not None for source in (hf, endpoint, python)) != 1:
+        raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
+    if hf is not None and given["assistant_model"] is None:
+        raise BadInput("--hf needs the assistant too; add --assistant-model MODEL")
+    if endpoint is not None and None in (given["model"], given["reference"]):
+        raise BadInput("--endpoint needs --model NAME and --reference MODEL, its local copy")
+    if python is not None and given["model"] is None:
+        raise BadInput("--python needs --model MODEL, a local copy of the model")
 
 
 @contextmanager

@@ -4,16 +4,15 @@ The head reads the target's hidden state of the last committed token, once a rou
 drafted since (section 3.1: `ReDrafterHead.advance`, `logits`); its embeddings are the target's own.
 The likeliest of all nodes that a search weighed are one tree, where section 3.2 merges the beams.
 
-Shape letters beyond the usual: W beams, R children of a beam, E the width of the projection.
+Shape letters beyond the usual: W beams, R children of a beam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import log
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import base
 from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary
+from draftproof.drafters.redrafter_beams import Beams, Level
 from draftproof.errors import BadInput
 from draftproof.model.fused_forward import Tables
 
@@ -296,41 +296,6 @@ class ReDrafter(LastHidden):
         return Level(beams, torch.where(scores > -torch.inf, tokens, ABSENT), scores, state)
 
 
-class Beams(NamedTuple):
-    """Paths [B, W, d + 1] from the root, their log-probabilities, the states before their last
-    tokens, and which of the nodes weighed last they end in [B, W]."""
-
-    paths: Tensor
-    scores: Tensor
-    state: Tensor | None
-    place: Tensor
-
-    def tree(self) -> tuple[TokenTree, int]:
-        """The paths as branches of one tree, and the first of the nodes that end them."""
-        width, depth = self.paths.shape[1], self.paths.shape[2] - 1
-        shape, root = _comb(width, depth), self.paths[:, 0, :1]
-        tokens = torch.cat([root, self.paths[..., 1:].transpose(1, 2).flatten(1)], 1)
-        return TokenTree.shaped(tokens, shape), len(shape) - width
-
-
-class Level(NamedTuple):
-    """One step: `tokens` [B, W, R] after `beams`, log-probabilities of their paths, new states."""
-
-    beams: Beams
-    tokens: Tensor
-    scores: Tensor
-    state: Tensor
-
-    def best(self, width: int) -> Beams:
-        """The `width` most likely paths."""
-        scores, place = self.scores.flatten(1).topk(width)                              # [B, W']
-        beam = (place // self.tokens.shape[2])[..., None]
-        tokens = self.tokens.flatten(1).gather(1, place)[..., None]
-        paths = self.beams.paths.gather(1, beam.expand(-1, -1, self.beams.paths.shape[2]))
-        state = self.state.gather(1, beam.expand(-1, -1, self.state.shape[2]))
-        return Beams(torch.cat([paths, tokens], -1), scores, state, place)
-
-
 def prepare_recurrence(
     head: ReDrafterHead, token_map: Tensor | None, tables: Tables | None
 ) -> object | None:
@@ -351,9 +316,3 @@ def beam_search(
     tokens = [root, *(level.tokens.flatten(1) for level in levels)]
     scores = [torch.zeros_like(root), *(level.scores.flatten(1) for level in levels)]
     return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1).exp()
-
-
-@lru_cache(maxsize=256)
-def _comb(width: int, depth: int) -> TreeShape:
-    """As many chains as beams, side by side."""
-    return TreeShape.branching((width, *[1] * (depth - 1)) if depth else ())
