@@ -57,8 +57,8 @@ def accept_by_matching(tree: TokenTree, target_tokens: Tensor) -> Accepted:
 def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     """Try each drawn child against its parent's residual, in the order drawn; then draw from it.
 
-    probs: [B, N, V] the target's probabilities at every node; `tree.draft_probs` those each node
-    was drawn from.
+    probs: [B, N, V] the target's probabilities p at every node; `tree.draft_probs`: q, which each
+    node was drawn from. On a chain these are the lines of Leviathan et al., algorithm 1.
     """
     drafts = _laws(tree)
     rows = torch.arange(tree.tokens.shape[0], device=probs.device)
@@ -71,6 +71,7 @@ def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
         draft = torch.where((tried & untried)[:, None], drafts[:, node], draft)
         tried = tried & (draft[rows, token] > 0)                # used up: nothing left to try
         ratio = target[rows, token] / draft[rows, token].clamp(min=_TINY)
+        # r < p(x) / q(x); else what is left is p' = norm(max(0, p - q))
         accepted = tried & chance.flip(torch.where(tried, ratio.clamp(max=1), 0), node)
         left = _normalised((target - draft).clamp(min=0), target)
         without = _normalised(draft.scatter(1, token[:, None], 0.0), draft)
@@ -79,7 +80,7 @@ def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
         draft = torch.where(fails, without, draft)
         here = torch.where(accepted, node, here)
         untried = accepted | (untried & ~tried)
-    root = chance.draw(target, tree.depths.gather(1, here[:, None])[:, 0])
+    root = chance.draw(target, tree.depths.gather(1, here[:, None])[:, 0])      # t ~ p' or p
     return _accepted(tree, here, root)
 
 
