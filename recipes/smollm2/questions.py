@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from draftproof.core.params import Sampling
 from draftproof.engine.load import load
 from draftproof.model import loading
 from draftproof.model.tokenizer import Codec
-from draftproof.training.self_generate import by_engine, by_transformers
+from draftproof.training.self_generate import Writer, by_engine, by_transformers
 
 MARK = "\x00"
 STARTS = (
@@ -41,10 +42,10 @@ def main() -> None:
     before, after = text.split(MARK)
     end = codec.encode(after.strip().split("\n")[0], special=False)[0]
     if asked.device in (None, "cpu"):
-        writer = by_engine(load(asked.model, drafter="none", quantize="int8"))
+        writer: Writer = partial(by_engine, load(asked.model, drafter="none", quantize="int8"))
     else:
         model = loading.load_model(asked.model, None, asked.device)
-        writer = by_transformers(model, [end])
+        writer = partial(by_transformers, model, [end])
     starts = [STARTS[at % len(STARTS)] for at in range(asked.count)]
     prompts = [codec.encode(before + start, special=False) for start in starts]
     wanted = [Sampling(temperature=0.8, seed=at, max_new_tokens=96) for at in range(asked.count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def write_with(
     progress: Callable[[Progress], None] = lambda progress: None, writer: Writer | None = None,
 ) -> None:  # fmt: skip
     assert engine.codec is not None
-    given = (writer or by_engine(engine), engine.codec, engine.target.context)
+    given = (writer or partial(by_engine, engine), engine.codec, engine.target.context)
     own.write(*given, documents, held_out, progress)
 
 
@@ -176,12 +177,12 @@ def test_transformers_writes_what_the_engine_writes(engine: Engine) -> None:
     stops = [engine.generate([prompts[0]], sampling=wanted[0])[0].tokens[2]]
     model = engine.target.model
     theirs = {index: (tokens, finish)
-              for index, tokens, finish in by_transformers(model, stops)(prompts, wanted, 3)}
+              for index, tokens, finish in by_transformers(model, stops, prompts, wanted, 3)}
     assert sorted(theirs) == list(range(7))
     for index, (tokens, finish) in theirs.items():
         own = engine.generate([prompts[index]], sampling=wanted[index])[0].tokens
         end = own.index(stops[0]) + 1 if stops[0] in own else len(own)
         assert tokens == own[:end] and finish == ("stop" if stops[0] in own else "length")
     heats = [Sampling(temperature=1.0, seed=at, max_new_tokens=9) for at in range(7)]
-    sampled = [list(by_transformers(model, [])(prompts, heats, 4)) for _ in range(2)]
+    sampled = [list(by_transformers(model, [], prompts, heats, 4)) for _ in range(2)]
     assert sampled[0] == sampled[1] and {len(tokens) for _, tokens, _ in sampled[0]} == {9}

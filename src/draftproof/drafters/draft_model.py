@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import log
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.model.kv_cache import KVCache
 from draftproof.model.quantize import KINDS
 from draftproof.model.target import Target
 
@@ -39,17 +40,6 @@ SELF = "self-"
 """Names of self-drafts begin with this."""
 
 
-class Cache(Protocol):
-    """What the drafter needs of a KV cache."""
-
-    lengths: Tensor
-
-    def keep(self, nodes: Tensor | None, count: Tensor) -> None: ...
-    def select(self, rows: Sequence[int]) -> None: ...
-    def rows(self, start: int, stop: int) -> Cache: ...
-    def bound(self, longest: int) -> None: ...
-
-
 class Model(Protocol):
     """What the drafter needs of a language model; `model.target.Target` is one."""
 
@@ -58,9 +48,9 @@ class Model(Protocol):
     context: int
     reads_trees: bool
 
-    def new_cache(self, rows: int, capacity: int) -> Any: ...
+    def new_cache(self, rows: int, capacity: int) -> KVCache: ...
     def read(
-        self, tree: TokenTree, cache: Any, *, first: int = 0, last_only: bool = False
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
     ) -> Reading: ...
 
 
@@ -90,7 +80,7 @@ class DraftModel(Drafter):
         self.model, self.vocab_size, self.shape = model, vocab_size, shape
         if shape is not None:
             self.default_budget = len(shape) - 1
-        self.cache: Cache | None = None
+        self.cache: KVCache | None = None
         self.lag: list[int] = []            # of each row, tokens that may not be in the cache
         self.scratch: int | Tensor | None = None    # nodes of the last proposal that were read
 
@@ -112,7 +102,7 @@ class DraftModel(Drafter):
         lag = self._keep(self._cache(len(commit.rows)), commit)
         self.lag, self.scratch = [lag] * len(self.lag), None
 
-    def _keep(self, cache: Cache, commit: Commit) -> int:
+    def _keep(self, cache: KVCache, commit: Commit) -> int:
         """Keep what was read of the proposal that this commit answers; return how many tokens of a
         row may be lacking."""
         assert self.scratch is not None
@@ -244,7 +234,7 @@ class DraftModel(Drafter):
                 self.model.read(chunk, cache, last_only=True)
                 cache.keep(None, there.sum(1))
 
-    def _cache(self, stop: int, start: int = 0) -> Cache:
+    def _cache(self, stop: int, start: int = 0) -> KVCache:
         assert self.cache is not None, "start() comes before the first commit"
         return self.cache.rows(start, stop)
 

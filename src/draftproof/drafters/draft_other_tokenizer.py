@@ -13,7 +13,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.draft_model import DraftModel, Model
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
+from draftproof.model.kv_cache import KVCache
 
 SPARE = 1.5
 """Places for the draft's tokens, for each of the target's."""
@@ -39,11 +39,11 @@ class SharedTokens:
         self.model, self.shared, self.vocab_size = model, shared, shared.size
         self.name, self.context, self.reads_trees = model.name, model.context, model.reads_trees
 
-    def new_cache(self, rows: int, capacity: int) -> Any:
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
         return self.model.new_cache(rows, capacity)
 
     def read(
-        self, tree: TokenTree, cache: Any, *, first: int = 0, last_only: bool = False
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
     ) -> Reading:
         if first:                                               # nodes that were drafted
             own = self.shared.to_draft[tree.tokens.clamp(min=0)]

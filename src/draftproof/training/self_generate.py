@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -36,50 +36,42 @@ class Progress(NamedTuple):
     speed: float
 
 
-class Writer(Protocol):
-    """Writes texts: of `prompts` in any order the index, the new tokens and why they ended."""
-
-    def __call__(
-        self, prompts: Sequence[list[int]], samplings: Sequence[Sampling], rows: int
-    ) -> Iterator[tuple[int, list[int], str]]: ...
+Text = tuple[int, list[int], str]
+"""Of a prompt its index, the new tokens and why they ended."""
+Writer = Callable[[Sequence[list[int]], Sequence[Sampling], int], Iterator[Text]]
+"""Writes texts behind prompts, in any order, so many rows at a time."""
 
 
-def by_engine(engine: Engine) -> Writer:
+def by_engine(
+    engine: Engine, prompts: Sequence[list[int]], samplings: Sequence[Sampling], rows: int
+) -> Iterator[Text]:
     """Write with our own decoding: on a CPU, where a packed target is several times as quick."""
-
-    def write(
-        prompts: Sequence[list[int]], samplings: Sequence[Sampling], rows: int
-    ) -> Iterator[tuple[int, list[int], str]]:
-        for done in engine.as_completed(prompts, sampling=samplings, batch_size=rows):
-            yield done.prompt, done.checked().tokens, done.finish_reason
-
-    return write
+    for done in engine.as_completed(prompts, sampling=samplings, batch_size=rows):
+        yield done.prompt, done.checked().tokens, done.finish_reason
 
 
-def by_transformers(model: PreTrainedModel, stops: Sequence[int]) -> Writer:
+def by_transformers(
+    model: PreTrainedModel, stops: Sequence[int], prompts: Sequence[list[int]],
+    samplings: Sequence[Sampling], rows: int,
+) -> Iterator[Text]:  # fmt: skip
     """Write hundreds of rows at a time with `generate`, as an accelerator wants them.
 
     Rows of one temperature and about one length read together; a group's seed is its first row's.
     """
 
-    def write(
-        prompts: Sequence[list[int]], samplings: Sequence[Sampling], rows: int
-    ) -> Iterator[tuple[int, list[int], str]]:
-        def alike(index: int) -> tuple[float, int]:
-            return samplings[index].temperature, len(prompts[index])
+    def alike(index: int) -> tuple[float, int]:
+        return samplings[index].temperature, len(prompts[index])
 
-        for heat, group in groupby(sorted(range(len(prompts)), key=alike), lambda i: alike(i)[0]):
-            order = list(group)
-            for start in range(0, len(order), rows):
-                some = order[start : start + rows]
-                limits = [samplings[index].max_new_tokens or 1 for index in some]
-                asked = [prompts[index] for index in some]
-                seed = samplings[some[0]].seed
-                texts = batch_generate(model, asked, limits, heat, stops, seed)
-                for index, new in zip(some, texts, strict=True):
-                    yield index, new, "stop" if new[-1] in stops else "length"
-
-    return write
+    for heat, group in groupby(sorted(range(len(prompts)), key=alike), lambda i: alike(i)[0]):
+        order = list(group)
+        for start in range(0, len(order), rows):
+            some = order[start : start + rows]
+            limits = [samplings[index].max_new_tokens or 1 for index in some]
+            asked = [prompts[index] for index in some]
+            seed = samplings[some[0]].seed
+            texts = batch_generate(model, asked, limits, heat, stops, seed)
+            for index, new in zip(some, texts, strict=True):
+                yield index, new, "stop" if new[-1] in stops else "length"
 
 
 class SelfGeneratedText:

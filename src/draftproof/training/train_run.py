@@ -35,7 +35,12 @@ from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
-from draftproof.training.self_generate import SelfGeneratedText, by_engine, by_transformers
+from draftproof.training.self_generate import (
+    SelfGeneratedText,
+    Writer,
+    by_engine,
+    by_transformers,
+)
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainable, Trainer
 
@@ -150,14 +155,14 @@ class _Run:
                     self.run.model, dtype=model.dtype, tokenizer=self.codec.tokenizer,
                     quantize=own.quantize or quick, **drafter,
                 )
-                writer = by_engine(engine)
+                writer: Writer = partial(by_engine, engine)
             elif own.assistant_model or own.quantize:
                 raise BadInput(
                     f"--assistant-model and --quantize are for text written on a CPU; on "
                     f"{model.device.type} the target writes alone, as it is: leave them out"
                 )
             else:
-                writer = by_transformers(model, loading.stop_tokens(model))
+                writer = partial(by_transformers, model, loading.stop_tokens(model))
             for held_out in (True, False):
                 askable = list(self._each(parts[held_out], self._askable))
                 texts.write(writer, self.codec, self.target.context, askable, held_out,
