@@ -58,7 +58,7 @@ _drafting, _model = partial(option, panel="Drafting"), partial(option, panel="Mo
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of. Raises BadInput for what can be refused before anything is loaded.
+    """What an engine is made of; each field's help text says what it does, here is what it may be.
 
     model, assistant_model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model;
         with different tokenizers, the tokens that both share are drafted.
@@ -74,14 +74,9 @@ class EngineConfig:
     quantize, quantize_draft: weights of the target and of the draft model. The text is that of the
         quantised target. A draft model given by name has 8 bits if nobody says and it then predicts
         nearly the same; "none" leaves it as it is.
-    kv_cache: quantised keys and values in the target's cache.
-    parallel: "tensor" (transformers' own) or "deepspeed" shards the target over the processes that
-        torchrun started.
-    graphs: record forwards and replay them (CUDA, Gaudi). compile: by torch.compile.
-    bucket_size, shapes: static shapes, with room for texts in multiples of so many tokens, or as a
-        `ShapePolicy` says.
-    trust_remote_code: run code that comes with a model; off, such a model is refused.
-    tokenizer: another than the one beside the model. dtype, device: of models loaded here.
+    shapes: static shapes as a `ShapePolicy` says. tokenizer: another than the one beside the model.
+    dtype, device: of models loaded here.
+    Raises BadInput for what can be refused before anything is loaded.
     """
 
     model: str | Path | PreTrainedModel
