@@ -84,13 +84,6 @@ def test_drafters_never_import_each_other() -> None:
                 assert other in shared or own, f"{path.name} imports {name}"
 
 
-def test_the_front_door_opens() -> None:
-    for name in draftproof.__all__:
-        assert getattr(draftproof, name) is not None
-    with pytest.raises(AttributeError):
-        _ = draftproof.no_such_name  # type: ignore[attr-defined]
-
-
 LENGTHS = {"model/target.py": 450}
 """Files that are longer than the others may be, and how long they may be."""
 

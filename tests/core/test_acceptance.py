@@ -18,6 +18,7 @@ from helpers.distribution import (
     distance,
     drawn_law,
     drawn_round,
+    likeliest,
     loop_law,
     matched_round,
     one_hot,
@@ -96,7 +97,7 @@ def test_matching_writes_the_target_law(pair: str, shape: TreeShape) -> None:
 def test_matching_accepts_the_mass_of_the_drafted_paths() -> None:
     """E[accepted] = the sum over drafted nodes of p(path): the bound no rule can pass (B.4)."""
     target, draft, shape = random_law(3, 1), random_law(3, 2), TREES[2]
-    tokens = _best(((),), 1, shape, draft, ())
+    tokens = likeliest((), 1, shape, draft)
     laws = [_path_mass(target, (), tokens, shape, node) for node in range(1, len(shape))]
     assert matched_round(tokens, (), shape, target, 3).accepted == pytest.approx(
         sum(laws), abs=EXACT
@@ -171,7 +172,7 @@ def test_wrong_matching_is_caught(mistake: str) -> None:
     target, draft, shape = *PAIRS["unrelated"], CHAINS[1]
 
     def one_round(text: Text, root: int) -> Round:
-        tokens = _best(text, root, shape, draft, text)
+        tokens = likeliest(text, root, shape, draft)
         right = matched_round(tokens, text, shape, target, 3)
         if mistake.startswith("deepest"):  # a hit at depth 2 takes depth 1 along
             hit = float(target(path_of(text, tokens, shape, 1))[tokens[2]])
@@ -231,16 +232,7 @@ def _worst(rule: DrawnRule, shape: TreeShape) -> float:
 
 
 def _matched(text: Text, root: int, shape: TreeShape, target: Law, draft: Law) -> Round:
-    return matched_round(_best(text, root, shape, draft, text), text, shape, target, 3)
-
-
-def _best(_: object, root: int, shape: TreeShape, draft: Law, text: Text) -> list[int]:
-    """The likeliest children at every node: chosen, not drawn."""
-    tokens = [root]
-    for node in range(1, len(shape)):
-        law = draft(path_of(text, tokens, shape, shape.parents[node]))
-        tokens.append(int(law.argsort(descending=True)[shape.ranks[node]]))
-    return tokens
+    return matched_round(likeliest(text, root, shape, draft), text, shape, target, 3)
 
 
 def _path_mass(target: Law, text: Text, tokens: list[int], shape: TreeShape, node: int) -> float:
