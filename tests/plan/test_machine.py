@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny import model
 
 from draftproof.engine.budget import Fixed
 from draftproof.engine.stats import Round
 from draftproof.errors import BadInput
+from draftproof.model.packed_linear import pack_linears
+from draftproof.model.target import Target
 from draftproof.plan.machine import ALLOWED, PRESETS, Probe, Size, Timed, as_json, read_machine
+from draftproof.plan.planner import size_of
 from draftproof.plan.replay import Virtual
 
 TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)))
@@ -49,6 +53,14 @@ def test_a_data_sheet_bounds_a_round_by_memory_or_by_compute() -> None:
     assert 0 < card.draft("draft", False, 1, 1, 9.0) < plain / 2
     assert card.draft("portfolio", False, 1, 1, 9.0) == 9.0
     assert {"gaudi2", "gaudi3"} <= PRESETS.keys()
+
+
+def test_packed_layers_count_as_the_layers_they_were() -> None:
+    made = model("llama").bfloat16()
+    before = size_of(Target(made))
+    pack_linears(made)
+    after = size_of(Target(made))
+    assert after.parameters == before.parameters and before.bytes <= after.bytes < 2 * before.bytes
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
+from draftproof.model.packed_linear import PackedLinear
+from draftproof.model.quantize import weight_bytes
+from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.plan.limits import break_even, ceiling, entropy, trees
 from draftproof.plan.machine import Machine, Size, read_machine
@@ -273,9 +276,9 @@ def is_light(name: str) -> bool:
 
 
 def size_of(target: Any) -> Size:
-    """What is read of a model in a step."""
+    """What is read of a model in a step, packed and quantised layers included."""
     model = target.model
-    tensors = {one.data_ptr(): one for one in (*model.parameters(), *model.buffers())}
-    count = sum(one.numel() for one in model.parameters() if isinstance(one, torch.nn.Parameter))
-    nbytes = sum(one.nbytes for one in tensors.values())
-    return Size(float(nbytes), float(count), float(target.position_bytes[0]))
+    own = sum(one.numel() for one in model.parameters() if isinstance(one, torch.nn.Parameter))
+    packed = [one for one in model.modules() if isinstance(one, PackedLinear | QuantizedLinear)]
+    count = own + sum(one.in_features * one.out_features for one in packed)
+    return Size(float(weight_bytes(model)), float(count), float(target.position_bytes[0]))
