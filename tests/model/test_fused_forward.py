@@ -42,6 +42,7 @@ FAMILIES = {
         },
     }),
 }  # fmt: skip
+CACHES = [*((family, None) for family in FAMILIES), ("llama bias", "int8"), ("gemma3", "int8")]
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
 found = kernels()
@@ -70,11 +71,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def packed(family: str) -> Target:
+def packed(family: str, cache: str | None = None) -> Target:
     """A target that our kernels read from tokens to logits."""
     own = model(family)
     pack_linears(own)
-    target = Target(own)
+    target = Target(own, kv_cache=cache)
     assert target._fast is not None and target._fast.fused is not None
     return target
 
@@ -105,11 +106,12 @@ def readings(target: Target) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str, way: str) -> None:
-    fused, stock, exact = packed(family), Target(model(family)), Target(
-        model(family, torch.float32)
-    )
+@pytest.mark.parametrize(("family", "cache"), CACHES)
+def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
+    family: str, cache: str | None, way: str
+) -> None:
+    fused, stock = packed(family, cache), Target(model(family), kv_cache=cache)
+    exact = Target(model(family, torch.float32))
     assert fused._fast is not None and fused._fast.fused is not None
     stock._fast = exact._fast = None
     truth = readings(exact)
@@ -117,11 +119,11 @@ def test_fused_reads_what_the_model_reads_as_closely_as_bfloat16_can(family: str
     assert 0 < ours < 1.25 * theirs < 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cache"), CACHES)
 def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
-    family: str, way: str
+    family: str, cache: str | None, way: str
 ) -> None:
-    found = probe(packed(family), widths=(1, 2, 5, 16, 32))
+    found = probe(packed(family, cache), widths=(1, 2, 5, 16, 32))
     assert not found.differ and len(found.same) == 12
     assert "trees up to 29 nodes" in found.promise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -206,6 +207,15 @@ int main(void) {
     return 0;
 }
 """
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86-64")
+@pytest.mark.parametrize("build", [build for build in BUILDS if build not in HERE])
+def test_builds_for_processors_that_are_not_here_compile(build: str) -> None:
+    checks = [[str(compiler()), *module.options(build, one), "-fsyntax-only", "-Wall", "-Werror",
+               str(one)] for one in SOURCES]
+    module._run(*checks)
 
 
 @pytest.mark.skipif(ARM is None, reason="needs aarch64-linux-gnu-gcc")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftproof.native.pages import enlarge, release
 
@@ -34,6 +35,20 @@ def test_large_pages_are_asked_for() -> None:
         pytest.skip("this system has no large pages")
     assert re.search(r"VmFlags:.*\bhg\b", told(numbers.data_ptr() + numbers.nbytes // 2))
     assert numbers.fill_(1).sum() == len(numbers)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_pages_that_somebody_reads_are_given_back_if_they_lie_in_a_file(
+    is_file: bool, tmp_path: Path
+) -> None:
+    numbers = torch.rand(1 << 20)
+    save_file({"numbers": numbers}, tmp_path / "file")
+    held = load_file(tmp_path / "file")["numbers"] if is_file else numbers.clone()
+    assert held.sum() == numbers.sum()
+    release(held, read_again=True)
+    resident = re.search(r"Rss: *(\d+)", told(held.data_ptr() + held.nbytes // 2))
+    assert resident and (int(resident[1]) < 1024) is is_file
+    assert torch.equal(held, numbers)
 
 
 def test_pages_that_nobody_reads_are_given_back() -> None:

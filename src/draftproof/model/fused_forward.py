@@ -17,7 +17,7 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import KVLayer
+from draftproof.model.kv_layer import Int8Layer, KVLayer
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Linear, Model, Read
 
@@ -83,8 +83,8 @@ class FusedForward:
 
     def takes(self, nodes: int, cache: KVCache) -> bool:
         """Whether a read of so many nodes into this cache can be done here."""
-        plain = type(cache.layers[0]) is KVLayer and cache.stores is not None
-        return plain and nodes <= NODES and cache.holds(nodes)
+        known = type(cache.layers[0]) in (KVLayer, Int8Layer) and cache.stores is not None
+        return known and nodes <= NODES and cache.holds(nodes)
 
     def __call__(
         self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool,
@@ -169,12 +169,13 @@ class FusedForward:
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
             cache.capacity
         )
-        threads = torch.get_num_threads()
+        assert cache.stores is not None
+        threads, stores = torch.get_num_threads(), cache.stores.count // len(fast.layers)
         reads = (Read * len(angles))()
         for number, (kind, (cosines, sines)) in enumerate(zip(fast.kinds, angles, strict=True)):
             places = (lengths, parents.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *some)
             reads[number] = Read(
-                *sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, *places,
+                *sizes, kind.window or 0, fast.context, threads, kind.rotary_dim, stores, *places,
                 layer.scale
             )
         return reads

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import time
 from collections import Counter
@@ -20,19 +21,19 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftproof.model.snapshot import Snapshot
 from draftproof.native import build
 from draftproof.native.kernels import library
-from draftproof.native.pages import enlarge, release
 
 SWITCH = "DRAFTPROOF_CACHE"
 """Environment: 0 to keep nothing."""
 SLOW = 1.0
 """Seconds beyond which a result is worth keeping."""
 _SOURCE = "_draftproof_source"
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8",
+           torch.uint8: "U8"}
 
 
 class Kept:
@@ -53,8 +54,7 @@ class Kept:
                 return None
             with safe_open(self.file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-                names = list(opened.keys())
-                tensors = {name: _own(opened.get_tensor(name)) for name in names}
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}     # mapped
             facts: dict[str, Any] = json.loads(metadata["facts"])
             whole = facts["sums"] == {name: _sum(one) for name, one in tensors.items()}
             return (facts, tensors) if whole and metadata["key"] == self.key else None
@@ -69,7 +69,7 @@ class Kept:
         with suppress(OSError, SafetensorError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                save_file(tensors, part, {"key": self.key, "facts": said})
+                _save(part, tensors, {"key": self.key, "facts": said})
                 for old in self.folder.glob(f"{self.model}-*.safetensors"):
                     if not old.name.startswith(f"{self.model}-{self.files}-"):
                         old.unlink(missing_ok=True)
@@ -121,11 +121,20 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """In memory of its own, by large pages: weights are read from end to end for every token."""
-    mine = enlarge(torch.empty_like(tensor)).copy_(tensor)
-    release(tensor)
-    return mine
+def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """As safetensors does, but from a whole page on: weights are read where they lie, by lines of
+    the processor's cache."""
+    header, end = dict[str, Any](__metadata__=metadata), 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, one in ordered:
+        place = [end, end := end + one.nbytes]
+        header[name] = {"dtype": _DTYPES[one.dtype], "shape": one.shape, "data_offsets": place}
+    said = json.dumps(header).encode()
+    said += b" " * (-(8 + len(said)) % mmap.PAGESIZE)
+    with file.open("wb") as out:
+        out.write(len(said).to_bytes(8, "little") + said)
+        for _, one in ordered:
+            out.write(one.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _sum(tensor: Tensor) -> int:

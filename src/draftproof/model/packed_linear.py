@@ -88,7 +88,7 @@ def pack_linears(model: nn.Module) -> int:
     kernels.
 
     For models loaded here, never for one that a user holds: the originals are given up, page by
-    page, unless another module shares them, as embeddings tied to the head do.
+    page; of embeddings tied to the head only rows that are looked up come back from the file.
     """
     owners = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     packed = 0
@@ -101,8 +101,7 @@ def pack_linears(model: nn.Module) -> int:
             widths = {name: linear.out_features for name, linear in group.items()}
             put(module, widths, PackedLinear(*group.values()))
             for linear in group.values():
-                if owners[id(linear.weight)] == 1:
-                    release(linear.weight)
+                release(linear.weight, read_again=owners[id(linear.weight)] > 1)
             packed += len(group)
     return packed
 

@@ -140,15 +140,9 @@ static void all_scored(const Heard *of, float scale) {
         memcpy(heads + i, &number, sizeof number);
     }
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        const bf16 *keys = of->keys + s * of->size;
         ahead(of, s);
-        /* what lies behind may be nobody's */
-        if (s + BLOCK > of->capacity) {
-            bf16 *last = memset((float *)of->room + STRETCH / 4 * of->size, 0,
-                    (size_t)(BLOCK * of->size) * sizeof *last);
-            keys = memcpy(last, keys, (size_t)((end - s) * of->size) * sizeof *last);
-        }
-        beside(keys, of->size, tile);
+        bf16 *room = (bf16 *)((float *)of->room + STRETCH / 4 * of->size);
+        beside(keys_at(of, s, room), of->size, tile);
 #define SCORED(n) scored(of, q, n, s, tile, scale)
         for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
     }
@@ -157,16 +151,16 @@ static void all_scored(const Heard *of, float scale) {
 /* Sums of the values of `some` queries from `first` on, over what is committed and these `count`
  * slots behind it. */
 static inline __attribute__((always_inline)) void summed(const Heard *of, int64_t first,
-        const int some, const int64_t *slots, int64_t count) {
+        const int some, const int coded, const int64_t *slots, int64_t count) {
     const float *chances = of->scores + first * of->stride;
     for (int64_t i = 0; i < of->size; i += LANES) {
         lanes sum[TOGETHER] = {};
         for (int64_t s = of->earliest; s < of->length; s++) {
-            lanes value = wide(of->values + s * of->size + i);
+            lanes value = value_at(of, coded, s, i);
             for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + s] * value;
         }
         for (int64_t n = 0; n < count; n++) {
-            lanes value = wide(of->values + slots[n] * of->size + i);
+            lanes value = value_at(of, coded, slots[n], i);
             for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + slots[n]] * value;
         }
         for (int q = 0; q < some; q++)
@@ -182,7 +176,8 @@ static void all_summed(const Heard *of) {
         for (int64_t d = 0; d < of->queries[q].deep; d++) wanted[of->queries[q].path[d]] = 1;
     for (int64_t n = 0; n < of->nodes; n++)
         if (wanted[n]) slots[some++] = of->length + n;
-#define SUMMED(n) summed(of, q, n, slots, some)
+#define SUMMED(n) of->held.key_scales ? summed(of, q, n, 1, slots, some) \
+        : summed(of, q, n, 0, slots, some)
     for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
@@ -194,9 +189,9 @@ static const Way by_vectors = {TOGETHER, 1, all_scored, all_summed};
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is
  * (node, head of the group). */
-static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head,
-        const bf16 *keys, const bf16 *values, const bf16 *next, const bf16 *inner,
-        const float *weight, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
+static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, Held held,
+        const void *next, const bf16 *inner, const float *weight, const Norm *norm, bf16 *out,
+        int64_t from, int64_t to) {
     int64_t size = read->head_dim, group = read->heads / read->key_heads,
             begin = start_of(read, row), count = to - from;
     int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
@@ -206,10 +201,8 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
             *scores = sums + padded * size;
     bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 4 * padded * size;
     Heard heard = {
-        .way = way, .keys = keys, .values = values, .next = next, .size = size, .count = count,
-                .padded = padded,
+        .way = way, .held = held, .next = next, .size = size, .count = count, .padded = padded,
         .stride = stride, .earliest = length, .length = length, .nodes = nodes,
-                .capacity = read->capacity,
         .heads = heads, .scores = scores, .sums = sums, .room = room,
     };
     Query queries[count];
@@ -240,43 +233,70 @@ static void attended(const Read *read, const Way *way, int64_t row, int64_t key_
     }
 }
 
+/* Codes of 8 bits of a head's numbers, the largest of which is 127; returns their scale. */
+static bf16 encoded(const bf16 *x, int8_t *out, int64_t size) {
+    lanes top = {}, least = (lanes){} - 127.0f;
+    for (int64_t i = 0; i < size; i += LANES) top = larger(absolute(wide(x + i)), top);
+    float scale = largest(top) / 127.0f, smallest = 1.17549435e-38f;
+    bf16 stored = narrow(scale > smallest ? scale : smallest);
+    for (int64_t i = 0; i < size; i += LANES) {
+        lanes code = larger(least, -larger(least, -(wide(x + i) / widen(stored))));
+        bytes codes = __builtin_convertvector((code + 12582912.0f) - 12582912.0f, bytes);
+        memcpy(out + i, &codes, sizeof codes);
+    }
+    return stored;
+}
+
+/* What the `which`-th head of keys of all rows stores. */
+static Held held_of(const Read *read, void *const *stores, int64_t which) {
+    int64_t slot = which * read->capacity, coded = read->stores > 2,
+            at = slot * read->head_dim * (coded ? 1 : (int64_t)sizeof(bf16));
+    return (Held){(char *)stores[0] + at, (char *)stores[1] + at,
+            coded ? (bf16 *)stores[2] + slot : NULL, coded ? (bf16 *)stores[3] + slot : NULL};
+}
+
 /* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys
  * normed if there is a weight, and turned. */
 static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner,
-        const float *weight, const Norm *norm, bf16 *keys, bf16 *values) {
+        const float *weight, const Norm *norm, Held held) {
     int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads,
             length = read->lengths[row];
     int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
     for (int64_t w = 0; w < some; w++) {
-        int64_t node = node_at(read, row, w), slot = (length + node) * size;
-        const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size;
+        int64_t node = node_at(read, row, w), slot = length + node;
+        const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size,
+                *value = x + read->key_heads * size;
+        bf16 own[WIDEST], *key = held.key_scales ? own : (bf16 *)held.keys + slot * size;
         turned(read, x, weight, norm, length + depth_of(read->parents + row * read->nodes, node),
-                keys + slot);
-        memcpy(values + slot, x + read->key_heads * size, (size_t)size * sizeof(bf16));
+                key);
+        if (held.key_scales) {
+            held.key_scales[slot] = encoded(own, (int8_t *)held.keys + slot * size, size);
+            held.value_scales[slot] = encoded(value, (int8_t *)held.values + slot * size, size);
+        } else
+            memcpy((bf16 *)held.values + slot * size, value, (size_t)size * sizeof(bf16));
     }
 }
 
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
- * head_dim]: turn them, write keys and values [rows, key_heads, capacity, head_dim] behind the
- * committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
+ * head_dim]: turn them, write keys and values to `stores` [rows, key_heads, capacity, head_dim]
+ * behind the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
  * head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for
  * each other in the end. */
 void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
-        const float *key_weight, const Norm *norm, bf16 *keys, bf16 *values, bf16 *out) {
-    int64_t size = read->head_dim, group = read->heads / read->key_heads,
+        const float *key_weight, const Norm *norm, void *const *stores, bf16 *out) {
+    int64_t group = read->heads / read->key_heads,
             shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group;
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1,
             each = (queries + wanted - 1) / wanted;
     each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each;
-    int64_t store = read->capacity * size;
     /* several threads read what one has written */
     if (parts > 1) {
 #pragma omp for
         for (int64_t one = 0; one < shared; one++)
             written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, norm,
-                    keys + one * store, values + one * store);
+                    held_of(read, stores, one));
     }
     int64_t team = omp_get_num_threads();
     const Way *way = &by_vectors;
@@ -290,11 +310,11 @@ void draftproof_attention(const Read *read, const bf16 *inner, const float *quer
         int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group,
                 from = one % parts * each;
         int64_t next = one + team < shared * parts ? (one + team) / parts : which;
-        bf16 *held = keys + which * store, *meant = values + which * store;
-        if (parts == 1) written(read, row, head, inner, key_weight, norm, held, meant);
+        Held held = held_of(read, stores, which);
+        if (parts == 1) written(read, row, head, inner, key_weight, norm, held);
         if (from < own)
-            attended(read, way, row, head, held, meant, keys + next * store, inner, query_weight,
-                    norm, out, from, from + each < own ? from + each : own);
+            attended(read, way, row, head, held, held_of(read, stores, next).keys, inner,
+                    query_weight, norm, out, from, from + each < own ? from + each : own);
     }
 #if TILES
     if (draftproof_tiles) released(mode);

@@ -73,12 +73,8 @@ static void all_squared(const Heard *of, float scale) {
     int64_t end = of->length + of->nodes;
     all_woven(of);
     for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        const bf16 *keys = of->keys + s * of->size;
         ahead(of, s);
-        if (end - s < BLOCK) {
-            memset(of->room, 0, (size_t)(BLOCK * of->size) * sizeof(bf16));
-            keys = memcpy(of->room, keys, (size_t)((end - s) * of->size) * sizeof(bf16));
-        }
+        const bf16 *keys = keys_at(of, s, of->room);
         WRITTEN;
         for (int64_t q = 0; q < of->padded; q += BLOCK) squared(of, q, s, keys, scale);
     }
@@ -87,7 +83,7 @@ static void all_squared(const Heard *of, float scale) {
 /* Sums of the values of the slots `from` to `to`, a multiple of WHOLE of them, by chances in
  * bfloat16. */
 static void multiplied(const Heard *of, int64_t from, int64_t to) {
-    int64_t size = of->size;
+    int64_t size = of->size, coded = of->held.key_scales != NULL;
     /* [STRETCH / 2][size] */
     uint32_t *pairs = of->room;
     if (from == to) memset(of->sums, 0, (size_t)(of->padded * size) * sizeof(float));
@@ -95,8 +91,8 @@ static void multiplied(const Heard *of, int64_t from, int64_t to) {
         int64_t end = begin + STRETCH < to ? begin + STRETCH : to;
         for (int64_t s = begin; s < end; s += 2)
             for (int64_t i = 0; i < size; i += LANES) {
-                words even = (words)wide(of->values + s * size + i),
-                        odd = (words)wide(of->values + (s + 1) * size + i);
+                words even = (words)value_at(of, coded, s, i),
+                        odd = (words)value_at(of, coded, s + 1, i);
                 odd |= even >> 16;
                 memcpy(pairs + (s - begin) / 2 * size + i, &odd, sizeof odd);
             }
@@ -121,7 +117,7 @@ static void multiplied(const Heard *of, int64_t from, int64_t to) {
  * values, and of their chances. */
 static inline __attribute__((always_inline)) void added(const Heard *of, int64_t first,
         const int some, const int64_t *slots, const int64_t *chances, int64_t count) {
-    int64_t size = of->size;
+    int64_t size = of->size, coded = of->held.key_scales != NULL;
     for (int64_t i = 0; i < size; i += LANES)
         for (int64_t p = 0; p < count; p += WHOLE) {
             __m512 half[2][4];
@@ -129,7 +125,7 @@ static inline __attribute__((always_inline)) void added(const Heard *of, int64_t
             for (int64_t s = p; s < p + WHOLE && s < count; s += 2)
                 for (int odd = 0; odd < 2; odd++) {
                     const float *chance = of->scores + first * of->stride + chances[s + odd];
-                    __m512 value = (__m512)wide(of->values + slots[s + odd] * size + i);
+                    __m512 value = (__m512)value_at(of, coded, slots[s + odd], i);
                     for (int k = 0; k < some; k++)
                         half[odd][k] = _mm512_fmadd_ps(_mm512_set1_ps(chance[k * of->stride]),
                                 value, half[odd][k]);

@@ -124,7 +124,7 @@ void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
  * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
  * rows * width * size + rows * vocab more. */
-int64_t draftproof_chain(Read *ways, const Model *model, bf16 *const *stores, const int64_t *text,
+int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, const int64_t *text,
         int64_t room, const int64_t *positions, int64_t *lengths, int64_t width, int64_t steps,
         int64_t nodes, const float *noise, const int64_t *places, const float *heats,
         const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,

@@ -25,6 +25,7 @@ typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t bits __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 /* below so many numbers, or products, one thread */
 enum { SMALL = 1 << 14, PRODUCTS = 1 << 17 };
@@ -114,6 +115,21 @@ static inline lanes from_bytes(const uint8_t *from) {
     return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
     return (lanes){} + (float)*from;                                            /* never called */
+#endif
+}
+
+/* Codes of 8 bits times their scale, rounded. */
+static inline lanes decoded(const int8_t *from, bf16 scale) {
+#ifdef __AVX512F__
+    __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+    return rounded((lanes)_mm512_cvtepi32_ps(codes) * widen(scale));
+#elif AVX2
+    __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+    return rounded((lanes)_mm256_cvtepi32_ps(codes) * widen(scale));
+#else
+    bytes codes;
+    memcpy(&codes, from, sizeof codes);
+    return rounded(__builtin_convertvector(codes, lanes) * widen(scale));
 #endif
 }
 

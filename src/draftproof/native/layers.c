@@ -82,10 +82,10 @@ void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *b
 /* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens
  * [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if
  * they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
- * the model does not know are read as some that it knows. stores: keys and values of each layer in
- * turn. work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
+ * the model does not know are read as some that it knows. stores: those of each layer in turn.
+ * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
-void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores,
+void draftproof_forward(const Read *ways, const Model *model, void *const *stores,
         const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work) {
     const Layer *layers = model->layers;
     const Read *read = ways;
@@ -116,7 +116,7 @@ void draftproof_forward(const Read *ways, const Model *model, bf16 *const *store
             draftproof_multiply(&layer->inner, normed, states, width, threads);
 #pragma omp barrier
             draftproof_attention(ways + layer->way, states, layer->query, layer->key, norm,
-                    stores[2 * n], stores[2 * n + 1], mixed);
+                    stores + read->stores * n, mixed);
 #pragma omp barrier
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);

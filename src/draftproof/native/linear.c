@@ -49,7 +49,6 @@ static float largest_input(const bf16 *x, int64_t size) {
  * the codes. */
 static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, int wide_codes,
                      int32_t *words) {
-    typedef int8_t bytes __attribute__((vector_size(LANES)));
     bits sum = {};
     for (int64_t i = 0; i < padded; i += LANES) {
         lanes v = i + LANES <= size ? wide(x + i) : partly(x + i, i < size ? size - i : 0);

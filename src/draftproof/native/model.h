@@ -6,8 +6,9 @@
 /* One read of a model: what all its layers share. */
 typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
-    /* so many of the first numbers of a head turn with its position */
-    int64_t turned;
+    /* so many of the first numbers of a head turn with its position; stores of a layer: keys and
+     * values in bfloat16, or 4: keys and values in 8 bits, and their scales */
+    int64_t turned, stores;
     const int64_t *lengths;                     /* [rows] committed tokens */
     /* [rows, nodes] a parent comes before its children; -1 at the root */
     const int64_t *parents;
@@ -73,7 +74,7 @@ typedef struct {
 } Model;
 
 void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
-        const float *key_weight, const Norm *norm, bf16 *keys, bf16 *values, bf16 *out);
+        const float *key_weight, const Norm *norm, void *const *stores, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
@@ -82,5 +83,5 @@ void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf
         int64_t heads, int64_t layers, int64_t rows, int64_t threads);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
         int64_t threads);
-void draftproof_forward(const Read *ways, const Model *model, bf16 *const *stores,
+void draftproof_forward(const Read *ways, const Model *model, void *const *stores,
         const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work);

@@ -5,8 +5,8 @@
 /* whether there are any, and the kernel of the system lets us have them */
 extern int draftproof_tiles;
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__)
-        && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) \
+        && defined(__AVX512F__) && defined(__linux__)
 #define TILES 1
 
 /* What the tiles of a thread look like. */
