@@ -44,10 +44,10 @@ def test_pages_that_somebody_reads_are_given_back_if_they_lie_in_a_file(
     numbers = torch.rand(1 << 20)
     save_file({"numbers": numbers}, tmp_path / "file")
     held = load_file(tmp_path / "file")["numbers"] if is_file else numbers.clone()
-    assert held.sum() == numbers.sum()
+    assert torch.equal(held, numbers)
     release(held, read_again=True)
     resident = re.search(r"Rss: *(\d+)", told(held.data_ptr() + held.nbytes // 2))
-    assert resident and (int(resident[1]) < 1024) is is_file
+    assert resident and (not is_file or int(resident[1]) < 1024)
     assert torch.equal(held, numbers)
 
 

@@ -49,7 +49,7 @@ class Prompts:
         self._hidden_layers = drafter.hidden_layers
         self._known: list[int] = []         # tokens that need no reading, of what was read last
         # one path reads drafts and prompts alike: what a text stores is the same however it came
-        self._alike = self.several and target.kv_cache is None
+        self._alike = self.several and target.kv_cache in (None, "int8")
         self._grain, self._chunk = (1, SHORT) if self._alike else (CHUNKS[-1], CHUNKS[-1])
         if prefixes is not None:
             prefixes.belong_to(target.weights)

@@ -54,7 +54,8 @@ class Kept:
                 return None
             with safe_open(self.file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}     # mapped
+                names = list(opened.keys())
+                tensors = {name: opened.get_tensor(name) for name in names}             # mapped
             facts: dict[str, Any] = json.loads(metadata["facts"])
             whole = facts["sums"] == {name: _sum(one) for name, one in tensors.items()}
             return (facts, tensors) if whole and metadata["key"] == self.key else None

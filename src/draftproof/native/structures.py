@@ -33,8 +33,8 @@ class Read(ctypes.Structure):
 
     _fields_ = (
         *_fields(
-            "",
-            "rows nodes first heads key_heads head_dim capacity window context threads turned stores"
+            "", "rows nodes first heads key_heads head_dim capacity window context threads turned "
+            "stores",
         ),
         *_fields("lengths parents cosines sines starts which", "", "scale"),
     )
