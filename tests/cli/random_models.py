@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftproof import embedded
 
@@ -25,6 +25,19 @@ def save_model(
     if broken:
         model.lm_head.weight.data.fill_(float("nan"))
     model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded("demo") / name, folder / name)
+    return folder
+
+
+def save_translator(folder: Path) -> Path:
+    """A random T5 with the demo's tokenizer."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=4096, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, eos_token_id=0, pad_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded("demo") / name, folder / name)
     return folder

@@ -56,6 +56,8 @@ def audit(
         name = str(hf or reference or model)
         engine = engines.from_module(python) if python else None
         known = load_model(name, dtype, device)
+        if known.config.is_encoder_decoder:
+            raise BadInput(f"{name} is an encoder-decoder, of which audit does not know the law")
         vocab, tokenizer = int(known.config.get_text_config().vocab_size), load_tokenizer(name)
         law: Any = engines.ModelLaw(known, want)
         ends, opaque = stop_tokens(known), frozenset[int]()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
+from draftproof.cli.setup import must_decode_alone
 from draftproof.cli.train import Screen, Strict
 from draftproof.errors import BadInput
 
@@ -55,7 +56,7 @@ def calibrate(
     out = out or folder
     _must_be_ours(out)
     with show.status("loading ..."):
-        plain = load(model, drafter="none", **engine)
+        plain = must_decode_alone(load(model, drafter="none", **engine), "calibrate")
         target, codec = plain.target, plain.codec
         head = read_head(folder, target).to(target.device)
         drafting = Engine(target, head.drafter(target), codec=codec, sampling=plain.sampling,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.bench import can_draw, numbers
+from draftproof.cli.setup import must_decode_alone
 from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 
@@ -60,6 +61,7 @@ def plan(
     rows = read_questions(file, lambda row: prompt_of(row, chat)) if file else []
     with show.status("loading ...") as status:
         plain, methods = load_methods(model, drafters, assistants, inflate, **engine)
+        must_decode_alone(plain, "plan")
         fitting = that_fit(plain, rows, tokens)
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []
         named = {one.name: one.engine.drafter for one in methods[1:]}

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import engine_of, lost
+from draftproof.cli.setup import engine_of, lost, must_decode_alone
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
 
@@ -102,7 +102,7 @@ def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Repor
     out = show.page()
 
     def engine() -> Engine:
-        loaded.append(engine_of(setup))
+        loaded.append(must_decode_alone(engine_of(setup), "prove"))
         return loaded[0]                                        # type: ignore[no-any-return]
 
     done: list[Section] = []

@@ -28,6 +28,16 @@ def engine_of(config: EngineConfig) -> Engine:
     return engine
 
 
+def must_decode_alone(engine: Engine, command: str) -> Engine:
+    """The engine, if its model needs no encoder: not everything here knows one."""
+    if engine.target.encodes:
+        raise BadInput(
+            f"{engine.target.name} is an encoder-decoder, which {command} does not know; "
+            "run, serve and bench do"
+        )
+    return engine
+
+
 def group_of(config: EngineConfig) -> ProcessGroup:
     """The processes that run the target together; this one alone, if nobody said so."""
     from draftproof.model.parallel import ALONE, check_engine, form_group

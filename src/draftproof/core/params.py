@@ -22,12 +22,14 @@ SMALL, LARGEST = 1e-30, 10**9
 
 
 class RuleRequest(NamedTuple):
-    """What a rule on logits may depend on, beside the text: its request."""
+    """What a rule on logits may depend on, beside the text: its request. encoded: what an encoder
+    reads, else the prompt."""
 
     prompt: Sequence[int]
     limit: int
     ends: tuple[int, ...]
     device: torch.device
+    encoded: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

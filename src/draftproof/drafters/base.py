@@ -66,6 +66,9 @@ class Drafter(ABC):
         """Assign empty memory for `rows` rows of `capacity` tokens; compute with `ops`."""
         self.ops = ops
 
+    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
+        """Rows that come next are about these sources, of an encoder-decoder. Default: nothing."""
+
     def observe(self, commit: Commit) -> None:
         """Learn what was committed: each row's prompt first, then every round. Default: nothing.
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import log
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,11 @@ class DraftModel(Drafter):
         super().start(rows, capacity, ops)
         self.cache = self.model.new_cache(rows, capacity)
         self.lag, self.scratch = [], None
+
+    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
+        reader: Any = self.model
+        if getattr(reader, "encodes", False):
+            reader.begin(self._cache(rows[-1] + 1, rows[0]), sources)
 
     def observe(self, commit: Commit) -> None:
         width = commit.tokens.shape[1]

@@ -209,6 +209,7 @@ class Decoder:
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:
         """Start the samples of requests; reading: what was read of their prompts already, if so."""
         prompts = [samples[0].prompt for samples in requests]
+        self.prompts.begin(len(self.batch.running), [samples[0].source for samples in requests])
         self._start(requests, self.prompts.join(len(self.batch.running), prompts, reading))
 
     def _start(self, requests: Sequence[Request], logits: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,9 @@ class DrafterWrapper(Drafter):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         self.inner = self.inner.for_run(rows, capacity, ops)
+
+    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
+        self.inner.begin(rows, sources)
 
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)

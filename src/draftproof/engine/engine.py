@@ -35,6 +35,7 @@ from draftproof.engine.ranks import LedBudget, LedDrafter, led_rule
 from draftproof.engine.request import RequestReader
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.engine.sources import SourceReader
 from draftproof.engine.stats import Clock, RoundStats, State
 from draftproof.errors import BadInput
 from draftproof.model.device import Device
@@ -94,7 +95,8 @@ class Engine:
     @property
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
-        return RequestReader(self.target, self.codec, self.stop_tokens)
+        kind = SourceReader if self.target.encodes else RequestReader
+        return kind(self.target, self.codec, self.stop_tokens)
 
     def __enter__(self) -> Engine:
         return self
@@ -130,6 +132,11 @@ class Engine:
         As ``model.generate`` returns them: the samples of a prompt side by side, rows that end
         early filled with the tokenizer's padding (or end) token, or 0.
         """
+        if self.target.encodes:
+            raise BadInput(
+                f"{self.target.name} is an encoder-decoder, whose text does not go on from its "
+                "prompt; call generate"
+            )
         ids = input_ids[None] if input_ids.dim() == 1 else input_ids
         done = self.generate(without_padding(ids, attention_mask), **options)
         new = [one.checked().tokens for one in done]

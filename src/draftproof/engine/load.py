@@ -27,6 +27,7 @@ from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.engine.source_text import SourceText
 from draftproof.errors import (
     BadInput,
     DrafterMismatch,
@@ -35,6 +36,7 @@ from draftproof.errors import (
 )  # fmt: skip
 from draftproof.model import loading
 from draftproof.model.draft_layers import layer_count
+from draftproof.model.encoder_decoder import EncoderDecoder, target_of
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay
 from draftproof.model.loading import PreTrainedModel
@@ -90,7 +92,7 @@ def build(config: EngineConfig) -> Engine:
     with group.intact():
         packs = not config.compile and config.quantize is None
         loaded = _model(config.model, config, packs=packs, group=group)
-        target = Target(loaded, kv_cache=config.kv_cache, group=group)
+        target = target_of(loaded, kv_cache=config.kv_cache, group=group)
         codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
     original = target
     if config.quantize is not None:
@@ -132,7 +134,7 @@ def _drafter(
         raise BadInput(f"{asked}, and there is none; name one, or leave that out")
     if isinstance(named, Drafter):
         return named
-    return _by_name(str(named or DEFAULT), target, config.tree)
+    return SourceText.around(_by_name(str(named or DEFAULT), target, config.tree), target)
 
 
 def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
@@ -232,8 +234,20 @@ def _draft_model(
         raise DrafterMismatch(f"{places}; put both on one device")
     own = _codec(None, name, draft, config.trust_remote_code)
     named = isinstance(name, (str, Path))
+    if draft.config.is_encoder_decoder and not target.encodes:
+        raise DrafterMismatch(
+            f"the draft model {draft.config.name_or_path or type(draft).__name__} is an "
+            "encoder-decoder, and the target is none; name another"
+        )
     reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
+    if isinstance(reader, EncoderDecoder) and isinstance(target, EncoderDecoder):
+        reader.shares_encoder(target)
     if codec and own and not codec.same_ids(own):
+        if target.encodes:
+            raise DrafterMismatch(
+                f"the draft model {own.name} has another tokenizer than {codec.name}; for an "
+                "encoder-decoder, name one with the same"
+            )
         shared = SharedVocabulary(codec, own, target.vocab_size, reader.vocab_size)
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
                     "shared, and drafted", own.name, shared.count)
@@ -247,14 +261,14 @@ def _draft_reader(
     """What reads a draft model: in few bits as asked; in 8 if nobody says and it then predicts
     nearly the same; else as it is."""
     if quantize is not None and quantize != "none":
-        return Target(draft).quantized(quantize, give_up=named)
+        return target_of(draft).quantized(quantize, give_up=named)
     alike = named and codec is not None and quantize is None
-    lighter = Target(draft).lighter(codec.encode(PASSAGE)) if alike and codec else None
+    lighter = target_of(draft).lighter(codec.encode(PASSAGE)) if alike and codec else None
     if lighter is not None:
         return lighter
     if named:
         pack_linears(draft)
-    return Target(draft)
+    return target_of(draft)
 
 
 def _shape(tree: TreeShape | str | None) -> TreeShape | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,13 @@ class Prompts:
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.cache = target, drafter, cache
         self.shapes, self.ops = shapes, ops
-        whole = target.has_states or drafter.reads_every_state      # states have no beginnings
+        # states have no beginnings, and what a decoder keeps depends on what was encoded
+        whole = target.has_states or target.encodes or drafter.reads_every_state
         self.prefixes = None if whole else prefixes
-        if shapes.closed and target.has_states:
+        if shapes.closed and (target.has_states or target.encodes):
+            kept = "an encoder's output" if target.encodes else "states"
             raise BadInput(
-                f"{target.name} keeps states, which static shapes would pad; leave graphs, "
+                f"{target.name} keeps {kept}, which static shapes would pad; leave graphs, "
                 "compilation and static shapes out"
             )
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
@@ -78,7 +81,8 @@ class Prompts:
 
     def is_long(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt is read in more than one chunk, between which rounds may come."""
-        return not self.shapes.closed and self._unread(prompt) > self._chunk
+        whole = self.shapes.closed or self.target.encodes
+        return not whole and self._unread(prompt) > self._chunk
 
     def beside(
         self, tree: TokenTree, view: KVCache, joining: Sequence[Sequence[SequenceState]]
@@ -95,6 +99,12 @@ class Prompts:
         rows_of_both = tree.stack(self._padded(rests, longest))
         both = self.target.read(rows_of_both, all_rows, hidden_layers=self._hidden_layers)
         return both.part(slice(rows), width), both.part(slice(rows, None), longest)
+
+    def begin(self, first: int, sources: Sequence[Any]) -> None:
+        """Let an encoder, and that of a draft model, read what rows from `first` on are about."""
+        if self.target.encodes:
+            self.target.begin(self._nest(first, len(sources)), sources)
+            self.drafter.begin(range(first, first + len(sources)), sources)
 
     def join(
         self, first: int, prompts: Sequence[Sequence[int]], reading: Reading | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,7 @@ class RequestReader:
         sampling: Sampling | Sequence[Sampling], n: int,
     ) -> list[Request]:  # fmt: skip
         """Per prompt its `n` samples, checked."""
-        asked = several(prompts)
+        asked = self.several(prompts)
         wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else list(sampling)
         if not all(isinstance(want, Sampling) for want in wanted):
             raise BadInput(f"sampling was {sampling!r:.80}; give a Sampling, or one per prompt")
@@ -47,15 +47,24 @@ class RequestReader:
             )
         requests = list[Request]()
         for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
-            tokens = self.tokens(prompt)
+            tokens, source = self.begun(prompt)
             limit, rows = self._limit(tokens, max_new_tokens, want), list[SequenceState]()
-            params = self.params(want, tokens, limit)
+            params = self.params(want, tokens, limit, source)
             for sample in range(n):
                 text = self.codec.stream(tokens) if self.codec else None
                 own = replace(params, sample=sample)
                 rows.append(SequenceState(tokens, own, limit, text, request=index))
+                rows[-1].source = source
             requests.append(rows)
         return requests
+
+    def several(self, prompts: Any) -> list[Any]:
+        """One prompt or many, as a list."""
+        return several(prompts)
+
+    def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
+        """The tokens that the text begins with, and what an encoder reads, if there is one."""
+        return self.tokens(prompt), None
 
     def tokens(self, given: Prompt) -> list[int]:
         """Token ids of one prompt, checked."""
@@ -99,7 +108,9 @@ class RequestReader:
             )
         return min(asked if asked is not None else NEW_TOKENS, room)
 
-    def params(self, sampling: Sampling, prompt: Sequence[int], limit: int) -> SamplingParams:
+    def params(
+        self, sampling: Sampling, prompt: Sequence[int], limit: int, source: Any = None
+    ) -> SamplingParams:
         """Resolve strings to tokens, make rules' processors, refuse what cannot be honoured."""
         if sampling.stop and self.codec is None:
             raise BadInput(
@@ -123,7 +134,8 @@ class RequestReader:
         for processor in sampling.processors:
             self._must_be_pure(processor)
         ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
-        request = RuleRequest(prompt, limit, ends, self.target.device)
+        encoded = prompt if source is None else source.tokens
+        request = RuleRequest(prompt, limit, ends, self.target.device, encoded)
         rules = tuple((rule, rule.make(request)) for rule in sampling.logits_rules)
         banned_words = tuple(sorted(banned))
         return SamplingParams(sampling, len(prompt), ends, banned_words, logits_rules=rules)

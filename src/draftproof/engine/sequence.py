@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ class Detokenizer(Protocol):
 class SequenceState:
     """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens, of a `request`.
 
+    source: what the encoder of an encoder-decoder reads of it.
     Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
     """
 
@@ -39,6 +40,7 @@ class SequenceState:
     finish_reason: str | None = None
     error: DraftproofError | None = None
     request: int = 0
+    source: Any = None
     stats: RoundStats = field(default_factory=RoundStats)
     _pieces: list[tuple[str, str]] = field(default_factory=list)
     # may begin a stop string; special tokens, which are not shown, among them: the last says so

@@ -13,7 +13,8 @@ from draftproof.errors import BadInput
 from draftproof.model.generation_defaults import asked_and_unknown
 
 READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
-             "cache_position", "token_type_ids")  # fmt: skip
+             "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
+             "decoder_position_ids")  # fmt: skip
 """Model arguments that transformers makes for every model."""
 HONOURED = ("max_time", "num_return_sequences", "watermarking_config")
 """Of the configuration, what transformers or its processors and criteria do before we are asked."""
@@ -82,6 +83,8 @@ def _check_past(model: Any, ids: Tensor, config: Any, model_kwargs: Mapping[str,
     past = model_kwargs.get("past_key_values")
     if past is None or not (size := past.get_seq_length()):
         return
+    if model.config.is_encoder_decoder:
+        raise BadInput("past_key_values of an encoder-decoder were given; leave them out")
     mask = model_kwargs.get("attention_mask")
     whole = mask.shape[1] if mask is not None else getattr(config, "_mask_length", ids.shape[1])
     if whole != ids.shape[1] or size >= ids.shape[1]:
@@ -106,13 +109,33 @@ def _check_past(model: Any, ids: Tensor, config: Any, model_kwargs: Mapping[str,
 
 
 @torch.no_grad()
-def logits_of(model: Any, sequences: Tensor, mask: Tensor | None, new: int) -> tuple[Tensor, ...]:
-    """Of each new token, the model's logits [B, V], by one forward over the whole text."""
+def logits_of(
+    model: Any, sequences: Tensor, mask: Tensor | None, new: int, encoded: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Of each new token, the model's logits [B, V], by one forward over the whole text; encoded:
+    what else the forward of an encoder-decoder is given."""
     ids, extra = sequences[:, :-1], dict[str, Any]()
-    if mask is not None:
+    if mask is not None and not encoded:
         behind = torch.ones(len(ids), ids.shape[1] - mask.shape[1]).to(mask)
         extra = _places(model, torch.cat([mask, behind], 1))
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         extra["logits_to_keep"] = new
-    logits = model(ids, **extra).logits[:, -new:].float()
+    extra |= {**encoded, "decoder_input_ids": ids} if encoded else {"input_ids": ids}
+    logits = model(**extra).logits[:, -new:].float()
     return tuple(logits.unbind(1))
+
+
+def encoded_rows(
+    model: Any, prompts: list[list[int]], inputs: Tensor | None, model_kwargs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What the encoder of an encoder-decoder read, row by row, and what each text begins with."""
+    output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+    whole = {"encoder_outputs": output, "attention_mask": mask}
+    if inputs is not None:                      # a draft model has an encoder of its own
+        copies = len(output) // len(inputs)
+        whole[model.main_input_name] = inputs.repeat_interleave(copies, 0)
+    rows = range(len(prompts))
+    parts = ({name: one[row : row + 1] for name, one in whole.items() if one is not None}
+             for row in rows)
+    return [{**part, "decoder_input_ids": torch.tensor([prompt])}
+            for part, prompt in zip(parts, prompts, strict=True)]

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    LogitsProcessorList,
+)
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -32,13 +36,15 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.engine.prompts import without_padding
 from draftproof.errors import BadInput
-from draftproof.hf.asked import logits_of, refuse
+from draftproof.hf.asked import encoded_rows, logits_of, refuse
 
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
            TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}  # fmt: skip
 """Processors that are options of ours, in the order in which both apply them."""
 ASSISTANT_TOKENS = 20
 """What transformers fills in where nobody says how many tokens to draft; it is measured then."""
+ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
+"""What a forward of an encoder-decoder is given beside its text."""
 ENGINES = 4
 """Engines kept with a model: one for each choice of drafter."""
 
@@ -57,11 +63,12 @@ def generate(
     model: Any, input_ids: Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
     generation_config: Any = None, synced_gpus: bool = False, streamer: Any = None,
     assistant_model: Any = None, drafter: Any = None, num_assistant_tokens: int | None = None,
-    acceptance: str | None = None, **model_kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:  # fmt: skip
+    acceptance: str | None = None, inputs_tensor: Any = None, **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:  # fmt: skip
     """Decode for `model.generate`, which calls this: see ``custom_generate`` in transformers.
 
-    input_ids: [B, S], left-padded where `attention_mask` is 0.
+    input_ids: [B, S], left-padded where `attention_mask` is 0; of an encoder-decoder, what the
+    decoder begins with. inputs_tensor: what the encoder read.
     drafter, acceptance: as for `draftproof.load`; without drafter and assistant, the default one.
     `num_assistant_tokens` fixes the number of draft tokens; left out, it is measured.
     Returns [B, S + new] ids, or the output class if `return_dict_in_generate`. Greedy tokens are
@@ -73,25 +80,31 @@ def generate(
         assistant_model, streamer = caller.get("assistant_model"), caller.get("streamer")
     config = generation_config or model.generation_config
     refuse(model, input_ids, config, model_kwargs, synced_gpus)
-    mask = model_kwargs.get("attention_mask")
+    encodes = model.config.is_encoder_decoder
+    mask = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     with _evaluating(model):
         engine = _engine(model, assistant_model, drafter, num_assistant_tokens, acceptance, config)
         prompts = without_padding(input_ids, mask)
         asked = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
-        new = _decode(engine, input_ids, prompts, criteria, asked, config, streamer)
+        rows: list[Any] = prompts
+        if encodes:
+            rows = encoded_rows(model, prompts, inputs_tensor, model_kwargs)
+        new = _decode(engine, input_ids, rows, criteria, asked, config, streamer)
         sequences = torch.cat([input_ids, new.to(input_ids.device)], 1)
         if not config.return_dict_in_generate:
             return sequences
         wanted = config.output_scores or config.output_logits
-        logits = logits_of(model, sequences, mask, new.shape[1]) if wanted else None
+        encoded = {name: model_kwargs.get(name) for name in ENCODED} if encodes else {}
+        logits = logits_of(model, sequences, mask, new.shape[1], encoded) if wanted else None
     scores = None
     if logits is not None and config.output_scores:
         process, start = LogitsProcessorList(processors), input_ids.shape[1]
         scores = tuple(
             process(sequences[:, : start + step], one.clone()) for step, one in enumerate(logits)
         )
-    return GenerateDecoderOnlyOutput(
+    kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+    return kind(
         sequences=sequences, scores=scores, logits=logits if config.output_logits else None
     )
 
@@ -109,7 +122,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _decode(
-    engine: Engine, ids: Tensor, prompts: list[list[int]], criteria: list[Any],
+    engine: Engine, ids: Tensor, prompts: list[Any], criteria: list[Any],
     asked: list[Sampling], config: Any, streamer: Any,
 ) -> Tensor:  # fmt: skip
     """[B, new] tokens behind [B, S] ids: rows that end early go on with padding.

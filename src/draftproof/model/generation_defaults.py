@@ -134,7 +134,9 @@ def _rule(
 
 
 def _ids(request: RuleRequest) -> Tensor:
-    return torch.tensor([request.prompt], device=request.device)
+    if not request.encoded:
+        raise ValueError("the prompt is no text")
+    return torch.tensor([request.encoded], device=request.device)
 
 
 def _ends(request: RuleRequest) -> Tensor:

@@ -35,6 +35,8 @@ class GraphReplay(Target):
     at once."""
 
     def __init__(self, target: Target, device: Device | None = None) -> None:
+        if target.encodes:
+            raise BadInput(f"{target.name} is an encoder-decoder; leave --use-hpu-graphs out")
         vars(self).update(vars(target))                                         # examined already
         self._recorder = device or Device(target.device)
         if not self._recorder.captures:

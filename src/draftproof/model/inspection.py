@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
@@ -55,7 +54,7 @@ class CheckedRead(NamedTuple):
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, text: Tensor, shape: TreeShape, *, together: bool
+        cls, target: Target, text: Tensor, shape: TreeShape, *, together: bool
     ) -> CheckedRead:
         """together: read all paths side by side, which is quicker and shows less of what rounding
         does."""
@@ -67,13 +66,13 @@ class CheckedRead(NamedTuple):
         # what follows is not seen
         padded = nn.utils.rnn.pad_sequence(paths, batch_first=True)
         parts = [padded] if together else [path[None] for path in paths]
-        read = [row for part in parts for row in model(input_ids=part, use_cache=False).logits]
+        read = [row for part in parts for row in target.own_logits(part)]
         last = [row[len(path) - 1] for row, path in zip(read, paths, strict=True)]
         return cls(lead[None], tree, torch.stack(last).double())
 
     def error(self, target: Target) -> float:
         """How far the target's read is from the model's own forward, relative to its logits."""
-        cache = target.plain_cache(1, 32)
+        cache = target.check_cache(32)
         try:
             target.read(TokenTree.chain(self.lead), cache)
             cache.keep(None, torch.full_like(cache.lengths, self.lead.shape[1]))
@@ -112,15 +111,15 @@ def examined(target: Target, fast: FastForward | None) -> tuple[bool, FastForwar
             f"{target.name} is in bitsandbytes' 8 bits with outliers, where a token depends on "
             "those read beside it; load it with llm_int8_threshold=0, or in 4 bits"
         )
-    text = torch.randint(target.vocab_size, (10,), generator=torch.Generator().manual_seed(0))
-    text = text.to(target.device)
-    chain = CheckedRead.of(model, text, TreeShape.chain(4), together=False)
-    tree = CheckedRead.of(model, text, CHECK_TREE, together=True)
+    text = target.check_text(10)
+    chain = CheckedRead.of(target, text, TreeShape.chain(4), together=False)
+    tree = CheckedRead.of(target, text, CHECK_TREE, together=True)
     on_chain = chain.error(target)
     on_tree = tree.error(target) if not target.has_states else float("inf")
     if not on_chain <= 6 * tolerance:
         name = type(model).__name__
-        if getattr(model.config, "is_decoder", True) is False and not model._is_stateful:
+        encoder = getattr(model.config, "is_decoder", True) is False and not target.encodes
+        if encoder and not model._is_stateful:
             raise UnsupportedModel(
                 f"{name} may look at later tokens (is_decoder is false in its config), so it "
                 "cannot write; set that to true if it was trained to write, or choose another model"

@@ -78,7 +78,8 @@ def context_of(config: Any) -> int:
     expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Doge drops keys
     beyond its window by looking at tokens that come later, and Moshi with its cache alone."""
     rope = getattr(config, "rope_parameters", None) or {}
-    context = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+    context = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
     limits = []
     for one in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
         if one.get("rope_type") in ("dynamic", "longrope"):
@@ -129,7 +130,8 @@ def _check_runnable(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(
-            f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+            f"{name} is an encoder-decoder: draftproof.load and draftproof run write with it, and "
+            "nothing else here knows how to"
         )
     absent = next((part for part, weight in model.named_parameters() if weight.is_meta), None)
     if absent is not None:

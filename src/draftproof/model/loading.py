@@ -18,6 +18,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     GgufConfig,
 )
@@ -76,7 +78,8 @@ def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
     sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode, of an image-text model what reads text. dtype None: the
+    """A causal LM or an encoder-decoder in evaluation mode, of an image-text model what reads text.
+    dtype None: the
     checkpoint's own, or float32 where bfloat16
     is not native. Weights that the checkpoint lacks are an error, those that go unused a warning.
 
@@ -172,8 +175,12 @@ def _source(name: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
 def _kind_of(name: str, config: Any) -> Any:
     """What loads a model of this configuration; refuses what writes no text."""
     if getattr(config, "is_encoder_decoder", False):
+        for kind in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
+            if type(config) in kind._model_mapping:
+                return kind
         raise UnsupportedModel(
-            f"{name} is an encoder-decoder; draftproof runs decoder-only causal language models"
+            f"{name} is a {config.model_type} encoder-decoder, which transformers does not load as "
+            "one that writes text"
         )
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) in AutoModelForCausalLM._model_mapping or own_code:
@@ -187,7 +194,7 @@ def _kind_of(name: str, config: Any) -> Any:
 
 def _drop_towers(model: PreTrainedModel) -> None:
     """Leave out what a model sees and hears with: it reads text, and need not be moved or held."""
-    decoder = model.get_decoder()
+    decoder = model if model.config.is_encoder_decoder else model.get_decoder()
     towers = [
         (parent, name)
         for parent in list(model.modules()) for name, child in parent.named_children()

@@ -20,6 +20,8 @@ M = TypeVar("M", bound=nn.Module)
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers beside each other that read the same inputs."""
+CROSSED = ("encoder_attn", "cross_attn")
+"""Modules where they do not: keys and values are of an encoder's output."""
 
 
 class JointLinear(nn.Module):
@@ -92,12 +94,15 @@ def pack_linears(model: nn.Module) -> int:
     """
     owners = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     packed = 0
-    for module in list(model.modules()):
+    for place, module in list(model.named_modules()):
         single = {
             name: child for name,
             child in module._modules.items() if isinstance(child, nn.Linear) and packable(child)
         }
-        for group in together(single, lambda linear: (linear.in_features, linear.bias is None)):
+        groups = [{name: child} for name, child in single.items()]
+        if not place.endswith(CROSSED):
+            groups = together(single, lambda linear: (linear.in_features, linear.bias is None))
+        for group in groups:
             widths = {name: linear.out_features for name, linear in group.items()}
             put(module, widths, PackedLinear(*group.values()))
             for linear in group.values():

@@ -67,6 +67,9 @@ class Target:
     small tree and compares it with the model's own forward on every path.
     """
 
+    encodes = False
+    """Whether an encoder reads what rows are about; see `EncoderDecoder`."""
+
     def __init__(
         self, model: PreTrainedModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
     ) -> None:
@@ -92,7 +95,8 @@ class Target:
         self.steps = True               # states may go on by single tokens
         self._fast: FastForward | None = None
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
-        known = kept(model, "check", changed=True) if group.alone else None
+        lasts = group.alone and not self.encodes
+        known = kept(model, "check", changed=True) if lasts else None
         verdict = known.read() if known is not None else None
         fits = group.alone and FastForward.fits(model)
         self._positions = takes_positions(model)
@@ -100,17 +104,38 @@ class Target:
         with torch.inference_mode():
             if verdict is None or not self._recall(verdict[0], fits):
                 with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
-                    self._layout = layout_of(model)
+                    self._layout = self._find_layout()
                     self.vocab_size = self._layout.vocab
                     self._examine(self._fast_forward() if fits else None)
                     facts |= {"layout": self._layout.as_json(), "reads_trees": self.reads_trees,
                               "fast": self.is_fast, "fused": self.skips_absent,
                               "steps": self.steps}
-        if self.has_states and not group.alone:
+        if (self.has_states or self.encodes) and not group.alone:
+            what = "an encoder's output" if self.encodes else "states"
             raise UnsupportedModel(
-                f"{self.name} keeps states, which are not sharded here; run it on one device"
+                f"{self.name} keeps {what}, and nothing shards that here; run it on one device"
             )
         self._seen = Snapshot.of(model)
+
+    def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
+        """Let the rows of a cache be about these sources, before their first token is read."""
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """[B, S, V] of the model's own forward without a cache: what is exact."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def check_text(self, size: int) -> Tensor:
+        """[size] random tokens, for the check at load."""
+        dice = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (size,), generator=dice).to(self.device)
+
+    def check_cache(self, size: int) -> KVCache:
+        """Of one row, for the check at load."""
+        return self.plain_cache(1, size)
+
+    def _find_layout(self) -> Layout:
+        return layout_of(self.model)
 
     def _fast_forward(self) -> FastForward:
         return FastForward(self.model, self._layout.windows, self.context)
@@ -211,7 +236,7 @@ class Target:
         other._fast.compile(backend)
         with torch.inference_mode():
             text = torch.arange(10, device=self.device) % self.vocab_size
-            error = CheckedRead.of(self.model, text, CHECK_TREE, together=True).error(other)
+            error = CheckedRead.of(self, text, CHECK_TREE, together=True).error(other)
         if not error <= 6 * self.tolerance:
             off = f"gives other logits when compiled ({error:.1g} off)"
             how = off if isfinite(error) else "cannot be compiled"

@@ -1,0 +1,267 @@
+"""Encoder–decoders (T5, BART, Whisper, ...) as targets: the encoder runs once for each text, the
+decoder is read like any other model.
+
+Where a decoder's forward takes no positions, see `node_positions`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from draftproof.core.messages import Reading
+from draftproof.core.tree import TokenTree
+from draftproof.errors import BadInput, UnsupportedModel, first_line
+from draftproof.model.kv_cache import KVCache
+from draftproof.model.kv_layer import KVLayer, LayerShape
+from draftproof.model.layout import KINDS, UNLIMITED, Layout
+from draftproof.model.node_positions import Place, place_by_nodes, placed
+from draftproof.model.source_cache import SourceCache
+from draftproof.model.target import Target
+
+UNSTEADY = ("led",)
+"""Types whose texts parted from their own forward when they were examined."""
+
+
+class EncoderOutput(BaseModelOutput):
+    """What decoders read of an encoder; some families ask for more than their states."""
+
+    router_logits = attention_mask = None
+
+
+class Source:
+    """What an encoder reads for one text, a batch of one, and what came of it.
+
+    inputs: by the names of the encoder's forward. tokens: of a text, for those that look at it.
+    known: an encoder, and what it said of these inputs.
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, Tensor], tokens: Sequence[int] = (),
+        known: tuple[nn.Module, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs, self.tokens = dict(inputs), tokens
+        self._encoded = [known] if known is not None else []
+
+    def encoded(self, encoder: nn.Module) -> Tensor:
+        """[1, S, H] the encoder's output; it runs once, for a draft model with the same too."""
+        for known, output in self._encoded:
+            if known is encoder:
+                return output
+        if not self.inputs:
+            raise BadInput(
+                "encoder_outputs of the target were given, and the draft model has another "
+                "encoder; give the encoder's inputs, or leave the draft model out"
+            )
+        where = next(encoder.parameters())
+        given = {
+            name: one.to(where.device, where.dtype if one.is_floating_point() else one.dtype)
+            for name, one in self.inputs.items()
+        }
+        try:
+            output = encoder(**given, return_dict=True).last_hidden_state
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+            raise BadInput(
+                f"the encoder cannot read {', '.join(given)}: {first_line(error)}; give what the "
+                "model's tokenizer or processor returns"
+            ) from error
+        self._encoded.append((encoder, output))
+        return output
+
+
+class EncoderDecoder(Target):
+    """A target whose rows are about a source, which `begin` gives them.
+
+    encoder: runs once for each source; a draft model may have the target's.
+    together: rows with sources of different length are read in one pass.
+    """
+
+    encodes = True
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        if model.config.model_type in UNSTEADY:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has an encoder that does not say the same of a text each "
+                "time; run it with transformers' generate"
+            )
+        self.encoder: nn.Module = model.get_encoder()
+        self.together = True
+        takes = inspect.signature(model.forward).parameters
+        self._takes_positions = "decoder_position_ids" in takes
+        if not self._takes_positions:
+            place_by_nodes(model.get_decoder())
+        width = getattr(getattr(self.encoder, "config", model.config), "hidden_size", 0)
+        dice = torch.Generator().manual_seed(2)
+        self._check_sources = [
+            Source({}, (), (self.encoder, torch.randn(1, size, width, generator=dice)))
+            for size in (5, 9)
+        ]
+        super().__init__(model, **options)
+
+    def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
+        """Let the rows of a cache be about these sources."""
+        assert isinstance(cache, SourceCache)
+        start = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        for row, source in enumerate(sources):
+            both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            hidden = source.encoded(self.encoder).to(self.device, self.dtype)
+            self.model(
+                encoder_outputs=EncoderOutput(hidden), decoder_input_ids=start,
+                past_key_values=both, use_cache=True,
+            )  # fmt: skip
+            layers: Any = both.cross_attention_cache.layers
+            cache.put(row, [one for layer in layers for one in (layer.keys, layer.values)])
+            self._width = hidden.shape[-1]
+
+    def shares_encoder(self, other: EncoderDecoder) -> bool:
+        """Let this target have the encoder of another, if it is the same; whether it is."""
+        mine, theirs = self.encoder.state_dict(), other.encoder.state_dict()
+        same = mine.keys() == theirs.keys() and all(
+            one.shape == theirs[name].shape and torch.equal(one, theirs[name])
+            for name, one in mine.items()
+        )
+        self.encoder = other.encoder if same else self.encoder
+        return same
+
+    def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
+        raise UnsupportedModel(
+            f"{self.name} is an encoder-decoder, which is not quantised here; leave that out"
+        )
+
+    def first_layers(self, count: int) -> Target:
+        raise UnsupportedModel(
+            f"{self.name} is an encoder-decoder, which does not draft with its first layers; name "
+            "another drafter"
+        )
+
+    def lighter(self, text: Sequence[int]) -> None:
+        """It drafts as it is."""
+
+    @property
+    def source_context(self) -> int:
+        """The longest text that the encoder reads, in tokens."""
+        config = getattr(self.encoder, "config", self.model.config)
+        names = ("max_encoder_position_embeddings", "max_position_embeddings")
+        return next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
+
+    def read(
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Reading:  # fmt: skip
+        assert isinstance(cache, SourceCache)
+        how: Any = {"first": first, "last_only": last_only, "hidden_layers": hidden_layers}
+        if self.together or len(set(cache.source_sizes)) < 2:
+            return super().read(tree, cache, **how)
+        alone = []
+        for row in range(len(tree.tokens)):
+            tokens, parents = (one[row : row + 1] for one in (tree.tokens, tree.parents))
+            own = TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain)
+            alone.append(super().read(own, cache.rows(row, row + 1), **how))
+        hidden = [one.hidden for one in alone if one.hidden is not None]
+        return Reading(
+            torch.cat([one.logits for one in alone]), torch.cat(hidden) if hidden else None
+        )
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        source = self._check_sources[0].encoded(self.encoder).to(self.device, self.dtype)
+        known = EncoderOutput(source.expand(len(tokens), -1, -1))
+        out: Any = self.model(encoder_outputs=known, decoder_input_ids=tokens, use_cache=False)
+        logits: Tensor = out.logits
+        return logits
+
+    def check_text(self, size: int) -> Tensor:
+        """Without padding, which some decoders skip in a text that they read without a cache."""
+        text = super().check_text(size)
+        padding = getattr(self.model.config, "pad_token_id", None)
+        return text if padding is None else (text + (text == padding)) % self.vocab_size
+
+    def check_cache(self, size: int) -> KVCache:
+        cache = self.plain_cache(2, size)
+        self.begin(cache, self._check_sources)
+        row = cache.rows(0, 1)
+        assert isinstance(row, SourceCache) and isinstance(cache, SourceCache)
+        row.least = cache.longest_source            # as if both were read
+        return row
+
+    def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
+        return SourceCache.around(super().plain_cache(rows, size, layer))
+
+    def _forward(
+        self, tokens: Tensor, masks: Any, positions: Tensor, cache: KVCache, last: int,
+        hidden_layers: tuple[int, ...],
+    ) -> Reading:  # fmt: skip
+        assert isinstance(cache, SourceCache)
+        size, any_mask = cache.longest_source, masks
+        if isinstance(masks, dict):
+            any_mask = next(iter(masks.values()))
+        known = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+        known = known.expand(len(tokens), size, self._width)        # keys of it are in the cache
+        extra = {"decoder_position_ids": positions} if self._takes_positions else {}
+        with placed(Place(positions, any_mask.key_positions, self.context)):
+            out: Any = self.model(
+                encoder_outputs=EncoderOutput(known), attention_mask=cache.source_mask(),
+                decoder_input_ids=tokens.clamp(0, self.vocab_size - 1),
+                decoder_attention_mask=masks, past_key_values=cache.for_model(), use_cache=True,
+                output_hidden_states=bool(hidden_layers), **extra,
+            )  # fmt: skip
+        states = [out.decoder_hidden_states[layer] for layer in hidden_layers]
+        logits = out.logits[:, -last:] if last else out.logits
+        return Reading(logits, torch.stack(states, 2) if states else None)
+
+    def _find_layout(self) -> Layout:
+        """What the decoder stores of its own text, learnt from one forward."""
+        name, both = type(self.model).__name__, EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self._positions = True                                # masks carry the positions of keys
+        try:
+            source = self._check_sources[0].encoded(self.encoder).to(self.device, self.dtype)
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+            out: Any = self.model(
+                encoder_outputs=EncoderOutput(source), decoder_input_ids=ids,
+                past_key_values=both, use_cache=True,
+            )  # fmt: skip
+            own: Any = both.self_attention_cache.layers
+            shapes = [LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3])
+                      for one in own]
+            crossed: Any = both.cross_attention_cache.layers
+            whole = len(crossed) == len(own) and all(
+                one.keys.shape[2] == source.shape[1] for one in crossed
+            ) and all(one.keys.shape[2] == 2 for one in own)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise UnsupportedModel(
+                f"{name} does not run as an encoder-decoder with transformers' cache "
+                f"({first_line(error)}); run it as its model card says"
+            ) from error
+        config = self.model.config.get_text_config(decoder=True)
+        kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"])
+        if not whole or not own or set(kinds) - set(KINDS):
+            raise UnsupportedModel(
+                f"{name} does not keep what it has read in transformers' cache, layer by layer; "
+                "run it with transformers' generate"
+            )
+        window = getattr(config, "sliding_window", None)
+        windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+        return Layout(
+            shapes, [() for _ in shapes], windows, out.logits.shape[-1], own[0].keys.dtype
+        )
+
+    def _examine(self, fast: Any) -> None:
+        try:
+            super()._examine(None)
+        except UnsupportedModel:
+            self.together = False       # it may be the mask over the encoder's output alone
+            alone = self._check_sources
+            self._check_sources = alone[:1] * 2
+            super()._examine(None)
+            self._check_sources = alone
+
+
+def target_of(model: PreTrainedModel, **options: Any) -> Target:
+    """The model as the decoder sees it, whichever kind it is."""
+    encodes = getattr(model.config, "is_encoder_decoder", False)
+    return EncoderDecoder(model, **options) if encodes else Target(model, **options)

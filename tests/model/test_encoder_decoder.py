@@ -1,0 +1,295 @@
+"""Encoder–decoders: the encoder once, the decoder in chains and trees, the text of the model's own
+forward."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+import draftproof
+from draftproof.core.params import Sampling
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
+from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.errors import BadInput, DraftproofError
+from draftproof.model import encoder_decoder
+from draftproof.model.encoder_decoder import EncoderDecoder
+from draftproof.model.source_cache import SourceCache
+
+VOCAB, NEW, PAD = 96, 10, 0
+MARKS = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+HALVES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+          "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+BART = {"vocab_size": VOCAB, "d_model": 32, "init_std": 0.4, "max_position_embeddings": 64,
+        **HALVES, **MARKS}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+      "tie_word_embeddings": False, **MARKS}
+GEMMA = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
+         "initializer_range": 0.4, "max_position_embeddings": 64, **MARKS}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5": ("T5ForConditionalGeneration", T5),
+    "Bart": ("BartForConditionalGeneration", BART),
+    "Whisper": ("WhisperForConditionalGeneration",
+                {**BART, "max_source_positions": 10, "max_target_positions": 64,
+                 "num_mel_bins": 8, "suppress_tokens": None, "begin_suppress_tokens": None}),
+    "M2M100": ("M2M100ForConditionalGeneration", BART),
+    "T5Gemma": ("T5GemmaForConditionalGeneration",
+                {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": VOCAB, **MARKS}),
+}  # fmt: skip
+NEVER = Sampling(logit_bias={PAD: -1e9})
+"""Without a cache, M2M-100 and T5Gemma treat padding in a text as none."""
+
+
+def made(kind: str) -> PreTrainedModel:
+    name, values = KINDS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**values))
+    own: PreTrainedModel = model.double().eval()
+    decoder = own.get_decoder()
+    spread = [own.get_input_embeddings(), decoder.embed_tokens, own.get_output_embeddings(),
+              getattr(decoder, "embed_positions", None)]
+    with torch.no_grad():           # the next token depends on all that it should
+        for weight in own.parameters():
+            weight.mul_(1.5).add_(0.1 * torch.randn_like(weight))
+        for part in spread:
+            if isinstance(getattr(part, "weight", None), nn.Parameter):
+                part.weight = nn.Parameter(2 * torch.randn_like(part.weight))
+    own.generation_config = GenerationConfig(pad_token_id=PAD, decoder_start_token_id=3)
+    return own
+
+
+def near(own: PreTrainedModel) -> PreTrainedModel:
+    """A draft model with the same encoder and nearly the same decoder."""
+    draft, dice = copy.deepcopy(own), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.get_decoder().parameters():
+            noise = torch.randn(weight.shape, generator=dice, dtype=weight.dtype)
+            weight.add_(0.01 * noise)
+    return draft
+
+
+def prompts(own: PreTrainedModel) -> list[Any]:
+    dice = torch.Generator().manual_seed(1)
+    if own.main_input_name == "input_features":
+        features = [torch.randn(1, 8, 20, generator=dice) for _ in range(3)]
+        return [{"input_features": one.double()} for one in features]
+    return [torch.randint(4, VOCAB, (size,), generator=dice).tolist() for size in (13, 2, 30)]
+
+
+@torch.inference_mode()
+def own_text(own: PreTrainedModel, prompt: Any) -> list[int]:
+    """Greedily, by the model's forward without a cache."""
+    given, text = prompt, [3]
+    if not isinstance(prompt, dict):
+        given = {"input_ids": torch.tensor([prompt])}
+    known = own.get_encoder()(**given)
+    for _ in range(NEW):
+        out = own(encoder_outputs=known, decoder_input_ids=torch.tensor([text]), use_cache=False)
+        logits = out.logits[0, -1]
+        logits[PAD] = -torch.inf
+        text.append(int(logits.argmax()))
+    return text[1:]
+
+
+def texts(engine: Engine, asked: Any, want: Sampling, rows: int) -> list[list[int]]:
+    done = engine.generate(asked, sampling=want, max_new_tokens=NEW, batch_size=rows)
+    return [one.checked().tokens for one in done]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
+    """Alone and in ragged batches, in chains and trees."""
+    own = made(kind)
+    asked, draft = prompts(own), near(own)
+    engines = [load(own), load(own, assistant_model=draft, budget=4),
+               load(own, assistant_model=draft, draft_tree="2,2,1")]
+    assert all(engine.target.reads_trees for engine in engines)
+    for want in (NEVER, Sampling(temperature=0.8, seed=3)):
+        plain = texts(load(own, drafter="none"), asked, want, 1)
+        assert len({token for text in plain for token in text}) > 2, "a text that says little"
+        if want is NEVER:
+            assert plain == [own_text(own, prompt) for prompt in asked]
+        for engine in engines if want is NEVER else engines[1:]:
+            assert texts(engine, asked, want, 3) == plain
+    assert texts(engines[1], asked[1:], want, 1) == plain[1:]
+    assert engines[1].stats.tokens_per_round > 1.2, "what was drafted is never accepted"
+
+
+def padded(asked: list[Any]) -> dict[str, Tensor]:
+    if isinstance(asked[0], dict):
+        return {"input_features": torch.cat([one["input_features"] for one in asked])}
+    width = max(map(len, asked))
+    ids = [[*one, *[PAD] * (width - len(one))] for one in asked]
+    mask = [[1] * len(one) + [0] * (width - len(one)) for one in asked]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize("kind", ["T5", "Bart", "Whisper"])
+def test_generate_of_transformers_writes_the_same(kind: str) -> None:
+    """Theirs, and ours in its place; of a batch, and with an assistant."""
+    own = made(kind)
+    asked, inputs = prompts(own), padded(prompts(own))
+    how: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    theirs = own.generate(**inputs, **how)
+    for more in ({}, {"assistant_model": near(own)}, {"drafter": near(own)}):
+        if more.keys() == {"assistant_model"} and kind == "Whisper":
+            continue                                # whose own generate then returns another form
+        ours = own.generate(**inputs, **how, custom_generate=draftproof.generate, **more)
+        assert torch.equal(ours, theirs)
+    whole = texts(load(own), asked, Sampling(), 3)
+    start = 0 if kind == "Whisper" else 1           # whose own leaves out what it began with
+    assert [row[start:] for row in theirs.tolist()] == whole
+    if kind != "Whisper":
+        scored = own.generate(
+            **inputs, **how, output_scores=True, return_dict_in_generate=True,
+            custom_generate=draftproof.generate,
+        )  # fmt: skip
+        assert torch.equal(torch.stack(scored.scores, 1).argmax(-1), theirs[:, 1:])
+
+
+def test_what_generation_config_asks_for_sees_the_decoders_text_or_the_encoders() -> None:
+    own = made("Bart")
+    asked = prompts(own)[:2]
+    own.generation_config.update(
+        forced_bos_token_id=7, no_repeat_ngram_size=2, repetition_penalty=1.3, min_length=6,
+        encoder_repetition_penalty=1.5, encoder_no_repeat_ngram_size=2, max_length=12,
+        forced_eos_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    (theirs,) = own.generate(torch.tensor(asked[:1])).tolist()
+    done, other = load(own).generate(asked)
+    assert [3, *done.tokens] == theirs and theirs[1] == 7 and other.tokens != done.tokens
+
+
+def test_the_encoder_runs_once_and_a_draft_model_shares_it() -> None:
+    own, calls = made("T5"), list[int]()
+    draft = near(own)
+    for one in (own, draft):
+        one.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    engine = load(own, assistant_model=draft, budget=3)
+    engine.generate(prompts(own), max_new_tokens=NEW, n=2, sampling=Sampling(temperature=1.0))
+    assert len(calls) == 3
+    with torch.no_grad():
+        draft.get_encoder().block[0].layer[0].layer_norm.weight.mul_(1.1)
+    load(own, assistant_model=draft, budget=3).generate(prompts(own), max_new_tokens=NEW)
+    assert len(calls) == 9, "another encoder reads for itself"
+
+
+def test_rows_come_and_go_with_their_sources() -> None:
+    own = made("Bart")
+    asked = [*prompts(own), *([token + 1] * 3 for token in (9, 20, 40, 60))]
+    wants = [Sampling(temperature=0.7, seed=row, max_new_tokens=3 + 2 * row) for row in range(7)]
+    alone = [load(own).generate(one, sampling=want)[0].tokens
+             for one, want in zip(asked, wants, strict=True)]
+    for options in ({"drafter": "portfolio"}, {"assistant_model": near(own)}):
+        done = load(own, **options).generate(asked, sampling=wants, batch_size=3)
+        assert [one.tokens for one in done] == alone
+
+
+def test_a_source_is_searched_for_what_to_draft() -> None:
+    """A decoder that copies what it was asked: of the source, what follows is accepted."""
+    own = made("T5")
+    text = load(own, drafter="none").generate(prompts(own)[0], max_new_tokens=NEW)[0].tokens
+    engine = load(own, drafter="prompt-lookup", budget=3)
+
+    class Knows(EncoderDecoder):
+        def begin(self, cache: Any, sources: Any) -> None:
+            super().begin(cache, [self.asked])
+
+    target: Any = engine.target
+    target.__class__ = Knows
+    target.asked = encoder_decoder.Source({"input_ids": torch.tensor([prompts(own)[0]])})
+    (done,) = engine.generate([[3, *text]], max_new_tokens=NEW)
+    assert done.tokens == text and done.stats.tokens_per_round > 2.5
+
+
+def test_the_check_at_load_finds_what_is_not_read_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = made("Bart")
+    asked = prompts(own)
+    plain = texts(load(own), asked, Sampling(), 3)
+    with monkeypatch.context() as patch:            # a decoder to which nobody can say what is not
+        patch.setattr(SourceCache, "source_mask", lambda cache: None)
+        engine = load(own)
+        assert not engine.target.together and texts(engine, asked, Sampling(), 3) == plain  # type: ignore[attr-defined]
+    monkeypatch.setattr(encoder_decoder, "placed", lambda place: nullcontext())
+    with pytest.raises(DraftproofError, match="places tokens"):
+        load(made("Bart"))
+
+
+def decoder_only() -> PreTrainedModel:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, initializer_range=0.4,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+def test_a_decoder_may_draft_and_the_other_way_is_refused() -> None:
+    own = made("T5")
+    asked = prompts(own)
+    engine = load(own, assistant_model=decoder_only(), budget=2)
+    assert texts(engine, asked, Sampling(), 3) == texts(load(own), asked, Sampling(), 1)
+    with pytest.raises(DraftproofError, match="encoder-decoder, and the target is none"):
+        load(decoder_only(), assistant_model=own)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda own: load(own, quantize="int8"), "not quantised here"),
+        (lambda own: load(own, drafter="self-layers:1"), "name another drafter"),
+        (lambda own: Engine(load(own).target, shapes=ShapePolicy(closed=True)).generate([[5]]),
+         "leave graphs"),
+        (lambda own: load(own).generate_ids(torch.tensor([[5, 6]])), "call generate"),
+        (lambda own: load(own).generate({"input_features": torch.zeros(1, 8, 20)}),
+         "the encoder of .* reads input_ids"),
+        (lambda own: load(own).generate([[5] * 65]), "at most 64"),
+        (lambda own: load(own).generate([[VOCAB]]), "knows 0 to"),
+        (lambda own: load(own).generate({"input_ids": [[5]], "decoder_input_ids": [[VOCAB]]}),
+         "knows 0 to"),
+        (lambda own: load(own).generate("words"), "no tokenizer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_sentence(asked: Any, said: str) -> None:
+    with pytest.raises(DraftproofError, match=said) as error:
+        asked(made("Bart"))
+    assert "\n" not in str(error.value)
+
+
+def test_whisper_begins_as_its_generation_config_says() -> None:
+    """Language, which it hears, task, and no timestamps; in Python what the processor returns."""
+    own = made("Whisper")
+    own.generation_config = GenerationConfig(
+        pad_token_id=PAD, decoder_start_token_id=3, eos_token_id=2, suppress_tokens=[40, 41],
+        begin_suppress_tokens=[42], lang_to_id={"<|en|>": 10, "<|de|>": 11},
+        task_to_id={"transcribe": 20}, no_timestamps_token_id=30, is_multilingual=True,
+        return_timestamps=False, task="transcribe",
+    )  # fmt: skip
+    asked = prompts(own)
+    theirs = [own.generate(**one, max_new_tokens=NEW)[0].tolist() for one in asked]
+    engine = load(own, assistant_model=near(own), budget=3)
+    done = engine.generate(asked, max_new_tokens=NEW)
+    for one, wanted in zip(done, theirs, strict=True):
+        assert one.tokens[: len(wanted)] == wanted
+    ids, _ = engine.requests.begun(asked[0])        # type: ignore[arg-type]
+    assert ids[0] == 3 and ids[1] in (10, 11) and ids[2:] == [20, 30]
+    own.generation_config.return_timestamps = True
+    with pytest.raises(BadInput, match="return_timestamps"):
+        engine.generate(asked)
+
+
+def test_modules_are_left_as_they_were() -> None:
+    own = made("M2M100")
+    before = {name: id(one) for name, one in own.named_modules()}
+    load(own)
+    assert {name: id(one) for name, one in own.named_modules()} == before
+    hooks = (one for one in own.modules() if isinstance(one, nn.Module) and one._forward_hooks)
+    assert not list(hooks)
