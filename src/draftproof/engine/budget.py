@@ -81,12 +81,16 @@ class Costs:
             self.mean = [mine or theirs * factor for mine, theirs in pairs]
 
     def estimate(self, index: int) -> float:
-        """Seconds of a round: measured, or on the line through the nearest sizes that were."""
+        """Seconds of a round: measured, or on the line through the nearest drafts that were; what
+        the first node costs, above all to draft at all, says nothing of the second."""
         if self.mean[index]:
             return self.mean[index]
-        known = [one for one in range(len(self.sizes)) if self.mean[one]]
+        known = [one for one in range(1, len(self.sizes)) if self.mean[one]]
         if len(known) < 2:
-            return self.mean[0] * (1 + self.sizes[index] / MEMORY)
+            near = known[0] if known else 0
+            added = max(0.0, self.mean[near] - self.mean[0]) / 2        # half of it by the nodes
+            each = max(self.mean[0] / MEMORY, added / max(1, self.sizes[near]))
+            return self.mean[near] + (self.sizes[index] - self.sizes[near]) * each
         right = min(max(1, bisect_left(known, index)), len(known) - 1)
         low, high = known[right - 1 : right + 1]
         slope = (self.mean[high] - self.mean[low]) / (self.sizes[high] - self.sizes[low])
