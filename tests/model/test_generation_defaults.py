@@ -148,3 +148,22 @@ def test_a_rule_that_cannot_be_used_is_one_sentence(model: PreTrainedModel) -> N
         model.generation_config = GenerationConfig(eos_token_id=None, **asked)
         with pytest.raises(BadInput, match=next(iter(asked))):
             load(model, drafter="none").generate([PROMPT])
+
+
+def test_what_is_refused_can_be_left_out_by_name(model: PreTrainedModel) -> None:
+    """And the rest still holds."""
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "repetition_penalty": 1.3}
+    wanted = _written(model, PROMPT, **asked)
+    model.generation_config = GenerationConfig(
+        eos_token_id=END, num_beams=4, length_penalty=2.0, guidance_scale=1.5, **asked
+    )
+    with pytest.raises(BadInput, match="--ignore-generation-config num_beams"):
+        load(model).generate([PROMPT])
+    with pytest.raises(BadInput, match="guidance_scale"):
+        load(model, ignore_generation_config="num_beams").generate([PROMPT])
+    engine = load(model, ignore_generation_config="num_beams,guidance_scale")
+    assert engine.generate([PROMPT])[0].tokens == wanted
+    assert model.generation_config.num_beams == 4
+    for name in ("temperature", "eos_token_id", "num_beam"):
+        with pytest.raises(BadInput, match=f"'{name}', which cannot be left out"):
+            load(model, ignore_generation_config=name)

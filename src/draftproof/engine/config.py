@@ -121,6 +121,9 @@ class EngineConfig:
     trust_remote_code: bool = _model(
         False, "Run the code that comes with a model. It can do what you can: read it first.",
         type=bool)
+    ignore_generation_config: str | None = _model(
+        None, "Leave these out of what the model's generation_config asks for: num_beams,...",
+        "NAMES")
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None
     shapes: ShapePolicy | None = None
 
@@ -192,7 +195,7 @@ class EngineConfig:
     def digest(self) -> str:
         """16 hex digits of what decides the texts; under `match` drafting does not."""
         exact = self.acceptance in (None, "match") and not self.lossy
-        kept = ("model", "dtype", "quantize", "kv_cache", "parallel")
+        kept = ("model", "dtype", "quantize", "kv_cache", "parallel", "ignore_generation_config")
         names = [one.name for one in fields(self) if one.name in kept or not exact]
         said = {name: str(getattr(self, name)) for name in names}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

@@ -114,7 +114,8 @@ def build(config: EngineConfig) -> Engine:
     return Engine(
         target, drafter, codec=codec, acceptance=config.acceptance or "match",
         lossy=config.typical, budget=config.budget,
-        sampling=default_sampling(loaded), stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
+        sampling=default_sampling(loaded, config.ignore_generation_config),
+        stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
     )  # fmt: skip
 
 

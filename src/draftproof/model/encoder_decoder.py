@@ -93,10 +93,18 @@ class EncoderDecoder(Target):
         self.encoder: nn.Module = model.get_encoder()
         self.together = True
         takes = inspect.signature(model.forward).parameters
+        read = inspect.signature(self.encoder.forward).parameters
+        for given in (model.main_input_name, "input_features"):
+            if given in takes and given not in read:
+                raise UnsupportedModel(
+                    f"{type(model).__name__} prepares its inputs before its encoder reads them; "
+                    "run it with transformers' generate"
+                )
         self._takes_positions = "decoder_position_ids" in takes
         if not self._takes_positions:
             place_by_nodes(model.get_decoder())
-        width = getattr(getattr(self.encoder, "config", model.config), "hidden_size", 0)
+        config = getattr(self.encoder, "config", model.config).get_text_config()
+        width = getattr(config, "hidden_size", 0)
         dice = torch.Generator().manual_seed(2)
         self._check_sources = [
             Source({}, (), (self.encoder, torch.randn(1, size, width, generator=dice)))
@@ -241,8 +249,8 @@ class EncoderDecoder(Target):
         kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"])
         if not whole or not own or set(kinds) - set(KINDS):
             raise UnsupportedModel(
-                f"{name} does not keep what it has read in transformers' cache, layer by layer; "
-                "run it with transformers' generate"
+                f"{name} does not keep what it has read in transformers' cache; run it with "
+                "transformers' generate"
             )
         window = getattr(config, "sliding_window", None)
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}

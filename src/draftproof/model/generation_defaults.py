@@ -6,6 +6,7 @@ on logits that transformers' own processor applies, without effect on one text, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,14 +52,15 @@ NEUTRAL = {
 """Values that ask for nothing, beside None, False, 0 and an empty list."""
 
 
-def default_sampling(model: PreTrainedModel) -> Sampling:
+def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Sampling:
     """The sampling that the model's own generation_config asks for, as ``generate`` would apply it.
 
-    What cannot be honoured is a rule that refuses any request made with these defaults.
+    ignored: names of what it does not ask for then, "num_beams,guidance_scale". What cannot be
+    honoured is a rule that refuses any request made with these defaults.
     """
-    config = model.generation_config
-    if config is None:
+    if model.generation_config is None:
         return Sampling()
+    config = _without(model.generation_config, ignored)
     late: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
     sampled = bool(config.do_sample)
     fields: dict[str, Any] = {}
@@ -74,6 +76,20 @@ def default_sampling(model: PreTrainedModel) -> Sampling:
     banned = fields.get("banned_words", ())
     fields["banned_words"] = tuple(word for word in banned if word not in ends)
     return Sampling(**fields, logits_rules=tuple(_rules(config, sampled)))
+
+
+def _without(config: GenerationConfig, ignored: str | None) -> GenerationConfig:
+    """A copy that does not ask for what is ignored."""
+    left, known = copy.copy(config), {*GenerationConfig().to_dict()} - {*FIELDS, *WITHOUT_EFFECT}
+    for name in ignored.split(",") if ignored else ():
+        if name not in known:
+            own = "; it has an option of its own" if name in FIELDS else ""
+            raise BadInput(
+                f"ignore_generation_config named {name!r}, which cannot be left out{own}; name "
+                f"fields such as num_beams or suppress_tokens, with commas between them"
+            )
+        setattr(left, name, None)
+    return left
 
 
 def _rules(config: GenerationConfig, sampled: bool) -> list[LogitsRule]:
@@ -108,8 +124,9 @@ def _asks(name: str, value: Any) -> bool:
 
 def _refuse(asked: str, request: RuleRequest) -> LogitsProcessor:
     raise BadInput(
-        f"the model's generation_config asks for {asked}, which is not honoured here; "
-        "remove it there, or give a sampling of your own"
+        f"the model's generation_config asks for {asked}, which is not honoured here; to write "
+        f"without it, give --ignore-generation-config {asked.partition('=')[0]} "
+        "(ignore_generation_config in Python), or a sampling of your own"
     )
 
 

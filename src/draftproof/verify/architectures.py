@@ -1,17 +1,19 @@
-"""Section "architectures": every causal language model of the installed transformers, tiny and
-random, run exactly or refused. Whole texts are compared, longer than any window."""
+"""Section "architectures": every causal language model and encoder–decoder of the installed
+transformers, tiny and random, run exactly or refused. Whole texts are compared, longer than any
+window."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from draftproof.core.messages import Frontier
@@ -21,15 +23,23 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.completion import first_difference
 from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
+from draftproof.model.encoder_decoder import target_of
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, failed, silent
-from draftproof.verify.small_models import VOCAB, tiny, variants
+from draftproof.verify.small_models import (
+    VOCAB,
+    architectures,
+    encoder_decoders,
+    prompts,
+    tiny,
+    variants,
+)
 
 QUICK = (
     "bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3",
     "qwen3_moe",
 )
-PROMPTS, NEW_TOKENS = (24, 3, 9), 24
+PROMPTS, NEW_TOKENS = (24, 3, 9), 20
 
 
 LISTS = "## By type in `config.json`"
@@ -58,16 +68,11 @@ class Finding(NamedTuple):
     why: str = ""
 
 
-def architectures() -> list[str]:
-    """The model types that transformers has a causal language model for."""
-    return sorted({config.model_type for config in AutoModelForCausalLM._model_mapping})
-
-
 def prove_architectures(
     quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
 ) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
-    known, found = architectures(), list[Finding]()
+    known, found = list(architectures()), list[Finding]()
     names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
@@ -93,11 +98,12 @@ def write_lists(section: Section, page: Path) -> None:
 
 def listed(section: Section) -> str:
     """What the section found, type by type, in Markdown: the end of docs/models.md."""
-    found, lines = section.figures, [LISTS]
+    found, lines, whole = section.figures, [LISTS], encoder_decoders()
     for kind, words in WORDS.items():
-        if found[kind]:
-            names = found[kind] if isinstance(found[kind], str) else ", ".join(sorted(found[kind]))
-            lines.append(f"**{words}**: {names}.")
+        names = found[kind].split(", ") if found[kind] else []
+        parts = {words: [name for name in names if name not in whole],
+                 f"{words}, encoder–decoders": [name for name in names if name in whole]}
+        lines += [f"**{what}**: {', '.join(part)}." for what, part in parts.items() if part]
     for kind in (Kind.refused, Kind.unmade):
         reasons: dict[str, list[str]] = {}
         for name, why in sorted(found[kind].items()):
@@ -105,15 +111,16 @@ def listed(section: Section) -> str:
         title = "Refused, with this sentence" if kind is Kind.refused else "Not made so small"
         if not reasons:
             continue
-        lines += [f"**{title}**:", "\n".join(
+        lines += ["\n".join([f"**{title}**:", *(
             f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items())
-        )]
+        )])]
     return "\n\n".join(lines) + "\n"
 
 
 def _without_name(why: str) -> str:
-    """A reason, of whichever class of model."""
-    return re.sub(r"^\w+(?:For\w+|Model\w*) ", "", " ".join(why.split()))
+    """A reason, of whichever class of model, and without what that said itself."""
+    reason = re.sub(r"^\w+(?:For\w+|Model\w*) ", "", " ".join(why.split()))
+    return re.sub(r" \(.*\);", ";", reason)
 
 
 def examine(name: str, around: Callable[[Target], Target] = lambda target: target) -> Finding:
@@ -140,7 +147,7 @@ def _examined(
             model = tiny(name, own)
         except Exception as error:                  # a configuration that wants other sizes
             return Finding(name, Kind.unmade, failed(error))
-        target = around(Target(model))
+        target = around(target_of(model))
         loaded, trees = True, target.reads_trees
         if wrong := _wrong(model, target):
             return Finding(name, Kind.broken, wrong)
@@ -174,19 +181,25 @@ class _Knows(Drafter):
 
 def _wrong(model: PreTrainedModel, target: Target) -> str:
     """Where plain text differs from the model's own, or drafted text from plain; "" if nowhere."""
-    dice = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in PROMPTS]
+    asked = prompts(model, PROMPTS)
+    begun = [Engine(target).requests.begun(prompt)[0] for prompt in asked]
+    # without a cache some decoders skip padding, or do not see it
+    padding = getattr(model.config, "pad_token_id", None) if target.encodes else None
+    never = {} if padding is None else {padding: -1e9}
 
     def written(engine: Engine, want: Sampling, rows: int) -> list[list[int]]:
-        done = engine.generate(prompts, sampling=want, max_new_tokens=NEW_TOKENS, batch_size=rows)
+        want = replace(want, logit_bias=never)
+        done = engine.generate(asked, sampling=want, max_new_tokens=NEW_TOKENS, batch_size=rows)
         return [one.checked().tokens for one in done]
 
     for how, want in {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=3)}.items():
         plain = written(Engine(target), want, 1)
-        if how == "greedy" and (at := _parted(plain, [_own(model, prompt) for prompt in prompts])):
-            return f"greedy text parts from the model's own {at}"
-        texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
-        for rows in (1, len(prompts)):
+        if how == "greedy":
+            own = [_own(model, *both, never) for both in zip(asked, begun, strict=True)]
+            if at := _parted(plain, own):
+                return f"greedy text parts from the model's own {at}"
+        texts = [[*prompt, *tokens] for prompt, tokens in zip(begun, plain, strict=True)]
+        for rows in (1, len(asked)):
             engine = Engine(target, _Knows(texts, target.reads_trees), budget=_Knows.default_budget)
             if at := _parted(written(engine, want, rows), plain):
                 return f"drafted text ({how}, {rows} at a time) parts from plain text {at}"
@@ -194,13 +207,19 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
 
 
 @torch.inference_mode()
-def _own(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+def _own(
+    model: PreTrainedModel, prompt: Any, begun: Sequence[int], never: Collection[int]
+) -> list[int]:
     """What the model's own forward says, greedily, without any cache."""
-    text = list(prompt)
+    text, encoded = list(begun), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        encoded = prompt if isinstance(prompt, dict) else {"input_ids": torch.tensor([prompt])}
     for _ in range(NEW_TOKENS):
-        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits
-        text.append(int(logits[0, -1].argmax()))
-    return text[len(prompt) :]
+        name = "decoder_input_ids" if encoded else "input_ids"
+        logits = model(**{**encoded, name: torch.tensor([text])}, use_cache=False).logits[0, -1]
+        logits[list(never)] = -torch.inf
+        text.append(int(logits.argmax()))
+    return text[len(begun) :]
 
 
 def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:

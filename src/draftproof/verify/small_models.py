@@ -4,11 +4,17 @@ every threshold on length so small that a short text crosses it."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 VOCAB, CONTEXT, WINDOW, HEADS, LAYERS = 128, 256, 16, 4, 4
 SMALL: dict[str, Any] = {
@@ -61,6 +67,13 @@ ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xl
 BERTS = ("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert",
          "roc_bert", "roformer", "xmod")
 """Encoders, which are causal only if they are made decoders."""
+ENDS = {"pad_token_id": 0, "eos_token_id": 2, "init_std": 0.3, "decoder_layers": 2}
+T5 = {"pad_token_id": 0, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
+BARTS = ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus",
+         "plbart")
+T5S = ("longt5", "mt5", "t5", "umt5")
+SPEECH = {**ENDS, "max_source_positions": 40, "max_target_positions": 64}
+T5_GEMMA = {**WINDOWS, "pad_token_id": 0}
 
 OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "bailing_hybrid": (STATES,),
@@ -109,6 +122,24 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2_moe": ({}, USED_WINDOWS),
     "qwen3": ({}, USED_WINDOWS),
     "reformer": ({"is_decoder": True, "axial_pos_embds": False},),
+    **dict.fromkeys(BARTS, (ENDS,)),
+    **dict.fromkeys(T5S, (T5,)),
+    "nllb-moe": ({**ENDS, "encoder_sparse_step": 2, "decoder_sparse_step": 2},),
+    "pegasus_x": ({**ENDS, "block_size": 8},),
+    "bigbird_pegasus": ({**ENDS, "block_size": 4, "num_random_blocks": 1},),
+    "led": ({**ENDS, "attention_window": 8, "max_encoder_position_embeddings": CONTEXT,
+             "max_decoder_position_embeddings": CONTEXT},),
+    "speech_to_text": ({**SPEECH, "input_feat_per_channel": 8, "conv_channels": 16,
+                        "max_source_positions": CONTEXT},),
+    "fsmt": ({**ENDS, "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "langs": ["en", "de"]},),
+    "seamless_m4t": (ENDS,),
+    "seamless_m4t_v2": (ENDS,),
+    "speecht5": (ENDS,),
+    "switch_transformers": (
+        {**T5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    ),
+    "t5gemma": ({"encoder": T5_GEMMA, "decoder": T5_GEMMA, "pad_token_id": 0},),
+    "whisper": ({**SPEECH, "num_mel_bins": 8},),
     **{name: ({"pad_token_id": 1, "is_decoder": True},) for name in ROBERTAS},
     **{name: ({"is_decoder": True},) for name in BERTS},
     "smollm3": ({"no_rope_layers": [1, 1, 0, 1]},),
@@ -124,22 +155,56 @@ def variants(name: str) -> tuple[dict[str, Any], ...]:
     return OF_ONE.get(name, ({},))
 
 
+def encoder_decoders() -> dict[str, Any]:
+    """The model types of encoder-decoders that write text, and what loads each."""
+    return {
+        kind.model_type: loads for loads in (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
+        for kind in loads._model_mapping if getattr(kind, "is_encoder_decoder", False)
+    }
+
+
+def architectures() -> dict[str, Any]:
+    """The model types that transformers has a model for that writes, and what loads each: an
+    encoder-decoder whole, not its decoder alone."""
+    alone = {kind.model_type: AutoModelForCausalLM for kind in AutoModelForCausalLM._model_mapping}
+    return dict(sorted((alone | encoder_decoders()).items()))
+
+
 def tiny(name: str, own: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A random model of this type, in float32; own: one of its variants, None for the first. Raises
     whatever its configuration raises."""
-    mapping = AutoModelForCausalLM._model_mapping
-    kind = next(one for one in mapping if one.model_type == name)
+    loads = architectures()[name]
+    kind = next(one for one in loads._model_mapping if one.model_type == name)
     config = _config(kind, variants(name)[0] if own is None else own)
     with torch.device("meta"):
-        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(one.numel() for one in loads.from_config(config).parameters())
     if size > LARGE:
         raise ValueError(f"it has {size} parameters, however small its configuration is")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        made = loads.from_config(config, dtype=torch.float32)
         model: PreTrainedModel = made.eval()
-    model.generation_config = GenerationConfig()
+    start = 1 if config.is_encoder_decoder else None
+    model.generation_config = GenerationConfig(decoder_start_token_id=start)
     return model
+
+
+def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
+    """Random prompts of such sizes: token ids, or what the encoder of this model hears."""
+    dice, config = torch.Generator().manual_seed(1), model.config
+    if model.main_input_name == "input_ids" or not config.is_encoder_decoder:
+        return [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in sizes]
+    shapes: list[tuple[int, ...]]
+    heard: Any = getattr(config, "encoder_config", None)
+    if hasattr(heard, "num_mel_bins"):
+        shapes = [(1, 20 + 4 * size, heard.num_mel_bins) for size in sizes]
+    elif hasattr(config, "num_mel_bins"):
+        shapes = [(1, config.num_mel_bins, 2 * config.max_source_positions) for _ in sizes]
+    elif hasattr(config, "input_feat_per_channel"):
+        shapes = [(1, 20 + 4 * size, config.input_feat_per_channel) for size in sizes]
+    else:
+        shapes = [(1, 2000 + 400 * size) for size in sizes]
+    return [{model.main_input_name: torch.randn(shape, generator=dice)} for shape in shapes]
 
 
 def _config(kind: Any, own: Mapping[str, Any]) -> Any:
