@@ -167,14 +167,9 @@ def test_real_models_sample_the_same_text_with_every_drafter() -> None:
 
 
 def test_a_target_of_chains_only_gets_chains_only() -> None:
-    """MPT reads chains exactly and trees not: chains are the text of transformers, a tree is
-    refused, not believed."""
-    own = Target(
-        build(
-            "MptConfig", vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=256,
-            initializer_range=0.4
-        )
-    )
+    """Chains are the text of transformers, a tree is refused."""
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    own = Target(build("MambaConfig", **sizes, initializer_range=0.4))
     asked = prompts(3, seed=9)
     for drafter in (PromptLookup(), DraftModel(target(seed=1), 40)):
         done = Engine(own, drafter).generate(asked, max_new_tokens=NEW)

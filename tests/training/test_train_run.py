@@ -13,6 +13,7 @@ from training_helpers import Recorder, saved_model
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
+from draftproof.model.device import processor
 from draftproof.model.packed_linear import JointLinear
 from draftproof.native.kernels import kernels
 from draftproof.training import train_run
@@ -72,7 +73,7 @@ def test_the_folder_decodes_and_says_where_it_comes_from(source: Path, finished:
     record = json.loads((finished / "training.json").read_text())
     digest = record["settings"]["data"]["texts.jsonl"]
     for words in ("base_model: tiny", "`tiny`", "texts.jsonl", digest, "licence", "12 steps",
-                  "torch", "CPU"):
+                  "torch", processor()):
         assert words in card
     assert f"{record['held_out']['tokens_per_round']:.2f}" in card
     assert record["rows"] + record["held_out_rows"] == 64
