@@ -82,7 +82,7 @@ class Costs:
 
     def estimate(self, index: int) -> float:
         """Seconds of a round: measured, or on the line through the nearest drafts that were; what
-        the first node costs, above all to draft at all, says nothing of the second."""
+        the first node costs is half to draft at all, unless the second is measured."""
         if self.mean[index]:
             return self.mean[index]
         known = [one for one in range(1, len(self.sizes)) if self.mean[one]]
