@@ -29,7 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> list[Row]:
     file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
-    prompts = [str(one.prompt) for one in read_questions(file, lambda row: row["prompt"])]
+    prompts = [str(one.prompt) for one in read_questions(file)]
     plain = dp.load(given.model, drafter="none", dtype=given.dtype)
 
     def written(drafter: dp.Drafter, size: int, heat: float, lossy: bool) -> tuple[Any, list[Any]]:

@@ -79,7 +79,7 @@ def run(given: argparse.Namespace) -> list[Row]:
     gc.freeze()
     target, codec = engine.target, engine.codec
     file = STORIES if given.model == "demo" else GENERAL
-    questions = read_questions(file, lambda row: str(row["prompt"]))
+    questions = read_questions(file)
     prompts = [codec.encode(one.prompt) for one in questions][: given.prompts]
     step = _plain_step(engine, prompts[0])
     drafters: dict[str, Callable[[], dp.Drafter]] = {

@@ -27,7 +27,6 @@ import draftproof as dp
 from draftproof.bench.methods import load_methods
 from draftproof.bench.workloads import GENERAL, STORIES, read_questions
 from draftproof.engine.budget import Adaptive
-from draftproof.engine.rows import prompt_of
 from draftproof.plan.planner import AUTO, PLAIN, PlanConfig, Planner, is_light
 from draftproof.plan.report import EVEN, judged
 
@@ -74,7 +73,7 @@ def measure(given: argparse.Namespace) -> None:
                                   quantize=given.quantize)
     gc.freeze()
     file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
-    questions = read_questions(file, lambda row: prompt_of(row, given.chat))[: given.count]
+    questions = read_questions(file, given.chat)[: given.count]
     prompts = [plain.requests.tokens(one.prompt) for one in questions]
     drafters = {one.name: one.engine.drafter for one in methods[1:]}
     for heat in map(float, given.temperature.split(",")):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -14,16 +12,10 @@ from draftproof.bench.workloads import GENERAL, MT_BENCH, STORIES, Question, rea
 from draftproof.errors import BadInput
 
 
-def prompt_of(row: Mapping[str, Any]) -> str:
-    if "prompt" not in row:
-        raise BadInput("the row has no prompt")
-    return str(row["prompt"])
-
-
 def test_rows_become_questions(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"prompt": "a", "category": "x"}\n\n{"prompt": "b"}\n')
-    assert read_questions(file, prompt_of) == [Question("a", "x"), Question("b")]
+    assert read_questions(file) == [Question("a", "x"), Question("b")]
 
 
 @pytest.mark.parametrize(("line", "why"), [
@@ -34,23 +26,20 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, why: str) -> 
     file = tmp_path / "some.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(BadInput, match=rf"line 2 of .*{why}"):
-        read_questions(file, prompt_of)
+        read_questions(file)
     file.write_text("\n")
     with pytest.raises(BadInput, match="has no rows"):
-        read_questions(file, prompt_of)
+        read_questions(file)
     with pytest.raises(BadInput, match=r"no file .*none\.jsonl"):
-        read_questions(tmp_path / "none.jsonl", prompt_of)
+        read_questions(tmp_path / "none.jsonl")
 
 
 def test_spec_bench_has_six_tasks_of_eighty() -> None:
-    def first_turn(row: Mapping[str, Any]) -> str:
-        return str(row["turns"][0])
-
     file = tiny.shared("data", "spec_bench", "question.jsonl")
-    whole = read_questions(file, first_turn, spec_bench=True)
+    whole = read_questions(file, spec_bench=True)
     tasks = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
     assert Counter(question.category for question in whole) == dict.fromkeys(tasks, 80)
-    apart = read_questions(tiny.shared("data", "mt_bench", "question.jsonl"), first_turn)
+    apart = read_questions(tiny.shared("data", "mt_bench", "question.jsonl"))
     assert {question.category for question in apart} == set(MT_BENCH)
 
 
@@ -66,6 +55,6 @@ def test_a_choice_keeps_the_order() -> None:
 
 @pytest.mark.parametrize("file", [STORIES, GENERAL])
 def test_built_in_prompts_have_categories_and_differ(file: Path) -> None:
-    questions = read_questions(file, prompt_of)
+    questions = read_questions(file)
     assert all(one.category for one in questions)
     assert len({one.prompt for one in questions}) == len(questions) >= 6

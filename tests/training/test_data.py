@@ -53,7 +53,7 @@ UNUSABLE: list[tuple[bytes, str]] = [
     (b'{"text": ""}', "empty"), (b'{"text": null}', "empty"), (b'{"text": 1}', "must be text"),
     (b'{"story": "a"}', "none of the fields text, messages"),
     (b'{"messages": [{"role": "robot", "content": "a"}]}', "role 'robot'"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "must be text"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "not text"),
     (b'{"messages": "Hi"}', "list of messages"), (b'{"messages": [1]}', "list of messages"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "without a user"),
 ]  # fmt: skip

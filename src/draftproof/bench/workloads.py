@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from draftproof.engine.engine import Engine, Prompt
+from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, resolve
 
@@ -34,12 +35,12 @@ class Question(NamedTuple):
 
 
 def read_questions(
-    file: Path, prompt_of: Callable[[Mapping[str, Any]], Prompt], spec_bench: bool = False
+    file: Path, chat: bool = False, spec_bench: bool = False
 ) -> list[Question]:
     """The rows of a JSONL file, each a prompt with, perhaps, a "category".
 
-    prompt_of: the prompt of a row; raises BadInput for a row without one. spec_bench: MT-bench's
-    categories count as one. Raises BadInput for a file that is missing or malformed.
+    chat: prompts are the user's messages. spec_bench: MT-bench's categories count as one. Raises
+    BadInput for a file that is missing or malformed.
     """
     if not file.is_file():
         raise BadInput(f"there is no file {file}; give a JSONL file with a prompt in each row")
@@ -53,7 +54,7 @@ def read_questions(
             if not isinstance(category, str):
                 raise BadInput("it is not an object, or its category is not text")
             task = "mt_bench" if spec_bench and category in MT_BENCH else category
-            questions.append(Question(prompt_of(row), task))
+            questions.append(Question(prompt_of(row, chat), task))
         except (BadInput, json.JSONDecodeError) as error:
             raise BadInput(f"line {number} of {file} cannot be used: {error}") from error
     if not questions:

@@ -42,10 +42,7 @@ class Interrupted(Exception):
 
 
 class Commands(TyperGroup):
-    """Subcommands in the order they were added; an interrupt leaves them as `Interrupted`."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
+    """Subcommands; an interrupt leaves them as `Interrupted`."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -54,30 +51,18 @@ class Commands(TyperGroup):
             raise Interrupted(str(stop) or "interrupted") from None
 
 
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")
-
-
 app = typer.Typer(
     name="draftproof",
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+    context_settings={"help_option_names": ["-h", "--help"],
+                      "token_normalize_func": lambda name: name.replace("_", "-")},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(run)
-app.command()(chat)
-app.command()(serve)
-app.command()(train)
-app.command()(calibrate)
-app.command()(demo)
-app.command()(plan)
-app.command()(bench)
-app.command()(doctor)
-app.command()(prove)
-app.command()(audit)
+for command in (run, chat, serve, train, calibrate, demo, plan, bench, doctor, prove, audit):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:

@@ -14,8 +14,7 @@ import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import lost
-from draftproof.engine.rows import prompt_of
+from draftproof.cli.setup import lost, must_have_folders
 from draftproof.errors import BadInput
 
 N = TypeVar("N", int, float)
@@ -57,7 +56,7 @@ def bench(
     _check(ctx.params | {"batch": min(batches)})
     known, texts = built_in(model)
     file = prompts or spec_bench or texts
-    rows = read_questions(file, lambda row: prompt_of(row, chat), spec_bench is not None)
+    rows = read_questions(file, chat, spec_bench is not None)
     questions = select(rows, category or [], limit)
     with show.status("loading ...") as status:
         plain, methods = load_methods(
@@ -95,9 +94,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise BadInput(f"price_per_hour was {given['price_per_hour']}; it must be above 0")
     if given["prompts"] is not None and given["spec_bench"] is not None:
         raise BadInput("both --prompts and --spec-bench were given; give one of them")
-    for out in (given["json_"], given["plots"]):
-        if out is not None and not out.absolute().parent.is_dir():
-            raise BadInput(f"there is no folder {out.absolute().parent}; make it first")
+    must_have_folders(given["json_"], given["plots"])
     can_draw(given["plots"])
 
 

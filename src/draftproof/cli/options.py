@@ -13,14 +13,8 @@ import typer
 
 from draftproof.engine.config import EngineConfig, cli_fields
 
-
-class Color(StrEnum):
-    """When to colour."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
+Color = StrEnum("Color", ["auto", "always", "never"])
+"""When to colour."""
 
 Command = Callable[..., None]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.bench import can_draw, numbers
-from draftproof.cli.setup import must_decode_alone
-from draftproof.engine.rows import prompt_of
+from draftproof.cli.setup import must_decode_alone, must_have_folders
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -54,11 +53,12 @@ def plan(
         if value is not None and not value > 0:
             raise BadInput(f"{name} was {value}; it must be above 0")
     can_draw(plots)
+    must_have_folders(json_, plots)
     known, texts = built_in(model)
     assistants = assistant_model or []
     drafters = drafter or ([] if assistants else known)
     file = prompts or (None if logs else texts)
-    rows = read_questions(file, lambda row: prompt_of(row, chat)) if file else []
+    rows = read_questions(file, chat) if file else []
     with show.status("loading ...") as status:
         plain, methods = load_methods(model, drafters, assistants, inflate, **engine)
         must_decode_alone(plain, "plan")

@@ -15,22 +15,16 @@ from rich.text import Text
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import engine_of, lost, must_decode_alone
+from draftproof.cli.setup import engine_of, lost, must_decode_alone, must_have_folders
 from draftproof.engine.config import EngineConfig
-from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
     from draftproof.verify.report import Report, Section, Tick
 
 
-class Part(StrEnum):
-    """What is proved."""
-
-    law = "law"
-    sampling = "sampling"
-    bits = "bits"
-    architectures = "architectures"
+Part = StrEnum("Part", ["law", "sampling", "bits", "architectures"])
+"""What is proved."""
 
 
 def _file(name: str, text: str) -> Any:
@@ -70,10 +64,7 @@ def prove(
     *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
-    for file in (json_, html, markdown, models):
-        if file is not None and not file.absolute().parent.is_dir():
-            folder = file.absolute().parent
-            raise BadInput(f"there is no folder {folder} for {file.name}; make it first")
+    must_have_folders(json_, html, markdown, models)
     if model is None and not engine.keys() & {"drafter", "assistant_model"}:
         engine["assistant_model"] = "demo-draft"
     setup = EngineConfig(model or "demo", **engine)

@@ -12,7 +12,6 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
 from draftproof.cli.setup import (
-    as_chat,
     described,
     engine_of,
     gaudi_words,
@@ -22,6 +21,7 @@ from draftproof.cli.setup import (
     planned,
 )  # fmt: skip
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(
             return
         what = group.from_rank_0(lambda: _prompt(text, prompt, prompt_file))   # stdin is rank 0's
         writer = None if json_ else show.StreamWriter(sys.stdout, color)
-        _run(config, sampling, as_chat(what) if chat else what, n, compare, writer)
+        _run(config, sampling, prompt_of({"prompt": what}, chat), n, compare, writer)
 
 
 def _run(

@@ -87,6 +87,13 @@ def planned(file: Path, given: dict[str, Any]) -> dict[str, Any]:
     return read_start(file)
 
 
+def must_have_folders(*files: Path | None) -> None:
+    """Refuse files that could not be written at the end, before the work."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"there is no folder {file.absolute().parent}; make it first")
+
+
 def plain_engine(engine: Engine) -> Engine:
     """Plain decoding with the same target and defaults; nothing is loaded twice."""
     from draftproof.drafters.plain import Plain
@@ -137,10 +144,3 @@ def lost(engine: Engine) -> list[str]:
     if target.kv_cache:
         lines.append(f"{target.kv_cache} KV cache: {kept} bytes per token, in place of {plain}")
     return lines
-
-
-def as_chat(text: str) -> list[dict[str, str]]:
-    """A prompt as the user's message."""
-    if not text:
-        raise BadInput("the prompt is empty; give at least one word")
-    return [{"role": "user", "content": text}]

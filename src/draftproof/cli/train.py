@@ -72,19 +72,16 @@ def train(
             other = "redrafter" if is_medusa else "medusa"
             raise BadInput(f"{name} is an option of {other}, not of {method.value}; leave it out")
     make: train_run.MakeHead
+    shape: dict[str, Any] = {"share_lm_head": not own_projection if is_medusa else share_lm_head}
     if is_medusa:
-        number, share = 5 if heads is None else heads, not own_projection
-        form = {"heads": number, "layers": layers, "share_lm_head": share}
-        make = lambda target: MedusaHead.fresh(target, number, layers, share)  # noqa: E731
+        form = {"heads": 5 if heads is None else heads}
+        make = partial(MedusaHead.fresh, num_heads=form["heads"], num_layers=layers, **shape)
     else:
-        shape: dict[str, Any] = {"exit_dim": exit_dim, "share_lm_head": share_lm_head}
-        steps = horizon or 5
-        form = {"horizon": steps, "layers": layers, **shape}
-        make = lambda target: ReDrafterHead.fresh(  # noqa: E731
-            target, steps=steps, num_layers=layers, **shape
-        )
+        form, shape = {"horizon": 5 if horizon is None else horizon}, shape | {"exit_dim": exit_dim}
+        make = partial(ReDrafterHead.fresh, steps=form["horizon"], num_layers=layers, **shape)
     run = TrainRun(
-        model, DataConfig(tuple(data), held_out, chat, strict), out, TrainConfig(**config), form,
+        model, DataConfig(tuple(data), held_out, chat, strict), out, TrainConfig(**config),
+        {**form, "layers": layers, **shape},
         SelfGenerateConfig(**own) if self_generate else None,
         JointConfig(distil=self_generate) if joint else None, **engine,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     if name == "turns" and isinstance(given, list) and given:
         given = given[0]
     if name == "messages":
-        return _messages(given)
+        return messages_of(given)
     if isinstance(given, list) and given and all(type(token) is int for token in given):
         return [int(token) for token in given]
     if not isinstance(given, str):
@@ -118,29 +118,47 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     return [{"role": "user", "content": given}] if chat else given
 
 
-def _messages(given: object) -> list[dict[str, str]]:
-    """Messages with their content as text; parts of text are joined, other parts refused."""
+def messages_of(given: object) -> list[dict[str, Any]]:
+    """Messages as templates read them: text joined, arguments of calls as objects."""
+    wanted = '"messages" must be a list of objects with "role" and "content"'
     if not isinstance(given, list) or not given:
-        raise BadInput('"messages" must be a list of objects with "role" and "content"')
-    pairs = [(_content(message), message) for message in given]
-    return [{**message, "content": content} for content, message in pairs]
+        raise BadInput(wanted)
+    read = list[dict[str, Any]]()
+    for message in given:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadInput(wanted)
+        calls, content = message.get("tool_calls"), message.get("content")
+        if content is None and calls:
+            content = ""
+        if isinstance(content, list):
+            content = "".join(map(text_part, content))
+        if not isinstance(content, str):
+            raise BadInput(f"{wanted}; content is text, or a list of parts that are text")
+        own: dict[str, Any] = {"tool_calls": tool_calls_of(calls)} if calls else {}
+        read.append({**message, "content": content, **own})
+    return read
 
 
-def _content(message: object) -> str:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise BadInput('"messages" must be a list of objects with "role" and "content"')
-    content = message["content"]
-    if isinstance(content, list):
-        for part in content:
-            words = part.get("text") if isinstance(part, dict) else None
-            if not isinstance(words, str) or part.get("type", "text") != "text":
-                raise BadInput("a message has a part that is not text; only text is read here")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or message.get("tool_calls"):
-        raise BadInput(
-            "a message has a content that is not text, or tool calls; only text is read here"
-        )
-    return content
+def text_part(part: Any) -> str:
+    """The text of a part of a message; raises BadInput for an image, or what else it is."""
+    words = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(words, str) or part.get("type", "text") != "text":
+        raise BadInput("a message has a part that is not text; only text is read here")
+    return words
+
+
+def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as chat templates take them: the arguments as an object, not as its text."""
+    try:
+        read = []
+        for call in calls:
+            function = dict(call["function"])
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            read.append({"type": "function", **call, "function": function})
+        return read
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        raise BadInput(f"a message's tool_calls cannot be read: {error!r:.120}") from None
 
 
 def _nested(row: Mapping[str, Any]) -> list[dict[str, Any]]:

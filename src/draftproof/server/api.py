@@ -6,7 +6,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
-from draftproof.engine.rows import prompt_of, refuse_unhonoured, sampling_of
+from draftproof.engine.rows import messages_of, prompt_of, refuse_unhonoured, sampling_of
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.server import schema
@@ -30,7 +29,7 @@ from draftproof.server.answer import Answer, Mailbox, Service, Wish, problem
 from draftproof.server.grammar import Grammars, response_rule
 from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Scheduler
-from draftproof.server.tools import Tools, messages_of
+from draftproof.server.tools import Tools
 
 Sent = Annotated[dict[str, Any], Body()]
 """A JSON object."""
@@ -44,17 +43,15 @@ class Server:
     """An engine behind an API.
 
     model: the name clients use. timeout: seconds of a request, or None. key: required, if given.
-    others: engines of the same target with other drafters, which the page may ask for.
     """
 
     def __init__(
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
         timeout: float | None = None, key: str | None = None, price: float | None = None,
-        others: Mapping[str, Engine] | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.key = engine, model, key
-        lanes = {"none": _plain(engine), **(others or {})}
-        self.scheduler = Scheduler(engine, rows=rows, queue=queue, length=length, others=lanes)
+        plain = _plain(engine)
+        self.scheduler = Scheduler(engine, plain, rows=rows, queue=queue, length=length)
         self.metrics = Metrics(self.scheduler, model, price, engine.prefixes)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
         shared = (self.scheduler, self.metrics, engine.codec, model, timeout)

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -187,18 +187,15 @@ class Scheduler:
     """Runs requests as they come, at most `rows` rows of `length` tokens at a time; as many more
     as `queue` may wait.
 
-    A row's text is the one it has alone. others: engines of the same target with other drafters,
-    by name; each runs one row at a time. `close` lets what runs finish.
+    A row's text is the one it has alone. plain: the same target with nothing drafted, which runs
+    one row at a time, for who asks for the drafter "none". `close` lets what runs finish.
     """
 
     def __init__(
-        self, engine: Engine, *, rows: int, queue: int, length: int,
-        others: Mapping[str, Engine] | None = None,
-    ) -> None:  # fmt: skip
+        self, engine: Engine, plain: Engine, *, rows: int, queue: int, length: int
+    ) -> None:
         self.rows, self.queue, self.length = rows, queue, min(length, engine.target.context)
-        self.lanes = {"": Lane(engine, rows, self.length)}
-        for name, other in (others or {}).items():
-            self.lanes[name] = Lane(other, 1, self.length)
+        self.lanes = {"": Lane(engine, rows, self.length), "none": Lane(plain, 1, self.length)}
         self.closing = False
         self._awake = threading.Condition()
         release_workers()
@@ -223,8 +220,7 @@ class Scheduler:
         stops."""
         lane = self.lanes.get(drafter)
         if lane is None:
-            there = ", ".join(name for name in self.lanes if name)
-            raise BadInput(f"there is no drafter {drafter[:99]!r} here; there are {there}")
+            raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
         if len(rows) > lane.rows:
             raise BadInput(f"n was {len(rows)}; this server runs at most {lane.rows} rows")
         if len(rows[0].prompt) + 1 > self.length:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,45 +205,3 @@ def _overlap(text: str, mark: str) -> int:
     """How many of the last characters of `text` could begin `mark`."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if mark.startswith(text[-size:])), 0)
-
-
-def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Messages as templates read them: text joined, arguments of calls as objects."""
-    wanted = '"messages" must be a list of objects with "role" and "content"'
-    if not isinstance(given, list) or not given:
-        raise BadInput(wanted)
-    read = list[dict[str, Any]]()
-    for message in given:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(wanted)
-        calls = message.get("tool_calls")
-        content = message.get("content", "" if calls else None)
-        if content is None and calls:
-            content = ""
-        if isinstance(content, list):
-            content = "".join(map(_text, content))
-        if not isinstance(content, str):
-            raise BadInput(f"{wanted}; content is text, or a list of parts that are text")
-        own: dict[str, Any] = {"tool_calls": _as_objects(calls)} if calls else {}
-        read.append({**message, "content": content, **own})
-    return read
-
-
-def _text(part: Any) -> str:
-    words = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(words, str) or part.get("type", "text") != "text":
-        raise BadInput("a message has a part that is not text; only text is read here")
-    return words
-
-
-def _as_objects(calls: Any) -> Sequence[dict[str, Any]]:
-    try:
-        read = []
-        for call in calls:
-            function = dict(call["function"])
-            if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            read.append({**call, "function": function})
-        return read
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
-        raise BadInput(f"a message's tool_calls cannot be read: {error!r:.120}") from None

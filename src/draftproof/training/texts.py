@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from draftproof.engine.rows import text_part, tool_calls_of
 from draftproof.errors import BadInput
 
 CHATS = ("messages", "conversations", "conversation")
@@ -250,18 +251,7 @@ def _message(part: dict[str, Any]) -> Message:
     if role not in ROLES:
         raise BadInput(f"a message has the role {role!r}, none of {', '.join(ROLES)}")
     if isinstance(content, list):
-        content = "".join(_text(piece.get("text"), "a part of a message") for piece in content)
+        content = "".join(map(text_part, content))
     silent = content == "" or (content is None and calls)
     text = "" if silent else _text(content, "the content of a message")
-    return Message(ROLES[role], text, json.dumps([_call(call) for call in calls]) if calls else "")
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """A tool call as chat templates take it: the arguments as an object, not as its text."""
-    try:
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    except (TypeError, KeyError, ValueError) as error:
-        raise BadInput("a tool call needs a function with a name and JSON arguments") from error
-    return {"type": "function", "function": function}
+    return Message(ROLES[role], text, json.dumps(tool_calls_of(calls)) if calls else "")
