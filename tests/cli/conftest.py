@@ -7,7 +7,7 @@ import gc
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,5 +77,20 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
             finally:
                 gc.unfreeze()           # a command keeps it as long as its process, tests do not
         return Said(code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture
+def refused(call: Callable[..., Said]) -> Callable[..., None]:
+    """``draftproof ARGS`` ends with 1, nothing on stdout and one line that has all the words."""
+
+    def run(*args: str, words: Sequence[str], notes: bool = False) -> None:
+        said = call(*args)
+        assert said.code == 1 and said.out == "", said
+        *before, last = said.err.splitlines()
+        assert last.startswith("draftproof: ") and (notes or not before), said.err
+        assert all(word in last for word in words), last
+        assert "Errno" not in last and "Error:" not in last
 
     return run

@@ -87,21 +87,18 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_work")
-def test_other_folders_are_not_written_to(call: Call, model: str, heads: Path, prompts: str,
-                                          tmp_path: Path) -> None:
-    full = tmp_path / "full"
-    full.mkdir()
+def test_other_folders_are_not_written_to(
+    refused: Call, model: str, heads: Path, prompts: str, tmp_path: Path
+) -> None:
+    (full := tmp_path / "full").mkdir()
     (full / "notes.txt").write_text("mine")
-    said = call("calibrate", model, "--drafter", str(heads), "--prompts", prompts, "--out",
-                str(full))
-    assert said.code == 1 and "something else" in said.err and said.err.count("\n") == 1
-    vllm = tmp_path / "vllm"
+    given = ("calibrate", model, "--prompts", prompts, "--drafter")
+    refused(*given, str(heads), "--out", str(full), words=["something else"])
     target = load(model, drafter="none").target
     head = read_head(heads, target)
     assert isinstance(head, MedusaHead)
-    write_head(head.unshared(target), vllm, "vllm")
-    said = call("calibrate", model, "--drafter", str(vllm), "--prompts", prompts)
-    assert said.code == 1 and "--out DIR" in said.err
+    write_head(head.unshared(target), tmp_path / "vllm", "vllm")
+    refused(*given, str(tmp_path / "vllm"), words=["--out DIR"])
 
 
 @pytest.mark.usefixtures("no_work")
@@ -110,15 +107,7 @@ def test_other_folders_are_not_written_to(call: Call, model: str, heads: Path, p
     (("--tokens", "5000"), "no prompt leaves room"),
 ])  # fmt: skip
 def test_what_cannot_be_calibrated_is_refused(
-    call: Call, model: str, heads: Path, prompts: str, options: tuple[str, str], why: str
+    refused: Call, model: str, heads: Path, prompts: str, options: tuple[str, str], why: str
 ) -> None:
     given = ["--drafter", str(heads), *(model if one == "MODEL" else one for one in options)]
-    said = call("calibrate", model, "--prompts", prompts, *given)
-    assert said.code == 1 and why in said.err and said.err.count("\n") == 1
-
-
-def test_one_prompt_is_too_few(call: Call, model: str, heads: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')
-    said = call("calibrate", model, "--drafter", str(heads), "--prompts",
-                str(tmp_path / "one.jsonl"))
-    assert said.code == 1 and "at least two" in said.err
+    refused("calibrate", model, "--prompts", prompts, *given, words=[why])

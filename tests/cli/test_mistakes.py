@@ -16,16 +16,6 @@ from draftproof.errors import LAST_WORD
 Call = Callable[..., Any]
 
 
-def sentence(said: Any, *words: str) -> None:
-    """Exit 1, nothing on stdout, one line on stderr that has all `words`."""
-    assert said.code == 1, said
-    assert said.out == ""
-    lines = said.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("draftproof: "), said.err
-    assert all(word in lines[0] for word in words), lines[0]
-    assert "Errno" not in lines[0] and "Error:" not in lines[0]
-
-
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "empty prompt": (["-p", ""], ["empty"]),
     "no prompt": ([], ["one prompt"]),
@@ -60,18 +50,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_user_mistake_is_one_sentence(call: Call, target: str, mistake: str) -> None:
+def test_every_user_mistake_is_one_sentence(refused: Call, target: str, mistake: str) -> None:
     options, words = MISTAKES[mistake]
-    sentence(call("run", target, *options), *words)
+    refused("run", target, *options, words=words)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "org/no-such-model", "nowhere"])
 def test_unknown_models_are_one_sentence(
-    call: Call, monkeypatch: pytest.MonkeyPatch, name: str
+    refused: Call, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    sentence(call("run", name, "-p", "a"), name)
+    refused("run", name, "-p", "a", words=[name])
 
 
 def test_a_draft_with_another_tokenizer_is_told(
@@ -82,29 +72,20 @@ def test_a_draft_with_another_tokenizer_is_told(
     assert told.code == 0 and "has another tokenizer" in caplog.text
 
 
-def test_nan_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
+def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
     broken = save_model(tmp_path / "broken", broken=True)
-    sentence(call("run", str(broken), "-p", "a"), "weights are broken")
-
-
-def test_corrupt_weights_are_one_sentence(call: Call, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "corrupt")
-    weights = folder / "model.safetensors"
+    refused("run", str(broken), "-p", "a", words=["weights are broken"])
+    weights = save_model(tmp_path / "corrupt") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    sentence(call("run", str(folder), "-p", "a"), str(folder))
+    refused("run", str(weights.parent), "-p", "a", words=[str(weights.parent)])
 
 
-def test_prompts_that_are_not_text_are_one_sentence(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    sentence(call("run", "/no/model", "--prompt-file", str(tmp_path / "prompt.bin")), "UTF-8")
-
-
-def test_unwritable_output_fails_before_the_model_is_loaded(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    rows = ("--prompts", str(tmp_path / "in.jsonl"))
-    out = "/no/folder/out.jsonl"
-    sentence(call("run", "/no/model", *rows, "--out", out), out)
-    sentence(call("run", "/no/model", *rows, "--out", str(tmp_path)), "directory")
+def test_files_are_looked_at_before_the_model_is_loaded(refused: Call, tmp_path: Path) -> None:
+    (binary := tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
+    refused("run", "/no/model", "--prompt-file", str(binary), words=["UTF-8"])
+    (rows := tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    for out, word in (("/no/folder/out.jsonl",) * 2, (str(tmp_path), "directory")):
+        refused("run", "/no/model", "--prompts", str(rows), "--out", out, words=[word])
 
 
 def test_wrong_usage_exits_with_2(call: Call, target: str) -> None:

@@ -21,9 +21,9 @@ from random_models import save_model
 import draftproof
 from draftproof.cli import show
 from draftproof.cli.options import Color
+from draftproof.cli.setup import gaudi_words
 from draftproof.cli.show import StreamWriter
 from draftproof.engine.completion import first_difference
-from draftproof.engine.config import branching
 from draftproof.engine.engine import Chunk
 
 Call = Callable[..., Any]
@@ -85,18 +85,16 @@ def test_what_was_loaded_is_not_looked_through_for_garbage(
     assert frozen[0] > 100_000
 
 
-def test_compare_says_identical_and_how_fast(call: Call, target: str, draft: str) -> None:
-    tree = ("--assistant-model", draft, "--draft-tree", "2,1")
-    said = call("run", target, "-p", "Once", *tree, "--max-new-tokens", "12", "--compare")
-    assert re.search(r"[\d.]+× as fast as plain decoding; the text is identical\n", said.err)
-
-
-def test_compare_promises_the_law_where_only_that_is_the_same(
-    call: Call, target: str, draft: str
+@pytest.mark.parametrize(("options", "word"), [
+    (("--draft-tree", "2,1"), "the text is identical\n"),
+    (("--temperature", "1", "--acceptance", "rejection"), "the law is the same"),
+])
+def test_compare_says_how_fast_and_what_is_the_same(
+    call: Call, target: str, draft: str, options: tuple[str, ...], word: str
 ) -> None:
-    params = ("--max-new-tokens", "12", "--temperature", "1", "--acceptance", "rejection")
-    run = ("run", target, "-p", "Once", "--assistant-model", draft, *params, "--compare")
-    assert "the law is the same" in call(*run).err
+    run = ("run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "12")
+    said = call(*run, "--compare", *options).err
+    assert re.search(r"[\d.]+× as fast as plain decoding; the text ", said) and word in said
 
 
 def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:
@@ -150,8 +148,22 @@ def test_the_first_difference_is_counted_from_one() -> None:
     assert first_difference([1, 2], [1, 2, 3]) == 3
 
 
-def test_branching_factors_are_read() -> None:
-    assert branching("3,2,1") == (3, 2, 1)
+def test_the_command_line_of_gaudi_examples_is_understood(
+    call: Call, target: str, draft: str
+) -> None:
+    words = ["run", target, "-p", "the cat", "--max_new_tokens", "5", "--json", "--assistant_model"]
+    told = json.loads(call(*words, draft, "--bf16", "--bucket_size", "128").out)
+    assert told["settings"]["dtype"] == "bfloat16" and len(told["tokens"]) == 5
+    exact = [
+        json.loads(call(*words, draft, "--dtype", "float64", *more).out)["tokens"]
+        for more in (["--bucket_size", "1"], [])
+    ]
+    assert exact[0] == exact[1], "closed shapes change no text"
+    graphs = {"graphs": True, "device": "hpu", "dtype": "bfloat16"}
+    assert gaudi_words({"graphs": True}, bf16=True) == graphs
+    both = {"dtype": "bfloat16", "device": "cuda", "graphs": True}
+    assert gaudi_words(both, bf16=True) == both
+    assert gaudi_words({"dtype": "float32"}, bf16=False) == {"dtype": "float32"}
 
 
 def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:

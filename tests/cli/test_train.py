@@ -86,46 +86,31 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_one_sentence(call: Call, target: str, texts: str, tmp_path: Path,
-                                       mistake: str) -> None:
+def test_every_mistake_is_one_sentence(
+    refused: Call, target: str, texts: str, tmp_path: Path, mistake: str
+) -> None:
     options, words = MISTAKES[mistake]
-    said = call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
-                *options)
-    _sentence(said, *words)
+    given = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"))
+    refused(*given, *options, words=words, notes=True)
 
 
-def test_data_without_anything_to_learn_is_one_sentence(call: Call, target: str,
-                                                        tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "asked.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "What?"}\n')
-    chat = {"messages": [{"role": "user", "content": "Who?"}]}
-    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 2)
-    for name, words in (("empty", "no text"), ("asked", "--self-generate"),
-                        ("chat", "at least two")):
-        said = call("train", "medusa", target, "--data", str(tmp_path / f"{name}.jsonl"), "--out",
-                    str(tmp_path / "out"))
-        _sentence(said, words)
-
-
-def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(
-    call: Call, texts: str, tmp_path: Path
+@pytest.mark.parametrize(("rows", "word"), [
+    ("", "no text"), (2 * '{"messages": [{"role": "user", "content": "Who?"}]}\n', "at least two"),
+    ('{"prompt": "Who?"}\n{"prompt": "What?"}\n', "--self-generate"),
+])
+def test_data_without_anything_to_learn_is_one_sentence(
+    refused: Call, target: str, tmp_path: Path, rows: str, word: str
 ) -> None:
-    (tmp_path / "file").write_text("")
-    said = call("train", "medusa", "/no/model", "--data", texts, "--out",
-                str(tmp_path / "file" / "out"))
-    _sentence(said, str(tmp_path / "file"))
+    (file := tmp_path / "rows.jsonl").write_text(rows)
+    given = ("train", "medusa", target, "--data", str(file), "--out", str(tmp_path / "out"))
+    refused(*given, words=[word], notes=True)
 
 
-def test_without_peft_the_extra_is_named(
-    call: Call, target: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_is_found_before_the_model_is_loaded(
+    refused: Call, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (file := tmp_path / "file").write_text("")
+    given = ("train", "medusa", "/no/model", "--data", texts, "--out")
+    refused(*given, str(file / "out"), words=[str(file)])
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    _sentence(call("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"),
-                   "--joint"), "draftproof[train]")
-
-
-def _sentence(said: Any, *words: str) -> None:
-    assert said.code == 1 and said.out == "", said
-    last = said.err.splitlines()[-1]
-    assert last.startswith("draftproof: ") and all(word in last for word in words), said.err
-    assert "Errno" not in last and "Traceback" not in said.err
+    refused(*given, str(tmp_path / "out"), "--joint", words=["draftproof[train]"])

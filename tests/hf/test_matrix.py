@@ -46,6 +46,12 @@ def test_tokens_are_those_of_transformers(place: int) -> None:
         assert torch.equal(theirs, ours), (rows, n, asked)
 
 
+def test_every_option_asked_for_has_an_effect() -> None:
+    how = {**batch(4), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
+    plain = model().generate(**how)
+    assert not any(torch.equal(plain, model().generate(**{**how, **asked})) for asked in ASKED[1:])
+
+
 def demo() -> tuple[Any, Any]:
     folder = draftproof.embedded("demo")
     return (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

@@ -110,8 +110,7 @@ def read_start(file: Path) -> dict[str, Any]:
         why = f"there is no plan {file}"
         raise BadInput(f"{why}; draftproof plan --json FILE writes one") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{file} is no plan ({type(error).__name__}: {error})"
-        raise BadInput(f"{why}; draftproof plan --json FILE writes one") from error
+        raise BadInput(f"{file} is no plan; draftproof plan --json FILE writes one") from error
 
 
 def picture(plan: Plan) -> bytes:
