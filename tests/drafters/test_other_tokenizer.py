@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import accepted_share, texts
+from drafting import texts
 from tiny import prompts
 from torch import Tensor
 from two_tokenizers import LETTERS, OURS, THEIRS, codec, pair, shared
@@ -30,10 +30,8 @@ def drafter(shape: TreeShape | None = None) -> OtherTokenizer:
 
 
 def test_tokens_are_shared_by_what_they_stand_for() -> None:
-    found = {
-        OURS[index]: THEIRS[int(own)]
-        for index, own in enumerate(shared().to_draft[: len(OURS)]) if own >= 0
-    }  # fmt: skip
+    found = {OURS[index]: THEIRS[int(own)]
+             for index, own in enumerate(shared().to_draft[: len(OURS)]) if own >= 0}  # fmt: skip
     same = {one: one for one in (*LETTERS, "th", "he", "<user>", "<s>")}
     assert found == {**same, "Ġ": "▁", "<end>": "<eos>"}
     assert shared().count == len(found)
@@ -92,8 +90,7 @@ def test_a_draft_that_forgets_the_beginning_changes_no_text() -> None:
 
 
 def test_the_cache_holds_what_was_read() -> None:
-    """What a draft goes on from is what a fresh one reads: the same proposals, hence acceptance."""
-
+    """A draft proposes what one does that reads anew, also where rows take the places of others."""
     class Fresh(OtherTokenizer):
         def _own_prefix(self, frontier: Any) -> Any:
             prefix = super()._own_prefix(frontier)
@@ -103,14 +100,22 @@ def test_the_cache_holds_what_was_read() -> None:
             self.lag = [len(row.tokens) - 1 for row in self.rows]
             return prefix
 
-    own, asked = pair()[0], prompts(4, vocab=len(OURS))
-    for want in (Sampling(), Sampling(temperature=0.8, seed=5)):
-        shares = [
-            accepted_share(Engine(own, one, budget=4).generate(
-                asked, max_new_tokens=30, sampling=want))
-            for one in (drafter(), Fresh(pair()[1], shared()))
-        ]  # fmt: skip
-        assert shares[0] == shares[1]
+    def drafted(kind: Any, heat: float) -> list[Any]:
+        found = list[Any]()
+
+        class Noted(kind):
+            def propose(self, frontier: Any) -> TokenTree:
+                found.append(super().propose(frontier))
+                return found[-1]
+
+        wants = [Sampling(heat, seed=5, max_new_tokens=8 + 5 * row) for row in range(6)]
+        asked, engine = prompts(6, vocab=len(OURS)), Engine(
+            pair()[0], Noted(pair()[1], shared()), budget=4)
+        engine.generate(asked, sampling=wants, batch_size=4)
+        return [tree.tokens.tolist() for tree in found]
+
+    for heat in (0.0, 0.8):
+        assert drafted(OtherTokenizer, heat) == drafted(Fresh, heat)
 
 
 def test_what_is_attached_is_what_was_drawn() -> None:

@@ -92,6 +92,8 @@ class OtherTokenizer(DraftModel):
         return tree
 
     def select(self, rows: Sequence[int]) -> None:
+        read = [len(row.tokens) + len(row.guess) for row in self.rows]
+        self._cache(len(read)).lengths.copy_(torch.tensor(read))    # no more of a row is moved
         super().select(rows)
         self.own[: len(rows)] = self.own[list(rows)]
         self.rows = [replace(self.rows[row], tokens=[*self.rows[row].tokens]) for row in rows]

@@ -164,7 +164,10 @@ class FeatureDrafter(DraftModel):
         return super().propose(frontier)
 
     def select(self, rows: Sequence[int]) -> None:
+        store = cast(KVLayer, self._cache(len(self.known)).layers[-1]).keys
+        features = store[list(rows)]            # of a cache no more is moved than it has read
         super().select(rows)
+        store[: len(rows)] = features
         self.known[: len(rows)] = self.known[list(rows)]
 
     def _keep(self, cache: Any, commit: Commit) -> int:
