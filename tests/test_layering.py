@@ -13,17 +13,14 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = (
-    "errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify", "bench",
-    "plan", "server", "cli",
-)
+FLOORS = ("errors", "core", "native", "model", "drafters", "engine", "hf", "training", "verify",
+          "bench", "plan", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py")
                if path.parent != ROOT or path.name == "errors.py")
 
 
 EXAMINERS = {"model", "hf", "verify", "bench", "cli"}
-"""`model` runs models through transformers; `verify` and `bench` examine transformers itself; `cli`
-names its version."""
+"""They run models through transformers, examine it, or name its version (`cli`)."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -74,7 +71,7 @@ def test_core_needs_torch_and_nothing_else(path: Path) -> None:
 
 def test_drafters_never_import_each_other() -> None:
     """A method's files share their first word; `checkpoints` reads and writes all heads."""
-    shared = {"base", "losses", "bigram", "weight_files", "features"}
+    shared = {"base", "beams", "losses", "bigram", "weight_files", "features"}
     for path in (ROOT / "drafters").glob("*.py"):
         for name in imports(path):
             if name.startswith("draftproof.drafters.") and path.stem != "checkpoints":

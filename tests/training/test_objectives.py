@@ -10,7 +10,7 @@ from tiny import VOCAB, target
 from torch import Tensor
 from training_helpers import Recorder, head_of, trainable, trainer_of, written
 
-from draftproof.drafters.losses import OBJECTIVES, Teacher, head_loss, score
+from draftproof.drafters.losses import OBJECTIVES, head_loss, score
 from draftproof.training.heads import read
 from draftproof.training.rows import Batches
 
@@ -33,17 +33,17 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_are_those_of_the_formula(name: str) -> None:
     draft, labels, teacher = problem()
+    log_p = teacher.log_softmax(-1)
     if name != "lk":                                     # its weight is held fixed on purpose
-        loss = lambda logits: OBJECTIVES[name](logits, labels, Teacher(teacher))  # noqa: E731
+        loss = lambda logits: OBJECTIVES[name](logits, labels, log_p)  # noqa: E731
         assert torch.autograd.gradcheck(loss, (draft,))
         p, q = teacher.softmax(-1), draft.softmax(-1)
-        assert torch.allclose(OBJECTIVES[name](draft, labels, Teacher(teacher)),
-                              CLAIMS[name](p, q, labels))
+        assert torch.allclose(OBJECTIVES[name](draft, labels, log_p), CLAIMS[name](p, q, labels))
         return
     overlap = torch.minimum(draft.softmax(-1), teacher.softmax(-1)).sum(-1).detach()
     weight = (-3 * overlap).exp()
-    (mine,) = torch.autograd.grad(OBJECTIVES["lk"](draft, labels, Teacher(teacher)).sum(), draft)
-    kl, tv = (OBJECTIVES[part](draft, labels, Teacher(teacher)) for part in ("kl", "tv"))
+    (mine,) = torch.autograd.grad(OBJECTIVES["lk"](draft, labels, log_p).sum(), draft)
+    kl, tv = (OBJECTIVES[part](draft, labels, log_p) for part in ("kl", "tv"))
     parts = weight * kl + (1 - weight) * tv
     (theirs,) = torch.autograd.grad(parts.sum(), draft)
     assert torch.allclose(mine, theirs)
@@ -59,7 +59,7 @@ def test_the_loss_is_the_decayed_sum_over_steps_to_the_bit(name: str) -> None:
     alone = torch.zeros((), dtype=torch.float32)
     for step, logits in enumerate(head.predict(features, target())):
         labels, weights = features.tokens[:, step + 2 :], features.weights[:, step + 2 :]
-        teacher = Teacher(features.logits[:, step + 1 : -1].float())
+        teacher = features.logits[:, step + 1 : -1].float().log_softmax(-1)
         places = OBJECTIVES[name](logits.float(), labels.clamp(min=0), teacher)
         mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
         alone = alone + head.decay ** (step + 1) * mean
@@ -85,7 +85,7 @@ def test_a_draft_vocabulary_learns_nothing_of_other_tokens(name: str) -> None:
             label = (known == token).nonzero()[0]
             law = features.logits[row, place + step + 1, known].float()[None]
             draft = logits[row, place][None, None].float()
-            loss = OBJECTIVES[name](draft, label[None], Teacher(law[None]))
+            loss = OBJECTIVES[name](draft, label[None], law.log_softmax(-1)[None])
             given = given[0] + loss.item(), given[1] + 1
         total += head.decay ** (step + 1) * given[0] / max(given[1], 1e-6)
     assert missed and head_loss(head, features, target(), name).item() == pytest.approx(total, 1e-4)

@@ -79,7 +79,7 @@ class Frontier:
     """Where each row stands, and how much may be drafted.
 
     prefix: the true text of each row with its root. sampler: draws as the target will.
-    budget: how many tokens each row may draft this round, zero included.
+    budget: how many tokens each row may draft this round; at 0 no drafter is asked.
     drawn: draw draft tokens and attach their probabilities, for rules that weigh these; otherwise
         choose them.
     trees: the target reads trees; otherwise only a chain will do.
@@ -108,11 +108,6 @@ class Successors(NamedTuple):
     tree: TokenTree
     tokens: Tensor
     logits: Tensor
-
-    @classmethod
-    def of(cls, tree: TokenTree, logits: Sequence[Tensor], top: int, ops: Ops) -> Successors:
-        """The `top` tokens of the highest logits, of several [b, n, V] that are concatenated."""
-        return cls(tree, *ops.run(top_tokens, logits, min(top, logits[0].shape[-1])))
 
 
 def top_tokens(logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +145,9 @@ class Commit:
         elif hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)
-        successors = Successors.of(tree, [reading.logits], top, ops) if top else None
+        successors, most = None, min(top, reading.logits.shape[-1])
+        if top:
+            successors = Successors(tree, *ops.run(top_tokens, [reading.logits], most))
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
 
 

@@ -80,8 +80,7 @@ def gumbel(streams: Tensor, vocab: int) -> Tensor:
 
 
 def _log_(x: Tensor) -> Tensor:
-    """In place, the natural logarithm of normal positive float32 numbers; each step is rounded by
-    itself, as in noise.c."""
+    """In place, log of normal positive float32 numbers; each step is rounded by itself, as in C."""
     bits = x.view(torch.int32)
     power = (bits - _SQRT_HALF) >> 23
     bits -= power << 23
@@ -94,8 +93,7 @@ def _log_(x: Tensor) -> Tensor:
 
 
 def _unit(bits: Tensor) -> Tensor:
-    """int32 → float32 in (0, 1), 31 bits near zero; never 1, where a token could not win even
-    alone."""
+    """int32 → float32 in (0, 1), 31 bits near zero; never 1, where a token could not win."""
     return bits.bitwise_and(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
 
 

@@ -29,8 +29,10 @@ _DEFAULTS = {one.name: getattr(Sampling(), one.name) for one in fields(Sampling)
 class LogitsProcessors:
     """The wishes of all running rows that change logits, as tensors. Pure."""
 
-    def __init__(self, rows: Sequence[SamplingParams], device: torch.device) -> None:
-        self.rows, self.device = rows, device
+    def __init__(
+        self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu"
+    ) -> None:
+        self.rows, self.device = tuple(rows), torch.device(device)
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
@@ -121,11 +123,8 @@ class LogitsProcessors:
         """[B, 1, highest id + 1]"""
         if ("logit_bias", dtype) in self._columns:
             return self._columns["logit_bias", dtype]
-        ids = [
-            (row, token, bias)
-            for row, params in enumerate(self.rows)
-            for token, bias in params.sampling.logit_bias.items()
-        ]
+        ids = [(row, token, bias) for row, params in enumerate(self.rows)
+               for token, bias in params.sampling.logit_bias.items()]
         rows, tokens, values = zip(*ids, strict=True)
         width = max(tokens) + 1
         bias = torch.zeros(len(self.rows), 1, width, dtype=torch.float64)
@@ -272,8 +271,7 @@ class LogitsProcessors:
 
 
 class _Banned(NamedTuple):
-    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` [M] of them; in which
-    row; the last token."""
+    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` of them; row; last."""
 
     heads: Tensor
     sizes: Tensor

@@ -22,19 +22,18 @@ STOCK, STOCKED = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, if a round needs no more."""
 
 
-class Sampler:
+class Sampler(LogitsProcessors):
     """What all running rows ask for, as tensors. Pure: the same arguments give the same choice."""
 
     def __init__(
         self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", ops: Ops = TORCH
     ) -> None:
-        self.rows, self.device, self.ops = tuple(rows), torch.device(device), ops
+        super().__init__(rows, device)
+        self.ops = ops
         wants = [row.sampling for row in rows]
         seeds = [want.seed for want in wants]
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
         self.greedy = all(want.temperature == 0 for want in wants)
-        self._processors = LogitsProcessors(self.rows, self.device)
-        self.only_temperature = self._processors.only_temperature
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._stocks = 1 if len(rows) > 1 else STOCK    # batches change: they begin with little
         self._stock: _Stock | None = None
@@ -46,18 +45,8 @@ class Sampler:
         return other
 
     def prepare(self, dtype: torch.dtype, vocab: int) -> None:
-        """Copy to the device now whatever scores of this dtype and width will need."""
-        self._processors.prepare(dtype, vocab)
+        super().prepare(dtype, vocab)
         _ = self._trust
-
-    def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
-        """[B, N, V] processed logits, -inf where a token may not be chosen."""
-        return self._processors.filtered(logits, paths)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether a choice depends on the tokens before it beside what the logits say."""
-        return self._processors.reads_text
 
     def sample(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's choice at each node from raw `logits` [B, N, V], or NO_TOKEN."""
@@ -72,7 +61,7 @@ class Sampler:
         best = argmax_token(scores)[..., None]
         one = torch.zeros_like(probs).scatter_(-1, best.clamp(min=0), 1.0)
         one.masked_fill_(best == NO_TOKEN, torch.nan)           # as of softmax
-        return torch.where(self._processors.greedy_rows, one, probs)
+        return torch.where(self.greedy_rows, one, probs)
 
     def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
         """[B, N, V] processed logits plus keyed Gumbel noise: argmax is a draw, top-k draws without
@@ -181,7 +170,7 @@ class Sampler:
         noises = self.ops.run(noise.gumbel, streams, vocab)
         if not self._some_greedy:
             return noises
-        return noises.masked_fill_(self._processors.greedy_rows, 0.0)   # temperature 0: no noise
+        return noises.masked_fill_(self.greedy_rows, 0.0)   # temperature 0: no noise
 
     @cached_property
     def _some_greedy(self) -> bool:

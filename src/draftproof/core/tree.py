@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.core.tree_shape import CHUNKS as CHUNKS
 from draftproof.core.tree_shape import TreeForm, chain_form, shape_form, triangle
 from draftproof.core.tree_shape import TreeShape as TreeShape
-from draftproof.core.tree_shape import padded as padded
 
 ABSENT = -1
 """The token of a node that is not there: rows with fewer nodes than the tree is wide."""
@@ -156,8 +154,7 @@ class TokenTree:
         return self.likeliest(self.tokens, parents, chances, nodes, self.depth_limit)
 
     def within_budget(self, nodes: int) -> TokenTree:
-        """The likeliest nodes by `confidence`, of all rows together `nodes` for each; a tree
-        without confidence as it is."""
+        """The likeliest nodes, `nodes` per row on average; as it is without confidence."""
         if self.confidence is None:
             return self
         rows, width = self.tokens.shape
@@ -249,8 +246,7 @@ class TokenTree:
 
 
 def well_formed(tree: TokenTree, vocab: int) -> bool:
-    """Whether tokens are below `vocab` or ABSENT, parents come before children, and paths are no
-    deeper than said."""
+    """Whether tokens and parents are in range, and paths no deeper than said."""
     tokens, parents, numbers = tree.tokens, tree.parents, torch.arange(tree.tokens.shape[1])
     before = ((parents >= 0) & (parents < numbers)) | ((numbers == 0) & (parents == -1))
     if not bool((before & (tokens >= ABSENT) & (tokens < vocab)).all()):

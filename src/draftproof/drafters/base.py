@@ -76,13 +76,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, frontier: Frontier) -> TokenTree:
-        """A tree with the root at node 0 and at most `frontier.budget` nodes below it per row."""
+        """The root at node 0, and at most `frontier.budget` (at least 1) nodes below it per row."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing."""
 
-    def sources(self, tree: TokenTree) -> list[list[str]]:
-        """Who drafted each node of its last proposal, [B, N], for people to see."""
+    def drafted_by(self, tree: TokenTree) -> list[list[str]]:
+        """The name of the drafter of each node of its last proposal, [B, N], for people to see."""
         return [[self.name] * len(row) for row in tree.tokens]
 
 

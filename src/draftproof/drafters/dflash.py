@@ -25,10 +25,10 @@ from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters import weight_files
+from draftproof.drafters import beams, weight_files
 from draftproof.drafters.base import Drafter, Vocabulary
 from draftproof.drafters.dflash_network import DFlashConfig, DFlashNet
-from draftproof.drafters.features import WIDTH, beam_search, fill, token_map
+from draftproof.drafters.features import WIDTH, fill, token_map
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.draft_layers import Mask, layers_of, refuse_unknown, understood
 from draftproof.model.kv_cache import KVCache
@@ -100,10 +100,7 @@ class DFlash(Drafter):
         cache.keep(None, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        root = frontier.prefix.root
-        steps = min(self.deepest or 0, frontier.budget)
-        if steps < 1:
-            return TokenTree.root(root)
+        steps = min(self.form.block_size - 1, frontier.budget)
         hidden = self._block(frontier)[:, 1:]
         logits = self.network.logits(hidden[:, :steps])
 
@@ -114,7 +111,7 @@ class DFlash(Drafter):
 
         if frontier.trees and not frontier.drawn and frontier.budget > 1:
             width = min(WIDTH, frontier.budget, logits.shape[-1])
-            return beam_search(frontier, read, width, steps)
+            return beams.likeliest(frontier, read, width, steps)
         return self._chain(frontier, read, steps)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -138,9 +135,7 @@ class DFlash(Drafter):
         def mask(causal: bool, window: int | None) -> Mask:
             return lambda _: block_mask(cache.lengths, size, span, causal, window, dtype)
 
-        return cast(
-            Tensor, self.network(tokens, self._positions(cache.lengths, size), mask, cache)
-        )
+        return cast(Tensor, self.network(tokens, self._positions(cache.lengths, size), mask, cache))
 
     def _given(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
         """[B, n, V] of a place with logits [B, V] and state [B, H], behind tokens [B, n]."""

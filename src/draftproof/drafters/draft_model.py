@@ -25,7 +25,8 @@ from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
-from draftproof.core.tree import ABSENT, CHUNKS, TokenTree, TreeShape, padded
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree_shape import CHUNKS, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.kv_cache import KVCache

@@ -81,8 +81,6 @@ class OtherTokenizer(DraftModel):
             self.lag[row] += commit.tokens.shape[1]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        if frontier.max_nodes == 0:
-            return TokenTree.root(frontier.prefix.root)
         self.prefix = self._own_prefix(frontier)
         if self.chains and frontier.sampler.greedy and not frontier.drawn:
             return self._freely(frontier)

@@ -8,7 +8,7 @@ always. Knows tokenizers; knows nothing of models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -40,9 +40,8 @@ class Vocabulary:
         self.bytes_of = [b""] * size
         for index, token in tokens.items():
             plain = index in added or index in special
-            self.bytes_of[index] = (
-                token.encode(errors="ignore") if plain else _bytes(token, marks[0] >= marks[1])
-            )
+            self.bytes_of[index] = (token.encode(errors="ignore") if plain
+                                    else _bytes(token, marks[0] >= marks[1]))
         self._special = special
         self._begins = codec.encode("")[:1]
 
@@ -69,7 +68,7 @@ class Vocabulary:
             tokens = tokens[1:]                                 # SentencePiece begins with a space
         return [*self._begins, *tokens] if begins else tokens
 
-    def said(self, tokens: Sequence[int]) -> bytes:
+    def said(self, tokens: Iterable[int]) -> bytes:
         """What tokens stand for."""
         return b"".join(self.bytes_of[token] for token in tokens)
 
@@ -99,9 +98,8 @@ class SharedVocabulary:
         most = max(map(len, sources.values()))
         lists = [ids + ids[:1] * (most - len(ids)) for ids in sources.values()]
         self.sources = torch.tensor(lists)                                                  # [n, m]
-        self.counted = torch.tensor(
-            [[place < len(ids) for place in range(most)] for ids in sources.values()]
-        )
+        self.counted = torch.tensor([[place < len(ids) for place in range(most)]
+                                     for ids in sources.values()])
 
     def to(self, device: torch.device) -> SharedVocabulary:
         """Its tensors on this device."""
@@ -122,7 +120,7 @@ class SharedVocabulary:
     def begin(self, tokens: Sequence[int]) -> list[int]:
         """A prompt as the draft's tokenizer writes it, special tokens kept where it has them."""
         begins, ids = self.draft.encode(b"", begins=True), list[int]()
-        for special, part in _runs(tokens, self.target.is_special):
+        for special, part in groupby(tokens, self.target.is_special):
             if not special:
                 ids += self.draft.encode(self.target.said(part))
             else:
@@ -159,7 +157,7 @@ class SharedVocabulary:
         """What the draft wrote, as the target's tokenizer writes it, as far as it is shared."""
         ids: list[int] = []
         names = {index: name for name, index in self.draft.specials.items()}
-        for special, part in _runs(tokens, self.draft.is_special):
+        for special, part in groupby(tokens, self.draft.is_special):
             if not special:
                 ids += self.target.encode(self.draft.said(part))
                 continue
@@ -184,14 +182,6 @@ class SharedVocabulary:
                     ids.remove(self.draft.end)
             found[self.target.end] = [self.draft.end]
         return {index: ids for index, ids in found.items() if ids}
-
-
-def _runs(
-    tokens: Sequence[int], kind: Callable[[int], bool]
-) -> Iterator[tuple[bool, list[int]]]:
-    """Neighbours of one kind together."""
-    for key, group in groupby(tokens, key=kind):
-        yield key, list(group)
 
 
 def _bytes(token: str, byte_level: bool) -> bytes:

@@ -9,8 +9,7 @@ tree where they are drawn. Features of drafted tokens are dropped when the targe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from math import log
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.ops import Ops
-from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.drafters import beams
 from draftproof.drafters.base import PADDING, Vocabulary, must_hold
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.errors import DrafterMismatch
@@ -29,8 +28,7 @@ from draftproof.model.kv_layer import KVLayer, LayerShape, write
 from draftproof.model.packed_linear import pack_linears
 
 WIDTH, DEEPEST, NODES = 4, 7, 16
-"""Nodes that a search reads per level, levels it has at most, and draft tokens per round when
-nobody says."""
+"""Nodes that a search reads per level, levels, and draft tokens per round when nobody says."""
 
 
 class Network(nn.Module):
@@ -68,11 +66,10 @@ class Network(nn.Module):
         return int(self.parts.config.hidden_size)
 
 
-def fill(module: Network | nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str,
-         ignored: Collection[str] = ()) -> None:  # fmt: skip
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str) -> None:
     """Load all these tensors, and nothing else, as the target's; refuse what is over or lacking."""
     wanted = module.state_dict()
-    strange = sorted(tensors.keys() - wanted.keys() - set(ignored))
+    strange = sorted(tensors.keys() - wanted.keys())
     if strange:
         raise DrafterMismatch(
             f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
@@ -99,8 +96,7 @@ class FeatureModel:
         self.shapes = network.parts.shapes(network.attention_width)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """Behind the layers' own, a store of features: as keys those of the text, as values those
-        that the network made."""
+        """Behind the layers' own a store of features: keys of the text, values the network's."""
         store, like = LayerShape(1, self.network.width, self.network.width), self.network.vocabulary
         return KVCache.empty([*self.shapes, store], rows, capacity, like.dtype, like.device)
 
@@ -187,37 +183,7 @@ class FeatureDrafter(DraftModel):
             self.scratch = tree.tokens.shape[1]
             return self.model.read(tree, self._cache(len(tree.tokens)), first=first).logits
 
-        return beam_search(frontier, read, width, deepest)
-
-
-def beam_search(
-    frontier: Frontier, read: Callable[[TokenTree, int], Tensor], width: int, deepest: int
-) -> TokenTree:
-    """The likeliest `frontier.budget` nodes of those that a search with so many beams weighs.
-
-    read: logits [B, n, V] behind the nodes `first:` of a tree, for beams of one level at a time.
-    """
-    prefix, sampler = frontier.prefix, frontier.sampler
-    nodes = prefix.root[:, None]
-    place, parents = torch.zeros_like(nodes), torch.full_like(nodes, -1)
-    above = torch.zeros(nodes.shape, device=nodes.device)
-    pool, size, first = [(nodes, place, above)], 1, 0
-    for depth in range(1, deepest + 1):
-        tree = TokenTree(nodes, parents, depth - 1)
-        steps, tokens = sampler.best(read(tree, first), Paths(prefix, tree, first), width)
-        scores = (above[..., None] + steps).flatten(1)
-        drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
-        pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
-        best = scores.topk(width, 1)
-        if frontier.floor and float(best.values.amax()) < log(frontier.floor):
-            break
-        nodes = torch.cat([nodes, drafted.gather(1, best.indices)], 1)
-        parents = torch.cat([parents, first + best.indices // width], 1)
-        place, above = size + best.indices, best.values
-        size, first = size + scores.shape[1], nodes.shape[1] - width
-    found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-    pooled = (found, origins, scores.exp(), frontier.budget + 1, deepest)
-    return sampler.ops.run(TokenTree.likeliest, *pooled)
+        return beams.likeliest(frontier, read, width, deepest)
 
 
 def token_map(

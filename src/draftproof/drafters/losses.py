@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,57 +18,33 @@ from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead, Vocabulary
 from draftproof.errors import BadInput
 
-
-class Teacher:
-    """The target's probabilities at places [B, s, V], made when first needed; steps share
-    `whole`'s."""
-
-    def __init__(self, logits: Tensor, whole: Teacher | None = None, start: int = 0) -> None:
-        self.logits, self.whole, self.start = logits, whole, start
-
-    def after(self, start: int) -> Teacher:
-        """From place `start` on."""
-        return Teacher(self.logits[:, start:], self, start)
-
-    @cached_property
-    def log_probs(self) -> Tensor:
-        whole = self.whole
-        return self.logits.log_softmax(-1) if whole is None else whole.log_probs[:, self.start :]
-
-    @cached_property
-    def probs(self) -> Tensor:
-        whole = self.whole
-        return self.logits.softmax(-1) if whole is None else whole.probs[:, self.start :]
+Objective = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of draft logits [B, s, V], labels [B, s] and the target's log-probabilities, the loss [B, s]."""
 
 
-Objective = Callable[[Tensor, Tensor, Teacher | None], Tensor]
-"""From draft logits [B, s, V], labels [B, s] and the target's probabilities to a loss per place
-[B, s]."""
-
-
-def cross_entropy(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
+def cross_entropy(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
     """-log q(label): Medusa, section 2.2."""
     loss = F.cross_entropy(draft.flatten(0, 1), labels.flatten(), reduction="none")
     return loss.view_as(labels)
 
 
-def divergence(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
+def divergence(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
     """KL(p || q): distillation."""
-    p = _required(target).log_probs
+    p = _required(target)
     return (p.exp() * (p - draft.log_softmax(-1))).sum(-1)
 
 
-def total_variation(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
+def total_variation(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
     """1 - sum min(p, q): the share that rejection sampling rejects."""
     return 1 - _overlap(draft, target)
 
 
-def negative_log_acceptance(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
+def negative_log_acceptance(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
     """-log sum min(p, q): the acceptance's own likelihood (LK losses)."""
     return -_overlap(draft, target).clamp(min=1e-6).log()
 
 
-def hybrid(draft: Tensor, labels: Tensor, target: Teacher | None) -> Tensor:
+def hybrid(draft: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
     """KL far from the target, TV near it: weight exp(-3 a) on KL at acceptance a (LK losses)."""
     overlap = _overlap(draft, target)
     share = (-3 * overlap.detach()).exp()
@@ -92,11 +67,13 @@ def head_loss(
     if head.token_map is not None:          # of what it cannot say it learns nothing
         counted = torch.where(tokens >= 0, counted, 0)
         logits = logits[..., head.token_map] if logits is not None else None
-    whole = Teacher(logits[:, 1:-1].float()) if logits is not None else None
+    law: Tensor | None = None
+    if logits is not None and objective != "ce":            # steps share it
+        law = logits[:, 1:-1].float().log_softmax(-1)
     for step, draft in enumerate(head.predict(features, vocabulary)):
         labels, weights = tokens[:, step + 2 :], counted[:, step + 2 :]
-        teacher = whole.after(step) if whole is not None else None
-        places = OBJECTIVES[objective](draft.float(), labels.clamp(min=0), teacher)
+        target = law[:, step:] if law is not None else None
+        places = OBJECTIVES[objective](draft.float(), labels.clamp(min=0), target)
         mean = (places * weights).sum() / weights.sum().clamp(min=1e-6)
         total = total + head.decay ** (step + 1) * mean
     return total
@@ -163,7 +140,7 @@ def _known(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tenso
     ]
 
 
-def _required(target: Teacher | None) -> Teacher:
+def _required(target: Tensor | None) -> Tensor:
     if target is None:
         raise BadInput(
             "this objective compares with the target's distribution; give features with logits, or "
@@ -172,5 +149,5 @@ def _required(target: Teacher | None) -> Teacher:
     return target
 
 
-def _overlap(draft: Tensor, target: Teacher | None) -> Tensor:
-    return torch.minimum(draft.softmax(-1), _required(target).probs).sum(-1)
+def _overlap(draft: Tensor, target: Tensor | None) -> Tensor:
+    return torch.minimum(draft.softmax(-1), _required(target).exp()).sum(-1)

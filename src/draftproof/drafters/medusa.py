@@ -215,8 +215,6 @@ class Medusa(LastHidden):
         self.prepared = ops.run(prepare_heads, *asked)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        if frontier.budget == 0:
-            return TokenTree.root(frontier.prefix.root)
         heads, nodes, shape = self.config.num_heads, frontier.budget, None
         if not (frontier.trees and self.vocabulary.reads_trees):
             shape = TreeShape.chain(min(nodes, heads))

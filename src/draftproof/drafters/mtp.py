@@ -115,9 +115,7 @@ def load(target: Target, shape: TreeShape | None = None) -> FeatureDrafter:
     DrafterMismatch for one that is not fully known here."""
     folder, depth = checkpoint_folder(target.model), layer_count(target.model)
     files = weight_files.all_files(folder)
-    found = next(
-        (both for layout in LAYOUTS if (both := _named(layout, files, depth))[1]), None
-    )
+    found = next((both for layout in LAYOUTS if (both := _named(layout, files, depth))[1]), None)
     name = f"the multi-token prediction of {target.name}"
     if found is None:
         raise ModelNotFound(

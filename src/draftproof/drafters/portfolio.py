@@ -84,8 +84,7 @@ class Portfolio(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         counts, prefix, budget = self._counts, frontier.prefix, frontier.budget
-        if budget == 0 or counts is None:
-            return TokenTree.root(prefix.root)
+        assert counts is not None, "a row begins with its prompt"
         everyone = counts.all.clone()           # before: a row does not depend on its neighbours
         if self._proposed is not None:
             self.ops.run(judge, counts, self._proposed, prefix)
@@ -102,10 +101,10 @@ class Portfolio(Drafter):
         last = self._proposed
         self._proposed = last.select(rows) if last is not None and rows else None
 
-    def sources(self, tree: TokenTree) -> list[list[str]]:
+    def drafted_by(self, tree: TokenTree) -> list[list[str]]:
         """Of each node, the first member that proposed it."""
         if self._proposed is None:
-            return super().sources(tree)
+            return super().drafted_by(tree)
         names, found = [member.name for member in self.members], []
         texts, parents, kinds = (part.tolist() for part in self._proposed[:3])
         rows = zip(texts, parents, kinds, tree.tokens.tolist(), tree.parents.tolist(), strict=True)

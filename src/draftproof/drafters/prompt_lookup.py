@@ -19,8 +19,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
 
 NEAR = 32
-"""Earlier occurrences of the last token that are looked at: those with the token before it too,
-then the most recent."""
+"""Earlier places of the last token that are looked at, those with the one before it first."""
 PLACES = 4
 """Matches whose continuations are drafted."""
 
@@ -44,8 +43,6 @@ class PromptLookup(Drafter):
         self.sizes = (longest, shortest, NEAR, PLACES)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        if frontier.budget == 0:
-            return TokenTree.root(frontier.prefix.root)
         asked = (frontier.prefix, self.sizes, frontier.budget, frontier.trees)
         return self.ops.run(match_prompt, *asked)
 

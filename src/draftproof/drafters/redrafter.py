@@ -4,14 +4,13 @@ The head reads the target's hidden state of the last committed token, once a rou
 drafted since (section 3.1: `ReDrafterHead.advance`, `logits`); its embeddings are the target's own.
 The likeliest of all nodes that a search weighed are one tree, where section 3.2 merges the beams.
 
-Shape letters beyond the usual: W beams, R children of a beam.
+Shape letters beyond the usual: W beams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import log
 from typing import ClassVar, cast
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
-from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import TokenTree
 from draftproof.drafters import base
 from draftproof.drafters.base import DraftHead, LastHidden, Vocabulary
-from draftproof.drafters.redrafter_beams import Beams, Level
+from draftproof.drafters.beams import Read, weighed
 from draftproof.errors import BadInput
 from draftproof.model.fused_forward import Tables
 
@@ -264,36 +262,27 @@ class ReDrafter(LastHidden):
     def propose(self, frontier: Frontier) -> TokenTree:
         budget, root = frontier.budget, frontier.prefix.root[:, None]
         length, width = min(self.length, budget), min(self.width if frontier.trees else 1, budget)
-        if length == 0:
-            return TokenTree.chain(root)
         pool = self.ops.run(beam_search, self, frontier, root, length, width)
         if width == 1:
             return replace(TokenTree.chain(pool[0]), confidence=pool[2])
         return self.ops.run(TokenTree.likeliest, *pool, budget + 1, length)
 
-    def search(self, frontier: Frontier, root: Tensor, length: int, width: int) -> list[Level]:
-        """What a beam search after roots [B, 1] weighs, step by step."""
-        levels, zeros = list[Level](), torch.zeros_like(root)
-        beams = Beams(root[..., None], zeros.float(), None, zeros)
-        for _ in range(length):
-            levels.append(self._grow(beams, frontier, width))
-            beams = levels[-1].best(width)
-            if frontier.floor and float(levels[-1].scores.amax()) < log(frontier.floor):
-                break
-        return levels
+    def reader(self) -> Read:
+        """What reads beams, whose states are kept from level to level."""
+        states = list[Tensor]()
 
-    def _grow(self, beams: Beams, frontier: Frontier, children: int) -> Level:
-        """The most likely children of every beam, as the target will choose."""
-        embedded = self.vocabulary.embed(beams.paths[..., -1])
-        state = self.head.advance(embedded.to(self.hidden.dtype), beams.state)          # [B, W, H]
-        logits = self.head.logits(self.hidden[: len(state), None].expand_as(state), state)
-        if self.shared:
-            logits = self.vocabulary.unembed(logits)
-        logits = base.over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
-        paths = Paths(frontier.prefix, *beams.tree())
-        steps, tokens = frontier.sampler.best(logits, paths, children)                  # [B, W, R]
-        scores = beams.scores[..., None] + steps
-        return Level(beams, torch.where(scores > -torch.inf, tokens, ABSENT), scores, state)
+        def read(tree: TokenTree, first: int) -> Tensor:
+            embedded, before = self.vocabulary.embed(tree.tokens[:, first:]), None
+            if states:                                                      # of the beams' parents
+                place = tree.parents[:, first:] - (first - states[-1].shape[1])
+                before = states[-1].gather(1, place[..., None].expand(-1, -1, embedded.shape[2]))
+            state = self.head.advance(embedded.to(self.hidden.dtype), before)           # [B, W, H]
+            states.append(state)
+            logits = self.head.logits(self.hidden[: len(state), None].expand_as(state), state)
+            logits = self.vocabulary.unembed(logits) if self.shared else logits
+            return base.over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
+
+        return read
 
 
 def prepare_recurrence(
@@ -306,13 +295,5 @@ def prepare_recurrence(
 def beam_search(
     drafter: ReDrafter, frontier: Frontier, root: Tensor, length: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All nodes that a search weighs: tokens, parents (the root its own), path probabilities."""
-    levels = drafter.search(frontier, root, length, width)
-    parents, start = [torch.zeros_like(root)], 0
-    for level in levels:
-        above = start + level.beams.place                               # [B, W] where beams end
-        start += parents[-1].shape[1]
-        parents.append(above[..., None].expand_as(level.tokens).flatten(1))
-    tokens = [root, *(level.tokens.flatten(1) for level in levels)]
-    scores = [torch.zeros_like(root), *(level.scores.flatten(1) for level in levels)]
-    return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1).exp()
+    """All nodes that a search after roots [B, 1] weighs, as `beams.weighed` gives them."""
+    return weighed(frontier, drafter.reader(), width, length)

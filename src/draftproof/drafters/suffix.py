@@ -73,8 +73,7 @@ class SuffixDrafter(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix, budget = frontier.prefix, frontier.budget
-        if budget == 0 or self._rows is None:
-            return TokenTree.root(prefix.root)
+        assert self._rows is not None, "a row begins with its prompt"
         index = self._index(prefix.tokens.device)
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.best_chain()

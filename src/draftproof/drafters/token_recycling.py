@@ -72,8 +72,7 @@ class TokenRecycling(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix, budget = frontier.prefix, frontier.budget
-        if budget == 0 or self._tail is None:
-            return TokenTree.root(prefix.root)
+        assert self._tail is not None, "a row begins with its prompt"
         table, sizes = self._tables[prefix.tokens.device], (WIDTH, FAN, min(DEPTH, budget))
         tree = self.ops.run(likely_successors, table, prefix, self._tail, sizes, budget + 1)
         return tree if frontier.trees else tree.best_chain()

@@ -75,8 +75,7 @@ def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[st
 
 
 def all_files(folder: Path) -> dict[str, Path]:
-    """By name of each tensor in a folder's .safetensors, or else in its pickles, its file; raises
-    ModelNotFound if there is none."""
+    """The file of each tensor, .safetensors or else a pickle; ModelNotFound if none."""
     for files in weight_files(folder):
         if where := tensor_files(folder, files):
             return where

@@ -45,8 +45,7 @@ class Batch:
         self._line_up()
 
     def prefix(self, longest: int, ahead: int) -> Prefix:
-        """What a round begins with: no row has more than `longest` committed tokens, and `ahead`
-        tokens may be drafted behind each root."""
+        """No row has more than `longest` committed tokens; `ahead` may be drafted behind roots."""
         if not self.shapes.closed:
             self.cache.bound(longest)
             return Prefix(self.lines, self.view.lengths.clone(), ahead, longest, self.roots)
@@ -84,8 +83,7 @@ class Batch:
         self._stay([place for place, row in enumerate(self.running) if row.finish_reason is None])
 
     def recover(self) -> None:
-        """After a failure that left what was committed whole: rows that run, and have begun,
-        stay."""
+        """After a failure that left what was committed whole: rows that have begun stay."""
         rows = enumerate(self.running)
         self._stay([place for place, row in rows if row.finish_reason is None and row.tokens])
 

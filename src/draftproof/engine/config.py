@@ -42,8 +42,7 @@ def option(
     default: Any, help: str, metavar: str | None = None, *, panel: str | None = None,
     type: Any = str | None, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """A dataclass field that is a command-line option, with its placeholder, panel, type there,
-    flags and choices."""
+    """A dataclass field that is a command-line option; panel, type and flags are those there."""
     shown = {"help": help, "metavar": metavar, "panel": panel, "type": type}
     return field(default=default, metadata={**shown, "flags": flags, "choices": choices})
 

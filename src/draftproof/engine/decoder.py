@@ -13,7 +13,6 @@ from torch import Tensor
 from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
 from draftproof.core.ops import Ops
-from draftproof.core.params import Likely
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
@@ -22,7 +21,7 @@ from draftproof.engine.budget import Budget
 from draftproof.engine.deferred import Deferred
 from draftproof.engine.prefill import SHORT, LongPrompt, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
-from draftproof.engine.row_output import RowOutput, by_position, logprobs, row_outputs
+from draftproof.engine.row_output import RowOutput, row_outputs
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
 from draftproof.engine.stats import Clock, Round, State
@@ -30,9 +29,7 @@ from draftproof.errors import DrafterMismatch
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 
-Watch = Callable[
-    [TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None
-]
+Watch = Callable[[TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None]
 """Told each round what was verified, who drafted each node, and what each row accepted of it."""
 BEYOND = 2
 """Tokens by which a row may draft more than a batch's rows on average; or half, if that is more."""
@@ -189,7 +186,7 @@ class Decoder:
         outputs = row_outputs(tree, accepted, new, scored, self.ops, top)       # padding behind
         drafter, by = self.drafter.name, list[list[str]]()
         if self.watch is not None:
-            by = self.drafter.sources(tree)
+            by = self.drafter.drafted_by(tree)
             self.watch(tree, by, rows, outputs)
         for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
             path = out.path[1:]
@@ -229,20 +226,14 @@ class Decoder:
         paths = Paths(prefix, TokenTree.root(prefix.root))
         (tokens,) = self.target.group.same(sampler.sample(logits, paths))
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
-        scores: list[list[float] | None] = [None] * len(new)
-        top: list[list[Likely] | None] = [None] * len(new)
-        if batch.wants_logprobs:
-            roots, exact = torch.zeros_like(tokens), self.ops.exact
-            found = logprobs(logits, roots, tokens, exact, batch.top_logprobs)
-            scores, *likely = (column.tolist() for column in found)
-            for place, (ids, values) in enumerate(zip(*likely, strict=True)):
-                top[place] = by_position(ids, values, 1)
-        chosen = zip(new, tokens.tolist(), scores, top, strict=True)
-        for place, (row, (token,), score, best) in enumerate(chosen, first):
-            if token == NO_TOKEN:
+        roots = Accepted(torch.zeros_like(tokens), torch.ones_like(last), tokens[:, 0])
+        scored, top = logits if batch.wants_logprobs else None, batch.top_logprobs
+        found = row_outputs(paths.tree, roots, tokens, scored, self.ops, top)
+        for place, (row, out) in enumerate(zip(new, found, strict=True), first):
+            if out.tokens[0] == NO_TOKEN:
                 self._fail(place, logits)
             else:
-                row.extend([token], score, (), best)
+                row.extend(out.tokens, out.logprobs, (), out.top)
 
     def _retire(self) -> None:
         """Let finished rows go; what they hold may be the beginning of a prompt to come."""

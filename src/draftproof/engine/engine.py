@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
-from draftproof.core.tree import CHUNKS
+from draftproof.core.tree_shape import CHUNKS
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.plain import Plain
@@ -181,13 +181,10 @@ class Engine:
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Generator[Chunk, None, None]:
-        """Complete one prompt, a chunk of text per round: whole characters, nothing that a stop
-        string may take back."""
+        """Complete one prompt, a chunk per round, of which no stop string takes anything back."""
         rounds = self._run(self._read([prompt], max_new_tokens, sampling), 1)
-        return (
-            Chunk(row.pieces(), self.completion(row) if row.finish_reason else None)
-            for (row,) in rounds
-        )
+        return (Chunk(row.pieces(), self.completion(row) if row.finish_reason else None)
+                for (row,) in rounds)
 
     async def astream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
@@ -198,9 +195,8 @@ class Engine:
         runs, and its row is free.
         """
         loop = asyncio.get_running_loop()
-        begin = self._thread.submit(
-            self.stream, prompt, max_new_tokens=max_new_tokens, sampling=sampling
-        )
+        begin = self._thread.submit(self.stream, prompt, max_new_tokens=max_new_tokens,
+                                    sampling=sampling)
         chunks = await asyncio.wrap_future(begin)
         try:
             step = partial(loop.run_in_executor, self._thread, next, chunks, None)
@@ -299,9 +295,8 @@ class Engine:
         if not group.alone:
             drafter, rule = LedDrafter(drafter, group), led_rule(rule, group)
             budget = LedBudget(budget, group) if isinstance(budget, Adaptive) else budget
-        return Decoder(
-            self.target, drafter, rule, budget, rows, capacity, self.shapes, None, self.prefixes
-        )
+        return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes, None,
+                       self.prefixes)
 
 
 class _Script(Budget):
@@ -324,9 +319,8 @@ def _clocked(
 ) -> list[tuple[SequenceState, dict[str, float]]]:
     """Tell rows what the seconds were since they began; return those that still run."""
     for row, since in started:
-        row.stats.seconds = {
-            part: clock.seconds[part] - since.get(part, 0.0) for part in row.stats.seconds
-        }
+        row.stats.seconds = {part: clock.seconds[part] - since.get(part, 0.0)
+                             for part in row.stats.seconds}
     return [(row, since) for row, since in started if row.finish_reason is None]
 
 

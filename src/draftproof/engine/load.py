@@ -25,9 +25,9 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.config import EngineConfig
+from draftproof.engine.deferred import SourceText
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.source_text import SourceText
 from draftproof.errors import (
     BadInput,
     DrafterMismatch,

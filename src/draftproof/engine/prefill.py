@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftproof.core.messages import Accepted, Commit, Reading
 from draftproof.core.ops import Ops
-from draftproof.core.tree import ABSENT, CHUNKS, TokenTree
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree_shape import CHUNKS
 from draftproof.drafters.base import Drafter
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.sequence import SequenceState
@@ -136,9 +137,8 @@ class Prompts:
             texts = [rest[start : start + width] for rest in rests]
             tree, start = TokenTree.chain(self._padded(texts, width)), start + width
             alone = len(prompts) == 1 and (not self.shapes.closed or start < longest)   # no padding
-            reading = self.target.read(
-                tree, view, last_only=alone, hidden_layers=self._hidden_layers
-            )
+            reading = self.target.read(tree, view, last_only=alone,
+                                       hidden_layers=self._hidden_layers)
             begun = () if start > width else prompts
             logits, whole = self._commit(view, first, texts, reading, begun, tell), start >= longest
             if whole and longest > SHORT:

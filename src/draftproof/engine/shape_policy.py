@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.core.tree import CHUNKS, padded
+from draftproof.core.tree_shape import CHUNKS, padded
 from draftproof.errors import BadInput
 
 BUCKET = 128
