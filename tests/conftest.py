@@ -32,8 +32,7 @@ def _modest() -> None:
 
 @pytest.fixture(autouse=True)
 def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test names no budget, drafters draft their default, whatever this machine's clock
-    says of their worth."""
+    """Where a test names no budget, drafters draft their default, whatever the clock says."""
     from draftproof.engine import engine
     from draftproof.engine.budget import Fixed
 

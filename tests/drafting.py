@@ -1,5 +1,4 @@
-"""Drafters for tests: one that knows the answer, one that guesses, one that errs; and all others.
-"""
+"""Drafters for tests: one that knows the answer, one that guesses, one that errs; all others."""
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Budget
+from draftproof.engine.deferred import DrafterWrapper
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import State
 from draftproof.model.packed_linear import pack_linears
@@ -115,36 +115,30 @@ class Fading(Budget):
         return (self.most, self.most, 0, 0, 0, 1, self.most, 0, 2)[self.round % 9]
 
 
-class Watch(Drafter):
+class Watch(DrafterWrapper):
     """Passes everything on to `inner` and checks what must hold of any drafter."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.default_budget = inner, inner.name, inner.default_budget
-        self.hidden_layers, self.wants_top = inner.hidden_layers, inner.wants_top
-        self.observed: list[list[int]] = []
-
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        self.observed = []
         super().start(rows, capacity, ops)
-        self.inner.start(rows, capacity, ops)
+        self.observed: list[list[int]] = []
 
     def observe(self, commit: Commit) -> None:
         for index, row in enumerate(commit.rows):
             if row == len(self.observed):
                 self.observed.append([])
             self.observed[row] += commit.tokens[index, : int(commit.count[index])].tolist()
-        self.inner.observe(commit)
+        super().observe(commit)
 
     def select(self, rows: Sequence[int]) -> None:
         self.observed = [list(self.observed[row]) for row in rows]
-        self.inner.select(rows)
+        super().select(rows)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         position = frontier.prefix.position.tolist()
         for row, text in enumerate(self.observed):  # what was observed is the text before the root
             assert text == frontier.prefix.tokens[row, : position[row]].tolist()
         before = frontier.prefix.tokens.clone()
-        tree = self.inner.propose(frontier)
+        tree = super().propose(frontier)
         assert torch.equal(before, frontier.prefix.tokens), "a drafter may not write into the text"
         assert_well_formed(tree, frontier)
         return tree
@@ -220,9 +214,8 @@ def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
     texts = [torch.tensor([*prompt, *one.tokens]) for prompt, one in zip(asked, done, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=ABSENT)
     with torch.no_grad():
-        features = target().features(
-            tokens, (tokens != ABSENT).double(), hidden_layers=head.hidden_layers
-        )
+        features = target().features(tokens, (tokens != ABSENT).double(),
+                                     hidden_layers=head.hidden_layers)
     descent = torch.optim.Adam(head.parameters(), lr=rate)
     for _ in range(rounds):
         descent.zero_grad()
@@ -266,8 +259,7 @@ def _draft_model(target: Target, *branches: int, **overrides: Any) -> DraftModel
 MEDUSA_TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,))
 
 DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
-    "plain": lambda target: Plain(),
-    "prompt-lookup": lambda target: PromptLookup(),
+    "plain": lambda target: Plain(), "prompt-lookup": lambda target: PromptLookup(),
     "suffix": lambda target: SuffixDrafter(memory=300),
     "recycling": lambda target: TokenRecycling(memory=50),
     "portfolio": lambda target: Portfolio([PromptLookup(), SuffixDrafter(300), TokenRecycling(50)]),
@@ -283,7 +275,7 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "medusa, fixed tree": lambda target: Medusa(medusa_head(True), target, MEDUSA_TREE),
     "redrafter": lambda target: ReDrafter(redrafter_head(), target),
     "redrafter, shared": lambda target: ReDrafter(redrafter_head(True), target),
-    "guess": lambda target: Guess(target.vocab_size),
+    "guess": lambda target: Guess(target.vocab_size)
 }
 
 
@@ -307,6 +299,11 @@ def accepted_share(done: Sequence[Completion]) -> float:
     """Accepted over drafted tokens: a test of equality that accepts nothing tests nothing."""
     drafted = sum(one.stats.drafted for one in done)
     return sum(one.stats.accepted for one in done) / drafted if drafted else 0.0
+
+
+def per_round(done: Sequence[Completion]) -> float:
+    """Tokens per round, of all texts together."""
+    return sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done)
 
 
 def assert_counts(done: Completion) -> None:

@@ -17,7 +17,3 @@ def test_example_runs_and_its_claims_hold(
     assert printed.strip()
     assert "DIFFERENT" not in printed
     assert "False" not in printed
-
-
-def test_there_are_six_examples() -> None:
-    assert len(EXAMPLES) == 6

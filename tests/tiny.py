@@ -1,5 +1,4 @@
-"""Tiny random models whose logits really depend on the text, and the small helpers that tests of
-every folder share."""
+"""Tiny random models whose logits depend on the text, and helpers of all tests."""
 
 from __future__ import annotations
 
@@ -26,74 +25,38 @@ VOCAB = 40
 CPU = CpuOps()
 """What decoding computes with on this machine."""
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "initializer_range": 0.4,
-}
-_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": None,
+                           "pad_token_id": None, "initializer_range": 0.4}
+_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _LLAMA),
-    "qwen2": ("Qwen2Config", _LLAMA),
-    "qwen2-sliding": (
-        "Qwen2Config",
-        {**_LLAMA, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5,
-         "max_window_layers": 1},
-    ),
+    "llama": ("LlamaConfig", _LLAMA), "qwen2": ("Qwen2Config", _LLAMA),
+    "qwen2-sliding": ("Qwen2Config",
+                      {**_LLAMA, "num_hidden_layers": 3, "use_sliding_window": True,
+                       "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 8}),
     "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
     "mistral-sliding": ("MistralConfig", {**_LLAMA, "sliding_window": 5}),
     "gemma2": ("Gemma2Config", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            **_LLAMA,
-            "head_dim": 8,
-            "sliding_window": 5,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "gpt2": ("GPT2Config", _GPT),
-    "gpt-neox": ("GPTNeoXConfig", {**_LLAMA, "rotary_pct": 0.25}),
-    "phi": ("PhiConfig", _LLAMA),
-    "phi3": ("Phi3Config", {**_LLAMA, "sliding_window": 5}),
-    "opt": (
-        "OPTConfig",
-        {
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 256,
-            "word_embed_proj_dim": 32,
-            "init_std": 0.4,
-        },
-    ),
+    "gemma3": ("Gemma3TextConfig",
+               {**_LLAMA, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gpt2": ("GPT2Config", _GPT), "gpt-neox": ("GPTNeoXConfig", {**_LLAMA, "rotary_pct": 0.25}),
+    "phi": ("PhiConfig", _LLAMA), "phi3": ("Phi3Config", {**_LLAMA, "sliding_window": 5}),
+    "opt": ("OPTConfig",
+            {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "max_position_embeddings": 256, "word_embed_proj_dim": 32, "init_std": 0.4}),
     "gptj": ("GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "falcon": (
-        "FalconConfig",
-        {**_LLAMA, "alibi": False, "new_decoder_architecture": False, "multi_query": True},
-    ),
-    "stablelm": ("StableLmConfig", _LLAMA),
-    "olmo2": ("Olmo2Config", _LLAMA),
-    "granite": (
-        "GraniteConfig",
-        {**_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
-    ),
+    "falcon": ("FalconConfig",
+               {**_LLAMA, "alibi": False, "new_decoder_architecture": False, "multi_query": True}),
+    "stablelm": ("StableLmConfig", _LLAMA), "olmo2": ("Olmo2Config", _LLAMA),
+    "granite": ("GraniteConfig",
+                {**_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.7,
+                 "embedding_multiplier": 2.0}),
     "cohere": ("CohereConfig", {**_LLAMA, "logit_scale": 0.3}),
-    "starcoder2": ("Starcoder2Config", {**_LLAMA, "sliding_window": 5}),
+    "starcoder2": ("Starcoder2Config", {**_LLAMA, "sliding_window": 5})
 }
 FAMILIES = sorted(CONFIGS)
 
@@ -114,8 +77,7 @@ def build(kind: str, seed: int = 0, **values: Any) -> PreTrainedModel:
 
 
 def of_family(name: str, **values: Any) -> PreTrainedModel:
-    """A random model of the text models that transformers calls so, with norms that do not weigh
-    all alike."""
+    """A random text model that transformers calls so, with norms that do not weigh all alike."""
     torch.manual_seed(0)
     kinds = [getattr(transformers, f"{name}{kind}", None) for kind in ("TextConfig", "Config")]
     config = next(kind for kind in kinds if kind is not None)(**values)
@@ -175,15 +137,10 @@ def sampler_of(
     *samplings: Sampling, prompt_length: int = 0, stop_tokens: Sequence[int] = (), ops: Ops = CPU
 ) -> Sampler:
     """The sampler of rows with these wishes."""
-    params = [
-        SamplingParams(
-            want,
-            prompt_length,
-            tuple(stop_tokens),
-            tuple(tuple(word) for word in want.banned_words if not isinstance(word, str)),
-        )
-        for want in samplings
-    ]
+    params = [SamplingParams(want, prompt_length, tuple(stop_tokens),
+                             tuple(tuple(word) for word in want.banned_words
+                                   if not isinstance(word, str)))
+              for want in samplings]
     return Sampler(params, ops=ops)
 
 

@@ -26,14 +26,12 @@ def codec(tokens: list[str], end: str, *specials: str, first: str | None = None)
     ids = {token: place for place, token in enumerate(tokens)}
     merges = [(one[:-1], one[-1]) for one in plain if len(one) > 1 and one[:-1] in ids]
     one = Tokenizer(models.BPE(ids, [pair for pair in merges if pair[1] in ids], unk_token=None))
-    one.pre_tokenizer = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False) if level else pre_tokenizers.Metaspace()
-    )
+    one.pre_tokenizer = (pre_tokenizers.ByteLevel(add_prefix_space=False) if level
+                         else pre_tokenizers.Metaspace())
     one.decoder = decoders.ByteLevel() if level else decoders.Metaspace()
     extra = {"bos_token": first} if first else {}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=one, eos_token=end, additional_special_tokens=list(specials), **extra
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=one, eos_token=end,
+                                      additional_special_tokens=list(specials), **extra)
     return Codec(wrapped, "ours" if level else "theirs")
 
 
@@ -44,9 +42,8 @@ def shared() -> SharedVocabulary:
 
 
 def pair(**options: Any) -> tuple[Any, Any]:
-    return target(vocab_size=len(OURS) + 2), target(
-        seed=1, vocab_size=len(THEIRS), num_hidden_layers=1, **options
-    )
+    return target(vocab_size=len(OURS) + 2), target(seed=1, vocab_size=len(THEIRS),
+                                                    num_hidden_layers=1, **options)
 
 
 def five() -> tuple[SharedVocabulary, int]:

@@ -1,5 +1,4 @@
-"""Acceptance is exact in law: every outcome of the whole loop is enumerated, and wrong rules are
-caught."""
+"""Acceptance is exact in law: all outcomes of the loop are enumerated; wrong ones are caught."""
 
 from __future__ import annotations
 
@@ -49,13 +48,11 @@ pairs = pytest.mark.parametrize("pair", PAIRS)
 
 
 @pairs
-@pytest.mark.parametrize(
-    "shape", CHAINS + TREES, ids=lambda shape: str(len(shape)) + ("c" if shape.is_chain else "t")
-)
+@pytest.mark.parametrize("shape", CHAINS + TREES,
+                         ids=lambda shape: str(len(shape)) + ("c" if shape.is_chain else "t"))
 def test_rejection_writes_the_target_law(pair: str, shape: TreeShape) -> None:
-    if len(shape) == 7 and pair not in (
-        "unrelated", "target with impossible tokens", "disjoint at times"
-    ):
+    if len(shape) == 7 and pair not in ("unrelated", "target with impossible tokens",
+                                        "disjoint at times"):
         return  # 41472 worlds a round: three pairs say it all
     target, draft = PAIRS[pair]
     # a whole round and its bonus token; rounds that stop early are followed by others
@@ -85,9 +82,8 @@ def test_four_tokens_and_a_longer_text(rule) -> None:
 
 
 @pairs
-@pytest.mark.parametrize(
-    "shape", [*CHAINS, TREES[0], TREES[2]], ids=lambda shape: str(shape.parents)
-)
+@pytest.mark.parametrize("shape", [*CHAINS, TREES[0], TREES[2]],
+                         ids=lambda shape: str(shape.parents))
 def test_matching_writes_the_target_law(pair: str, shape: TreeShape) -> None:
     target, draft = PAIRS[pair]
     written = loop_law(lambda text, root: _matched(text, root, shape, target, draft), 4)
@@ -113,19 +109,16 @@ def test_block_accepts_the_sum_of_its_weights_and_never_less_than_rejection(pair
     for shape, root in itertools.product(CHAINS, range(3)):
         by_token = drawn_round(accept_by_rejection, (), root, shape, target, draft, 3).accepted
         by_block = drawn_round(accept_by_block, (), root, shape, target, draft, 3).accepted
-        assert by_block == pytest.approx(
-            _mean_weight((root,), len(shape) - 1, target, draft), abs=EXACT
-        )
+        assert by_block == pytest.approx(_mean_weight((root,), len(shape) - 1, target, draft),
+                                         abs=EXACT)
         assert by_block >= by_token - EXACT
 
 
 def test_example_of_the_block_paper() -> None:
     """Sun et al.: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 by tokens, 11/9 by block."""
     target, draft = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)
-    means = [
-        drawn_round(rule, (), 0, TreeShape.chain(2), target, draft, 2).accepted
-        for rule in (accept_by_rejection, accept_by_block)
-    ]
+    means = [drawn_round(rule, (), 0, TreeShape.chain(2), target, draft, 2).accepted
+             for rule in (accept_by_rejection, accept_by_block)]
     assert means == pytest.approx([10 / 9, 11 / 9], abs=EXACT)
 
 
@@ -158,8 +151,7 @@ def test_wrong_block_rules_are_caught(mistake: str) -> None:
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
 @pytest.mark.parametrize("lie", ["argmax weighed as drawn", "kept only when likely"])
 def test_drafts_that_lie_about_their_law_are_caught(rule, lie: str) -> None:
-    """A rule is exact for the law the tokens were drawn from, and the checker sees when they were
-    not."""
+    """A rule is exact for the law that tokens were drawn from; where they were not, it is seen."""
     target, draft = PAIRS["unrelated"]
     written = drawn_law(rule, CHAINS[1], target, Liar(draft, lie), 3, 3)
     assert distance(written, text_law(target, 3, 3)) > 1e-3
@@ -176,11 +168,8 @@ def test_wrong_matching_is_caught(mistake: str) -> None:
         right = matched_round(tokens, text, shape, target, 3)
         if mistake.startswith("deepest"):  # a hit at depth 2 takes depth 1 along
             hit = float(target(path_of(text, tokens, shape, 1))[tokens[2]])
-            wrong = {
-                emitted: confidence * (1 - hit)
-                for emitted, confidence in right.law.items()
-                if len(emitted) == 1
-            }
+            wrong = {emitted: confidence * (1 - hit) for emitted, confidence in right.law.items()
+                     if len(emitted) == 1}
             law = {**right.law, **wrong}
             for emitted, confidence in wrong.items():
                 law[(*tokens[1:], emitted[0])] = law.get(
@@ -193,8 +182,7 @@ def test_wrong_matching_is_caught(mistake: str) -> None:
 
 
 class Liar:
-    """A draft law that is not the law its tokens come from: enumeration draws from one, the tree
-    shows the other."""
+    """Tokens are drawn by enumeration from one law, and the tree shows another."""
 
     def __init__(self, law: Law, lie: str) -> None:
         self.law, self.lie = law, lie
@@ -213,22 +201,16 @@ class Shown(Tensor):
 
     def clone(self, *_: object, **__: object) -> Tensor:
         law = self.as_subclass(Tensor)
-        return (
-            torch.nn.functional.one_hot(law.argmax(), len(law)).double()
-            if self.lie.startswith("argmax")
-            else law.square()
-        )
+        return (torch.nn.functional.one_hot(law.argmax(), len(law)).double()
+                if self.lie.startswith("argmax") else law.square())
 
 
 def _worst(rule: DrawnRule, shape: TreeShape) -> float:
     """The largest error over pairs of laws that differ in several tokens each way."""
-    weighed = [
-        (random_law(4, 31, 0.8), random_law(4, 32, 0.8)),
-        (random_law(4, 33), random_law(4, 34, zeros=1))
-    ]
-    return max(
-        distance(drawn_law(rule, shape, *pair, 4, 3), text_law(pair[0], 4, 3)) for pair in weighed
-    )
+    weighed = [(random_law(4, 31, 0.8), random_law(4, 32, 0.8)),
+               (random_law(4, 33), random_law(4, 34, zeros=1))]
+    return max(distance(drawn_law(rule, shape, *pair, 4, 3), text_law(pair[0], 4, 3))
+               for pair in weighed)
 
 
 def _matched(text: Text, root: int, shape: TreeShape, target: Law, draft: Law) -> Round:
@@ -237,11 +219,8 @@ def _matched(text: Text, root: int, shape: TreeShape, target: Law, draft: Law) -
 
 def _path_mass(target: Law, text: Text, tokens: list[int], shape: TreeShape, node: int) -> float:
     path = path_of(text, tokens, shape, node)[len(text) :]
-    return float(
-        torch.stack(
-            [target((*text, *path[:place]))[path[place]] for place in range(1, len(path))]
-        ).prod()
-    )
+    return float(torch.stack([target((*text, *path[:place]))[path[place]]
+                              for place in range(1, len(path))]).prod())
 
 
 def _mean_weight(
@@ -254,9 +233,8 @@ def _mean_weight(
     for token in draft(text).nonzero()[:, 0].tolist():
         q = float(draft(text)[token])
         here = min(1.0, weight * float(target(text)[token]) / q)
-        total += confidence * q * here + _mean_weight(
-            (*text, token), length - 1, target, draft, here, confidence * q
-        )
+        total += confidence * q * here + _mean_weight((*text, token), length - 1, target, draft,
+                                                      here, confidence * q)
     return total
 
 

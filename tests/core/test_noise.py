@@ -43,9 +43,8 @@ def streams(
 ) -> Tensor:
     keys = noise.row_keys(list(seeds), [0] * len(seeds))
     place = torch.tensor(places).expand(len(seeds), -1)
-    return noise.stream(
-        keys, role, place, None if origin is None else torch.full_like(place, origin)
-    )
+    return noise.stream(keys, role, place,
+                        None if origin is None else torch.full_like(place, origin))
 
 
 # The hash -----------------------------------------------------------------------------------------
@@ -62,9 +61,8 @@ def mix(bits: int) -> int:
 
 def reference(seed: int, sample: int, role: int, place: int, origin: int) -> tuple[int, int]:
     """The stream of a draw, in whole numbers."""
-    first, second = (
-        seed & 0xFFFFFFFF, (seed >> 32 & 0xFFFFFFFF) ^ (sample * 0x9E3779B9 & 0xFFFFFFFF)
-    )
+    first, second = (seed & 0xFFFFFFFF,
+                     (seed >> 32 & 0xFFFFFFFF) ^ (sample * 0x9E3779B9 & 0xFFFFFFFF))
     low = mix(first ^ place * 0x9E3779B9 & 0xFFFFFFFF)
     low = mix(low + 0x85EBCA6B * (role + 1) & 0xFFFFFFFF)
     high = mix(mix(second + low & 0xFFFFFFFF) ^ origin * 0x85EBCA6B & 0xFFFFFFFF)
@@ -73,8 +71,7 @@ def reference(seed: int, sample: int, role: int, place: int, origin: int) -> tup
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_bit_is_that_of_whole_numbers(seed: int) -> None:
-    """Wrap-around int32 arithmetic, at positions beyond 2^16 and for seeds of 64 bits and either
-    sign."""
+    """Wrap-around int32 arithmetic, at positions beyond 2^16, seeds of 64 bits, either sign."""
     for sample, role, place, origin in itertools.product(
         (0, 1, 9), Role, (0, 1, 65_535, 65_537, 1_000_003), (0, 70_001)
     ):
@@ -86,13 +83,11 @@ def test_every_bit_is_that_of_whole_numbers(seed: int) -> None:
         for token in range(5):
             bits = mix(mix(low ^ token * 0x9E3779B9 & 0xFFFFFFFF) + high & 0xFFFFFFFF) & 0x7FFFFFFF
             unit = min((bits + 0.5) / 2**31, 1 - 2.0**-24)
-            assert float(gumbel[token]) == pytest.approx(
-                -math.log(-math.log1p(-unit)), rel=2e-5, abs=2e-5
-            )
+            assert float(gumbel[token]) == pytest.approx(-math.log(-math.log1p(-unit)), rel=2e-5,
+                                                         abs=2e-5)
         coin = (mix(mix(low) + high & 0xFFFFFFFF) & 0x7FFFFFFF) + 0.5
-        assert float(noise.uniform(found)) == pytest.approx(
-            min(coin / 2**31, 1 - 2.0**-24), abs=1e-7
-        )
+        assert float(noise.uniform(found)) == pytest.approx(min(coin / 2**31, 1 - 2.0**-24),
+                                                            abs=1e-7)
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
@@ -101,9 +96,8 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     together = noise.gumbel(streams(SEEDS, Role.TARGET, places), 33)
     for row, seed in enumerate(SEEDS):
         for column, place in enumerate(places):
-            assert torch.equal(
-                together[row, column], noise.gumbel(streams([seed], Role.TARGET, [place]), 33)[0, 0]
-            )
+            assert torch.equal(together[row, column],
+                               noise.gumbel(streams([seed], Role.TARGET, [place]), 33)[0, 0])
     assert torch.equal(together[..., :7], noise.gumbel(streams(SEEDS, Role.TARGET, places), 7)), (
         "nor on the vocabulary"
     )
@@ -135,9 +129,8 @@ def test_uniforms_are_uniform_and_never_0_or_1() -> None:
 def test_the_race_is_a_draw_from_softmax(sharpness: float) -> None:
     """argmax(scores + noise) over 200 000 draws, along seeds and along positions."""
     scores = torch.arange(12, dtype=torch.float64).sin() * sharpness
-    for keyed in (
-        streams(range(200_000), Role.TARGET, [77]), streams([3], Role.DRAFT, range(200_000))
-    ):
+    for keyed in (streams(range(200_000), Role.TARGET, [77]),
+                  streams([3], Role.DRAFT, range(200_000))):
         winners = (scores + noise.gumbel(keyed, 12)).argmax(-1).flatten()
         assert surprise(torch.bincount(winners, minlength=12), scores.softmax(-1)) > ALARM
         assert (
@@ -151,10 +144,8 @@ def test_the_race_is_a_draw_from_softmax(sharpness: float) -> None:
 
 def test_the_runners_up_are_drawn_without_replacement() -> None:
     scores = torch.tensor([0.3, -0.2, 1.0, 0.0], dtype=torch.float64)
-    law, races = (
-        scores.softmax(-1),
-        scores + noise.gumbel(streams(range(100_000), Role.DRAFT, [4]), 4)[:, 0]
-    )
+    law, races = (scores.softmax(-1),
+                  scores + noise.gumbel(streams(range(100_000), Role.DRAFT, [4]), 4)[:, 0])
     pairs = races.topk(2, -1).indices
     wanted = law[:, None] * law / (1 - law[:, None])
     wanted.fill_diagonal_(0)
@@ -164,33 +155,27 @@ def test_the_runners_up_are_drawn_without_replacement() -> None:
 
 
 def test_streams_are_independent() -> None:
-    """Neighbouring roles, places, rounds, seeds, samples and tokens: no correlation of ranks, no
-    dependence of cells."""
+    """Neighbours in role, place, round, seed, sample or token do not depend on each other."""
     base = {"seed": 0, "sample": 0, "role": 0, "place": 0, "origin": 0, "token": 0}
     count = 40_000
 
     def draws(shift: dict[str, int]) -> Tensor:
         at = {name: base[name] + shift.get(name, 0) for name in base}
-        keys = noise.row_keys(
-            [at["seed"] + 7919 * index for index in range(200)], [at["sample"]] * 200
-        )
+        keys = noise.row_keys([at["seed"] + 7919 * index for index in range(200)],
+                              [at["sample"]] * 200)
         place = at["place"] + 10 + 3 * torch.arange(200).expand(200, -1)
-        keyed = noise.stream(
-            keys, Role(at["role"]), place, torch.full_like(place, at["origin"] + 5)
-        )
+        keyed = noise.stream(keys, Role(at["role"]), place,
+                             torch.full_like(place, at["origin"] + 5))
         return noise.gumbel(keyed, 4)[..., at["token"]].flatten()
 
     shifts = [{name: step} for name in base for step in (1, 2, 3)] + [
-        {"place": 1, "origin": 1},
-        {"role": 1, "place": 1},
-        {"role": 2, "origin": 1},
+        {"place": 1, "origin": 1}, {"role": 1, "place": 1}, {"role": 2, "origin": 1}
     ]
     first = draws({})
     for shift in shifts:
         other = draws(shift)
-        correlation = float(
-            torch.corrcoef(torch.stack([first.exp().reciprocal(), other.exp().reciprocal()]))[0, 1]
-        )
+        correlation = float(torch.corrcoef(torch.stack([first.exp().reciprocal(),
+                                                        other.exp().reciprocal()]))[0, 1])
         assert abs(correlation) < 5.5 / math.sqrt(count), shift
         cells = (_eighth(first) * 8 + _eighth(other)).bincount(minlength=64)
         assert surprise(cells, torch.full((64,), 1 / 64)) > ALARM, shift
@@ -208,8 +193,7 @@ def _eighth(gumbel: Tensor) -> Tensor:
 
 
 class Table:
-    """A "model" whose logits depend on the depth alone: thousands of rows in one round, at no
-    cost."""
+    """Logits that depend on the depth alone: thousands of rows in one round, at no cost."""
 
     name, vocab_size, context, reads_trees = "table", 4, 1 << 20, True
 
@@ -236,30 +220,23 @@ class Table:
         return Reading(self.scores[(tree.depths[:, first:] + shift).clamp(min=0)])
 
 
-SHAPES = {
-    "chain": TreeShape.chain(2), "siblings": TreeShape.branching((3,)),
-    "tree": TreeShape.branching((2, 2))
-}
+SHAPES = {"chain": TreeShape.chain(2), "siblings": TreeShape.branching((3,)),
+          "tree": TreeShape.branching((2, 2))}
 
 
 def first_tokens(rule: str, shape: TreeShape, rows: int = 60_000) -> tuple[Tensor, Tensor]:
     """Counts of the first token that a round emits, and the law it should have."""
-    p = torch.tensor(
-        [[0.1, 0.5, 0.39, 0.01], [0.25, 0.25, 0.4, 0.1], [0.4, 0.1, 0.1, 0.4]], dtype=torch.float64
-    )
-    q = torch.tensor(
-        [[0.59, 0.4, 0.005, 0.005], [0.1, 0.6, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]],
-        dtype=torch.float64
-    )
+    p = torch.tensor([[0.1, 0.5, 0.39, 0.01], [0.25, 0.25, 0.4, 0.1], [0.4, 0.1, 0.1, 0.4]],
+                     dtype=torch.float64)
+    q = torch.tensor([[0.59, 0.4, 0.005, 0.005], [0.1, 0.6, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]],
+                     dtype=torch.float64)
     drafter = DraftModel(Table(q.log()), 4, shape)
     drafter.start(rows, 8, CPU)
     one = torch.ones(rows, 1, dtype=torch.int64)
     drafter.observe(Commit(range(rows), one, one, one[:, 0]))
     params = [SamplingParams(Sampling(temperature=1.0, seed=seed), 1) for seed in range(rows)]
-    frontier = Frontier(
-        Prefix(torch.ones(rows, 8, dtype=torch.int64), one[:, 0]), Sampler(params), 8,
-        RULES[rule].drawn
-    )
+    frontier = Frontier(Prefix(torch.ones(rows, 8, dtype=torch.int64), one[:, 0]), Sampler(params),
+                        8, RULES[rule].drawn)
     tree = drafter.propose(frontier)
     accepted = RULES[rule].accept(tree, p.log()[tree.depths], frontier)
     path = tree.tokens.gather(1, accepted.nodes)
@@ -274,7 +251,6 @@ def test_a_round_of_real_noise_has_the_law_of_the_target(rule: str, shape: str) 
 
 
 def test_noise_shared_with_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact on paper, biased in fact (vLLM #47386, #54282): the replacement drawn with the noise of
-    the draft."""
+    """Biased in fact (vLLM #47386, #54282): the replacement drawn with the noise of the draft."""
     monkeypatch.setattr(acceptance, "Role", SimpleNamespace(ACCEPT=Role.ACCEPT, RECOVER=Role.DRAFT))
     assert surprise(*first_tokens("rejection", SHAPES["chain"])) < ALARM

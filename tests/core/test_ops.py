@@ -1,47 +1,44 @@
-"""`CpuOps` computes what `Ops` does: every function that has an implementation of its own, on
-random inputs."""
+"""`CpuOps` computes what `Ops` does, on random inputs, wherever it has functions of its own."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from drafting import assert_well_formed, commit_of, frontier_of
 from helpers.pools import assert_alike, pools
 from tiny import CPU, paths_of, sampler_of
 
-from draftproof.core import noise
+from draftproof.core import messages, noise
 from draftproof.core.acceptance import accept_by_matching
-from draftproof.core.messages import Accepted, append_tokens, top_tokens
+from draftproof.core.messages import Accepted, Commit, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
 from draftproof.core.sampling import best_tokens, sample
-from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape, well_formed
+from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape, well_formed
+from draftproof.drafters import suffix, token_recycling
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.bigram import bigram_tree
 from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
-from draftproof.drafters.portfolio import judge, merge_trees
-from draftproof.drafters.prompt_lookup import match_prompt
+from draftproof.drafters.portfolio import Portfolio, judge, merge_trees
+from draftproof.drafters.prompt_lookup import PromptLookup, match_prompt
 from draftproof.drafters.redrafter import beam_search, prepare_recurrence
-from draftproof.drafters.suffix import continue_text, learn_text
-from draftproof.drafters.token_recycling import learn_pairs, likely_successors, recycle
+from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, slot_of
+from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.native.build import SOURCES
-from draftproof.native.cpu_lookup import Same
 from draftproof.native.kernels import SIGNATURES, kernels
+from draftproof.native.structures import LANES
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
 
 VOCAB = 7
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6]]
-
-
-def grown(same: Same, *pool: Any) -> TokenTree:
-    """The tree of a pool, some of whose nodes may have the same text."""
-    tree: TokenTree = CPU._own["likeliest"](*pool, same)
-    return tree
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 30, 99])
@@ -53,53 +50,14 @@ def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
         theirs = TokenTree.likeliest(tokens, parents.clamp(min=0), confidence, nodes, size)
         width = ours.tokens.shape[1]
         assert int(theirs.present.sum(1).amax()) == width and not theirs.present[:, width:].any()
-        assert torch.equal(ours.tokens, theirs.tokens[:, :width]) and torch.equal(
-            ours.parents, theirs.parents[:, :width]
-        )
-        assert torch.equal(ours.confidence, theirs.confidence[:, :width])  # type: ignore[arg-type]
+        for name in ("tokens", "parents", "confidence"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)[:, :width])
 
 
-def test_trees_side_by_side_grow_together() -> None:
-    dice = torch.Generator().manual_seed(1)
-    for sizes in ((1,), (1, 1), (4, 7), (12, 1, 20)):
-        trees, confidence = [], []
-        for size in sizes:
-            tokens, parents, chances = pools(dice, 3, size)
-            tokens[:, 0] = 1
-            trees.append(TokenTree(tokens, parents, size))
-            confidence.append(chances)
-        pool, chances = TokenTree.concat(trees), torch.cat(confidence, 1)
-        ours = grown(Same.LIKELIEST, pool.tokens, pool.parents, chances, 12, max(sizes))
-        assert_alike(ours, pool.merged(chances, 12))
-
-
-def test_paths_grow_into_a_tree_as_their_votes_add_up() -> None:
-    """Up to the odds of what they begin with."""
-    dice = torch.Generator().manual_seed(2)
-    for width, length, most in ((1, 1, 0.2), (3, 2, 0.2), (6, 5, 0.2), (6, 5, 0.7)):
-        paths = torch.randint(3, (4, width, length), generator=dice)
-        paths[:, :, 0] = 2
-        steps = (
-            0.05
-            + most * torch.rand(4, width, length, generator=dice).sort(-1, descending=True).values
-        )
-        steps = torch.where(
-            (torch.rand(4, width, length, generator=dice) < 0.1).cumsum(-1) > 0, 0, steps
-        )
-        steps[..., 0] = 1
-        votes, paths = steps.cumprod(-1), torch.where(steps > 0, paths, ABSENT)
-        place = torch.arange(width * length).view(width, length)
-        above = torch.cat([place[:, :1], place[:, :-1]], 1).flatten().expand(4, -1)
-        ours = grown(Same.SUMMED, paths.flatten(1), above, votes.flatten(1), 9, length)
-        assert_alike(ours, TokenTree.from_paths(paths, 9, votes))
-
-
-@pytest.mark.parametrize(
-    "temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)]
-)
+@pytest.mark.parametrize("temperatures",
+                         [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
 def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> None:
-    """To the bit: of equals, of which bfloat16 has many, the first; nothing where nothing is
-    allowed or one logit is NaN."""
+    """To the bit: of equals the first; nothing where nothing is allowed or one logit is NaN."""
     wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
         tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
@@ -108,9 +66,8 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
         logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = (
             -torch.inf, torch.nan, -torch.inf, 1.0
         )
-        found, wanted = (
-            sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths) for ops in (CPU, TORCH)
-        )
+        found, wanted = (sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths)
+                         for ops in (CPU, TORCH))
         assert torch.equal(found, wanted)
         assert found[0, 1] == found[1, 2] == NO_TOKEN and (temperatures[2] or found[2, 5] == 0)
 
@@ -118,8 +75,7 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
 def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
-    """By a kernel, where there is one, as by operators: tokens, their chances, and nothing where
-    there is none."""
+    """Tokens, their chances, and nothing where there is none; by a kernel where there is one."""
     wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
     tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
     paths = Paths(paths_of(TEXTS).prefix, tree)
@@ -141,16 +97,14 @@ def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: 
 
 @pytest.mark.parametrize("count", [1, 8, 16, 17])
 def test_the_top_tokens_are_those_of_the_highest_logits(count: int) -> None:
-    """Also of several logits side by side; of equals, of which bfloat16 has many, the first; NaN is
-    none of them."""
+    """Also of several logits side by side; of equals the first; NaN is none of them."""
     found, dice = kernels(), torch.Generator().manual_seed(count)
     assert found is not None
     for vocab in (17, 100, 4100):
-        parts = [
-            (4 * torch.randn(3, nodes, vocab, generator=dice)).bfloat16() for nodes in (2, 2, 2)
-        ]
+        parts = [(4 * torch.randn(3, nodes, vocab, generator=dice)).bfloat16()
+                 for nodes in (2, 2, 2)]
         parts[0][1, 1, 3:9], parts[1][2, 0], parts[2][0, 1, 5] = -torch.inf, 1, torch.nan
-        tokens, logits = CPU.run(top_tokens, parts, count)
+        tokens, logits = CPU.run(messages.top_tokens, parts, count)
         whole = torch.cat(parts, 1).float().nan_to_num(-torch.inf, neginf=-torch.inf)
         order = whole.sort(stable=True, dim=-1, descending=True)
         there = order.values[..., :count] > -torch.inf
@@ -159,30 +113,24 @@ def test_the_top_tokens_are_those_of_the_highest_logits(count: int) -> None:
 
 
 def test_streams_have_the_very_bits_of_the_operators() -> None:
-    keys, dice = (
-        noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]), torch.Generator().manual_seed(0)
-    )
+    keys, dice = (noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]),
+                  torch.Generator().manual_seed(0))
     places = torch.randint(2**20, (4, 9), generator=dice)
     for role in Role:
-        for origin in (
-            None, torch.randint(2**20, (4, 9), generator=dice),
-            torch.tensor([[3], [4], [5], [6]]).expand(4, 9)
-        ):
+        for origin in (None, torch.randint(2**20, (4, 9), generator=dice),
+                       torch.tensor([[3], [4], [5], [6]]).expand(4, 9)):
             ours = CPU.run(noise.stream, keys, role, places, origin)
-            assert (
-                torch.equal(ours, noise.stream(keys, role, places, origin))
-                and ours.dtype == torch.int32
-            )
+            assert (torch.equal(ours, noise.stream(keys, role, places, origin))
+                    and ours.dtype == torch.int32)
 
 
 def test_the_cpu_accepts_what_matching_accepts() -> None:
-    """On ragged trees of few tokens, where much is hit, siblings twice; and where nothing could be
-    picked."""
+    """On ragged trees where much is hit, siblings twice; and where nothing could be picked."""
     for seed in range(60):
-        tree = TokenTree.likeliest(*likely_pool(4, 14, seed), 10, 9)
-        target_tokens = torch.randint(
-            -1, 4, tree.tokens.shape, generator=torch.Generator().manual_seed(seed)
-        )
+        dice = torch.Generator().manual_seed(seed)
+        tokens, parents, confidence = pools(dice, 4, 14, 4)
+        tree = TokenTree.likeliest(tokens, parents.clamp(min=0), confidence, 10, 9)
+        target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=dice)
         target_tokens = torch.where(target_tokens == -1, NO_TOKEN, target_tokens)
         found, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
         assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
@@ -190,55 +138,29 @@ def test_the_cpu_accepts_what_matching_accepts() -> None:
         assert found.drafted is None or torch.equal(found.drafted, tree.drafted)
 
 
-def likely_pool(rows: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random pools [rows, size]: tokens, parents that come before their children, odds that fall
-    along each path."""
-    dice = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 4, (rows, size), generator=dice)
-    parents = torch.cat(
-        [torch.zeros(rows, 1), torch.rand(rows, size - 1, generator=dice) * torch.arange(1, size)],
-        1
-    ).long()
-    shares, confidence = torch.rand(rows, size, generator=dice) - 0.1, torch.ones(rows, size)
-    for node in range(1, size):
-        above = confidence.gather(1, parents[:, node, None])[:, 0]
-        confidence[:, node] = above * shares[:, node].clamp(min=0)            # now and then nothing
-    return tokens, parents, confidence
-
-
 def test_accepted_tokens_are_appended_alike() -> None:
     dice = torch.Generator().manual_seed(0)
     for trial in range(20):
-        count, position = (
-            torch.randint(1, 6, (3,), generator=dice), torch.randint(9, (3,), generator=dice)
-        )
+        count, position = (torch.randint(1, 6, (3,), generator=dice),
+                           torch.randint(9, (3,), generator=dice))
         root = torch.tensor([4, NO_TOKEN, trial])
         accepted = Accepted(torch.arange(5).expand(3, -1), count, root)
         tokens = torch.randint(50, (3, 5), generator=dice)
         ours, theirs = torch.zeros(2, 4, 20, dtype=torch.int64)
-        new = [
-            ops.run(append_tokens, text, position, tokens, accepted)
-            for ops, text in ((CPU, ours), (TORCH, theirs))
-        ]
+        new = [ops.run(messages.append_tokens, text, position, tokens, accepted)
+               for ops, text in ((CPU, ours), (TORCH, theirs))]
         for row in range(3):
             written, size = int(position[row]) + 1 + int(count[row]), int(count[row])
             assert torch.equal(ours[row, :written], theirs[row, :written])
-            assert (
-                new[0][row, :size].tolist() == new[1][row, :size].tolist()
-                and new[0][row, size - 1] == root[row]
-            )
+            assert (new[0][row, :size].tolist() == new[1][row, :size].tolist()
+                    and new[0][row, size - 1] == root[row])
 
 
 def test_numbers_come_to_the_host_as_they_are() -> None:
-    columns = (
-        torch.tensor([[1, -2], [3, 2**20]]),
-        torch.tensor([[0.5], [-torch.inf]], dtype=torch.float64)
-    )
-    assert (
-        CPU.to_host(*columns)
-        == TORCH.to_host(*columns)
-        == [[[1, -2], [3, 2**20]], [[0.5], [-torch.inf]]]
-    )
+    columns = (torch.tensor([[1, -2], [3, 2**20]]),
+               torch.tensor([[0.5], [-torch.inf]], dtype=torch.float64))
+    numbers = [[[1, -2], [3, 2**20]], [[0.5], [-torch.inf]]]
+    assert CPU.to_host(*columns) == TORCH.to_host(*columns) == numbers
     assert TORCH.to_host(columns[0]) == [[[1, -2], [3, 2**20]]]
 
 
@@ -248,23 +170,21 @@ def test_signatures_are_those_of_the_sources() -> None:
         returns, takes = re.search(
             rf"^(void|int64_t) draftproof_{name}\(([^)]*)\)", sources, re.M
         ).groups()  # type: ignore[union-attr]
-        kinds = [
-            "p" if "*" in one else "f" if one.strip().startswith("float") else "n"
-            for one in takes.split(",")
-        ]
+        kinds = ["p" if "*" in one else "f" if one.strip().startswith("float") else "n"
+                 for one in takes.split(",")]
         counted = re.findall(r"(\d*)([pnf])", signature.partition(":")[0])
         assert "".join(kinds) == "".join(kind * int(count or 1) for count, kind in counted), name
         assert (returns == "int64_t") == signature.endswith(":n"), name
 
 
 def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
+    own = ("recycle", "learn_pairs", "likely_successors")
     torch_functions = [
-        noise.stream, noise.gumbel, sample, best_tokens, top_tokens, accept_by_matching,
-        append_tokens,
-        prepare_heads, heads_logits, medusa_tree, bigram_tree, prepare_recurrence,
-        beam_search, TokenTree.likeliest, match_prompt, learn_text, continue_text, recycle,
-        learn_pairs, likely_successors, judge,
-        merge_trees, well_formed,
+        noise.stream, noise.gumbel, sample, best_tokens, messages.top_tokens, accept_by_matching,
+        messages.append_tokens, prepare_heads, heads_logits, medusa_tree, bigram_tree,
+        prepare_recurrence, beam_search, TokenTree.likeliest, match_prompt, suffix.learn_text,
+        suffix.continue_text, judge, merge_trees, well_formed,
+        *(getattr(token_recycling, name) for name in own),
     ]  # fmt: skip
     assert {function.__name__ for function in torch_functions} == CPU._own.keys()
     for function in torch_functions:
@@ -272,3 +192,151 @@ def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
         assert (
             list(inspect.signature(CPU._own[function.__name__]).parameters)[: len(theirs)] == theirs
         ), function.__name__
+
+
+CAPACITY = 160
+APART = [int((slot_of(torch.arange(50)) == number).int().argmax()) for number in range(SLOTS)]
+"""Of different slots: of two in one slot within a commit, operators count both as the last."""
+
+
+def frontier(texts: list[list[int]], budget: int, trees: bool = True) -> Frontier:
+    return frontier_of(texts, budget, trees=trees, capacity=CAPACITY)
+
+
+def written(dice: torch.Generator, most: int) -> list[int]:
+    """Tokens among which much comes again."""
+    size = int(torch.randint(1, most, (), generator=dice))
+    return [APART[int(4 * number**2)] for number in torch.rand(size, generator=dice)]
+
+
+def asked_alike(drafters: Sequence[Drafter], asked: Frontier) -> None:
+    trees = []
+    for drafter in drafters:
+        trees.append(drafter.propose(asked))
+        assert_well_formed(trees[-1], asked)
+    if asked.trees:
+        assert_alike(*trees)
+
+
+def test_lookups_find_the_same() -> None:
+    dice = torch.Generator().manual_seed(3)
+    for longest, shortest in ((16, 1), (1, 1), (3, 2), (5, 5)):
+        drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
+        drafters[1].ops, drafters[0].ops = TORCH, CPU
+        for budget in (1, 4, 9):
+            asked_alike(drafters, frontier([written(dice, 60) for _ in range(5)], budget))
+            # more places than are looked at
+            many = torch.randint(2, (150,), generator=dice).tolist()
+            asked_alike(drafters, frontier([many], budget))
+
+
+def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
+    for drafter in drafters:
+        drafter.observe(commit)
+
+
+def test_suffixes_are_kept_and_found_alike() -> None:
+    """Also when memory is used up, and old text lies where new is written."""
+    assert SIZES[0] == LANES
+    dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
+    indexes = [drafter._indexes[torch.device("cpu")] for drafter in drafters]
+    texts: list[list[int]] = []
+    for drafter in drafters:
+        drafter.memory = 7 * CAPACITY  # an index without collisions, and room for few texts
+    for turn in range(60):
+        if turn % 12 == 0:
+            for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+                drafter.start(3, CAPACITY, ops)
+            texts = [written(dice, 40) for _ in range(3)]
+            for row in range(3):
+                observed_alike(drafters, commit_of(range(row, row + 1), texts[row : row + 1]))
+        if turn % 12 == 6:  # a row goes, another is there twice
+            texts = [texts[2], texts[0], list(texts[0])]
+            for drafter in drafters:
+                drafter.select([2, 0, 0])
+        roots = [*written(dice, 9), *range(3)]
+        for budget in (1, 5):
+            asked_alike(drafters,
+                        frontier([[*text, root] for text, root in zip(texts, roots, strict=False)],
+                                 budget))
+        more = [written(dice, 6) for _ in texts]
+        texts = [[*text, *new] for text, new in zip(texts, more, strict=True)]
+        observed_alike(drafters, commit_of(range(3), more))
+    ours, theirs = indexes
+    assert ours.tags.count_nonzero() > 100
+    for name in ("text", "tags", "places", "counts"):
+        # the last is for nothing
+        assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])
+    for one, other in zip(drafters[0]._rows or (), drafters[1]._rows or (), strict=True):
+        assert torch.equal(one, other)
+
+
+def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> messages.Successors:
+    """What came out behind its nodes: the best of random logits, sure of them or not."""
+    sure = 3 * torch.rand(*tree.tokens.shape, 1, generator=dice)
+    logits = sure * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
+    if spoiled:
+        logits[:, ::2] = torch.nan
+    best = logits.topk(5, -1)
+    return messages.Successors(tree, best.indices, best.values)
+
+
+def test_successors_are_kept_and_found_alike() -> None:
+    dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
+    drafters[1].ops, drafters[0].ops = TORCH, CPU
+    texts = [written(dice, 12) for _ in range(3)]
+    for row, text in enumerate(texts):
+        observed_alike(drafters, commit_of(range(row, row + 1), [text]))
+    for turn in range(15):
+        tokens, parents, _ = pools(dice, 3, 6, VOCAB)
+        texts = [[*text, root] for text, root in zip(texts, tokens[:, 0].tolist(), strict=True)]
+        asked_alike(drafters, frontier(texts, 1 + turn % 9, trees=turn != 3))
+        commit = commit_of(range(3), [text[-1:] for text in texts])
+        observed_alike(drafters, replace(
+            commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)
+        ))
+    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+        drafter.start(3, CAPACITY, ops)
+    for row in range(3):  # prompts: known tokens, in known pairs and in new ones
+        text = written(dice, 30)
+        observed_alike(drafters,
+                       commit_of(range(row, row + 1),
+                             [[*text, *(one for token in text for one in (token, 50 + token))]]))
+    ours, theirs = (drafter._tables[torch.device("cpu")] for drafter in drafters)
+    assert ours.tags.count_nonzero() > 20
+    assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(
+        ours.tokens[:-1], theirs.tokens[:-1]
+    )
+    torch.testing.assert_close(ours.confidence[:-1], theirs.confidence[:-1], rtol=1e-5, atol=1e-7)
+
+
+def test_members_are_judged_and_merged_alike() -> None:
+    """Also by trees without odds, and while rows come and go."""
+    dice = torch.Generator().manual_seed(6)
+
+    class Silent(PromptLookup):
+        def propose(self, frontier: Frontier) -> TokenTree:
+            return replace(super().propose(frontier), confidence=None)
+
+    drafters = [Portfolio([PromptLookup(), SuffixDrafter(2000), Silent(3)]) for _ in range(2)]
+    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
+        drafter.start(3, CAPACITY, ops)
+    texts: list[list[int]] = []
+    for turn in range(14):
+        if turn in (0, 1, 5):
+            texts.append(written(dice, 20))
+            observed_alike(drafters, commit_of(range(len(texts) - 1, len(texts)), texts[-1:]))
+        if turn == 9:
+            texts = [texts[2], texts[1]]
+            for drafter in drafters:
+                drafter.select([2, 1])
+        new = [written(dice, 4) for _ in texts]
+        asked_alike(drafters,
+                    frontier([[*text, more[0]] for text, more in zip(texts, new, strict=True)], 6,
+                             trees=turn != 11))
+        texts = [[*text, *more] for text, more in zip(texts, new, strict=True)]
+        observed_alike(drafters, commit_of(range(len(texts)), new))
+    ours, theirs = (drafter._counts for drafter in drafters)
+    assert ours is not None and theirs is not None and float(ours.all[:, 1].sum()) > 50
+    torch.testing.assert_close(ours.all, theirs.all)
+    torch.testing.assert_close(ours.rows, theirs.rows)

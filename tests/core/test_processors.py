@@ -1,5 +1,4 @@
-"""Processing: every filter is transformers' own, rows do not see each other, and each tree node
-sees its own path."""
+"""Filters are those of transformers; rows are alone, and each node sees its own path."""
 
 from __future__ import annotations
 
@@ -30,40 +29,23 @@ ONE_EACH: dict[str, tuple[Sampling, Callable[[], hf.LogitsProcessor]]] = {
     "top_p": (Sampling(temperature=1.0, top_p=0.8), lambda: hf.TopPLogitsWarper(0.8)),
     "small top_p": (Sampling(temperature=1.0, top_p=1e-6), lambda: hf.TopPLogitsWarper(1e-6)),
     "min_p": (Sampling(temperature=1.0, min_p=0.1), lambda: hf.MinPLogitsWarper(0.1)),
-    "repetition_penalty": (
-        Sampling(repetition_penalty=1.7), lambda: hf.RepetitionPenaltyLogitsProcessor(1.7)
-    ),
-    "repetition reward": (
-        Sampling(repetition_penalty=0.6), lambda: hf.RepetitionPenaltyLogitsProcessor(0.6)
-    ),
+    "repetition_penalty": (Sampling(repetition_penalty=1.7),
+                           lambda: hf.RepetitionPenaltyLogitsProcessor(1.7)),
+    "repetition reward": (Sampling(repetition_penalty=0.6),
+                          lambda: hf.RepetitionPenaltyLogitsProcessor(0.6)),
     "no_repeat 1": (Sampling(no_repeat_ngram=1), lambda: hf.NoRepeatNGramLogitsProcessor(1)),
     "no_repeat 2": (Sampling(no_repeat_ngram=2), lambda: hf.NoRepeatNGramLogitsProcessor(2)),
     "no_repeat 3": (Sampling(no_repeat_ngram=3), lambda: hf.NoRepeatNGramLogitsProcessor(3)),
-    "logit_bias": (
-        Sampling(logit_bias={0: 2.0, 7: -100.0, 11: 0.5}),
-        lambda: hf.SequenceBiasLogitsProcessor({(0,): 2.0, (7,): -100.0, (11,): 0.5}),
-    ),
-    "banned_words": (
-        Sampling(banned_words=[[3], [1, 2, 9], [6, 8]]),
-        lambda: hf.NoBadWordsLogitsProcessor([[3], [1, 2, 9], [6, 8]]),
-    ),
-    "min_new_tokens": (
-        Sampling(min_new_tokens=3), lambda: hf.MinNewTokensLengthLogitsProcessor(PROMPT, 3, [5, 9])
-    ),
+    "logit_bias": (Sampling(logit_bias={0: 2.0, 7: -100.0, 11: 0.5}),
+                   lambda: hf.SequenceBiasLogitsProcessor({(0,): 2.0, (7,): -100.0, (11,): 0.5})),
+    "banned_words": (Sampling(banned_words=[[3], [1, 2, 9], [6, 8]]),
+                     lambda: hf.NoBadWordsLogitsProcessor([[3], [1, 2, 9], [6, 8]])),
+    "min_new_tokens": (Sampling(min_new_tokens=3),
+                       lambda: hf.MinNewTokensLengthLogitsProcessor(PROMPT, 3, [5, 9]))
 }
-EVERYTHING = Sampling(
-    temperature=0.8,
-    top_k=7,
-    top_p=0.9,
-    min_p=0.02,
-    repetition_penalty=1.3,
-    no_repeat_ngram=2,
-    logit_bias={2: 1.5},
-    banned_words=[[8]],
-    min_new_tokens=2,
-    presence_penalty=0.4,
-    frequency_penalty=-0.3,
-)
+EVERYTHING = Sampling(temperature=0.8, top_k=7, top_p=0.9, min_p=0.02, repetition_penalty=1.3,
+                      no_repeat_ngram=2, logit_bias={2: 1.5}, banned_words=[[8]], min_new_tokens=2,
+                      presence_penalty=0.4, frequency_penalty=-0.3)
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
@@ -80,25 +62,15 @@ def test_all_filters_together_in_the_order_of_transformers() -> None:
     want = replace(EVERYTHING, presence_penalty=0.0, frequency_penalty=0.0)
     for seed, text in itertools.product(range(5), TEXTS):
         scores = random_logits(1, VOCAB, seed=seed)
-        chain = hf.LogitsProcessorList(
-            [
-                hf.SequenceBiasLogitsProcessor({(2,): 1.5}),
-                hf.RepetitionPenaltyLogitsProcessor(1.3),
-                hf.NoRepeatNGramLogitsProcessor(2),
-                hf.NoBadWordsLogitsProcessor([[8]]),
-                hf.MinNewTokensLengthLogitsProcessor(PROMPT, 2, [5, 9]),
-                hf.TemperatureLogitsWarper(0.8),
-                hf.TopKLogitsWarper(7),
-                hf.TopPLogitsWarper(0.9),
-                hf.MinPLogitsWarper(0.02),
-            ]
-        )
-        torch.testing.assert_close(
-            _filtered(want, text, scores),
-            chain(torch.tensor([text]), scores.clone()),
-            rtol=0,
-            atol=1e-12,
-        )
+        chain = hf.LogitsProcessorList([hf.SequenceBiasLogitsProcessor({(2,): 1.5}),
+                                        hf.RepetitionPenaltyLogitsProcessor(1.3),
+                                        hf.NoRepeatNGramLogitsProcessor(2),
+                                        hf.NoBadWordsLogitsProcessor([[8]]),
+                                        hf.MinNewTokensLengthLogitsProcessor(PROMPT, 2, [5, 9]),
+                                        hf.TemperatureLogitsWarper(0.8), hf.TopKLogitsWarper(7),
+                                        hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.02)])
+        torch.testing.assert_close(_filtered(want, text, scores),
+                                   chain(torch.tensor([text]), scores.clone()), rtol=0, atol=1e-12)
 
 
 def test_presence_and_frequency_count_new_tokens_only() -> None:
@@ -112,35 +84,28 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
 
 def test_rows_do_not_see_each_other() -> None:
     """A batch with every kind of wish equals each row alone, in filters, laws and races."""
-    wants = [one[0] for one in ONE_EACH.values()] + [
-        EVERYTHING, Sampling(), replace(EVERYTHING, temperature=0.0, seed=4)
-    ]
+    wants = [one[0] for one in ONE_EACH.values()] + [EVERYTHING, Sampling(),
+                                                     replace(EVERYTHING, temperature=0.0, seed=4)]
     texts = [TEXTS[index % len(TEXTS)] for index in range(len(wants))]
     logits = random_logits(len(wants), 1, VOCAB)
     together = sampler_of(*wants, prompt_length=PROMPT, stop_tokens=(5, 9))
     paths = paths_of(texts)
     for row, want in enumerate(wants):
-        alone, own = (
-            sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)), paths_of([texts[row]])
-        )
+        alone, own = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
+                      paths_of([texts[row]]))
         for ask in ("filtered", "probs", "sample"):
-            found, wanted = (
-                getattr(together, ask)(logits, paths)[row],
-                getattr(alone, ask)(logits[row : row + 1], own)[0]
-            )
+            found, wanted = (getattr(together, ask)(logits, paths)[row],
+                             getattr(alone, ask)(logits[row : row + 1], own)[0])
             assert torch.equal(found, wanted), (ask, want)
         gumbel_logits = together.gumbel_logits(logits, paths, Role.DRAFT)[row]
-        assert torch.equal(
-            gumbel_logits, alone.gumbel_logits(logits[row : row + 1], own, Role.DRAFT)[0]
-        )
+        assert torch.equal(gumbel_logits,
+                           alone.gumbel_logits(logits[row : row + 1], own, Role.DRAFT)[0])
 
 
-@pytest.mark.parametrize(
-    "want", [*(one[0] for one in ONE_EACH.values()), EVERYTHING], ids=[*ONE_EACH, "everything"]
-)
+@pytest.mark.parametrize("want", [*(one[0] for one in ONE_EACH.values()), EVERYTHING],
+                         ids=[*ONE_EACH, "everything"])
 def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
-    """Penalties and bans see the node's own ancestors: verifying a tree equals decoding each path
-    alone."""
+    """Penalties and bans see the node's own ancestors: a tree equals each path alone."""
     shape = TreeShape.branching((2, 2, 1))
     tokens = torch.randint(6, (2, len(shape)), generator=torch.Generator().manual_seed(1))
     texts = [[1, 2, 3, 1, 2], [4, 0, 4]]
@@ -150,18 +115,15 @@ def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
     sampler = sampler_of(want, want, prompt_length=PROMPT, stop_tokens=(5, 9))
     for first in (0, 3):
         found = sampler.filtered(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
-        target_tokens = sampler.sample(
-            logits[:, first:], Paths(paths_of(texts).prefix, tree, first)
-        )
+        target_tokens = sampler.sample(logits[:, first:],
+                                       Paths(paths_of(texts).prefix, tree, first))
         for row, node in itertools.product(range(2), range(first, len(shape))):
             path = [*texts[row][:-1], *tokens[row, tree.ancestors[row, node]].tolist()]
-            alone, own = (
-                sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)), paths_of([path])
-            )
+            alone, own = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
+                          paths_of([path]))
             scores = logits[row, node].view(1, 1, -1)
-            torch.testing.assert_close(
-                found[row, node - first], alone.filtered(scores, own)[0, 0], rtol=0, atol=1e-12
-            )
+            torch.testing.assert_close(found[row, node - first], alone.filtered(scores, own)[0, 0],
+                                       rtol=0, atol=1e-12)
             assert target_tokens[row, node - first] == alone.sample(scores, own)[0, 0]
 
 

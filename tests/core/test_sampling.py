@@ -1,4 +1,4 @@
-"""Sampling: what is chosen, by operators and by kernels, and the noise that is kept for it."""
+"""Sampling: what is chosen, the noise that is kept for it, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from draftproof.core.ops import TORCH
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape
+from draftproof.errors import BadInput
 
 VOCAB = 12
 TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6], [11, 0]]
@@ -19,16 +20,13 @@ TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6], [11, 0]]
 def test_greedy_ignores_warpers_and_noise() -> None:
     logits = random_logits(4, 1, VOCAB)
     paths = paths_of(TEXTS)
-    for warped in (
-        Sampling(), Sampling(top_k=1, seed=9), Sampling(top_p=0.01), Sampling(min_p=1.0, seed=3)
-    ):
+    for warped in (Sampling(), Sampling(top_k=1, seed=9), Sampling(top_p=0.01),
+                   Sampling(min_p=1.0, seed=3)):
         sampler = sampler_of(*[warped] * 4)
         assert torch.equal(sampler.filtered(logits, paths), logits)
         assert torch.equal(sampler.sample(logits, paths), logits.argmax(-1))
-        assert torch.equal(
-            sampler.probs(logits, paths),
-            torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double()
-        )
+        assert torch.equal(sampler.probs(logits, paths),
+                           torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
 
 
 def test_law_is_softmax_and_one_hot_where_greedy() -> None:
@@ -62,15 +60,13 @@ def test_ties_fall_to_the_lower_token() -> None:
 
 
 def test_half_precision_logits_are_weighed_in_float32() -> None:
-    law = sampler_of(Sampling(temperature=1.3)).probs(
-        random_logits(1, 1, VOCAB).bfloat16(), paths_of([[1]])
-    )
+    law = sampler_of(Sampling(temperature=1.3)).probs(random_logits(1, 1, VOCAB).bfloat16(),
+                                                      paths_of([[1]]))
     assert law.dtype == torch.float32
 
 
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
-    """Rows move by different steps, back to earlier positions, and reach further ahead than was
-    asked before."""
+    """Rows move by different steps, back to earlier positions, and reach further than was asked."""
     wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]
     kept, vocab, made = sampler_of(*wants, ops=CPU), 100, set()
     text = torch.zeros(3, 200, dtype=torch.int64)
@@ -79,23 +75,50 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         prefix = Prefix(text, torch.tensor(moved), ahead)
         tree = TokenTree.shaped(torch.randint(0, vocab, (3, 7)), TreeShape.branching((2, 2)))
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
-        for paths in (
-            Paths(prefix, tree),
-            Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))
-        ):
+        for paths in (Paths(prefix, tree),
+                      Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
             said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
-            assert torch.equal(
-                kept.sample(said, paths), sampler_of(*wants, ops=TORCH).sample(said, paths)
-            )
+            assert torch.equal(kept.sample(said, paths),
+                               sampler_of(*wants, ops=TORCH).sample(said, paths))
         draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
-        assert (
-            draft_sampling is not None
-            and draft_sampling.noise is not None
-            and draft_sampling.places is not None
-        )
+        assert (draft_sampling is not None and draft_sampling.noise is not None
+                and draft_sampling.places is not None)
         made.add(draft_sampling.noise.data_ptr())
         noise = draft_sampling.noise.flatten(0, 1)[draft_sampling.places + 1]
         fresh, pair = sampler_of(*wants, ops=TORCH), Paths(prefix, TokenTree.chain(text[:, :2]))
         wanted = fresh.gumbel_logits(torch.zeros(3, 2, vocab), pair, Role.TARGET)
         torch.testing.assert_close(noise, wanted[:, 1], rtol=1e-5, atol=1e-5)
     assert 1 < len(made) < 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"},
+     {"temperature": float("inf")}, {"top_k": -1}, {"top_k": 2.5}, {"top_p": 0.0}, {"top_p": 1.1},
+     {"min_p": -0.1}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"no_repeat_ngram": -1},
+     {"min_new_tokens": -1}, {"max_new_tokens": 0}, {"stop": [""]}, {"banned_words": [[]]},
+     {"temperature": True}, {"presence_penalty": float("nan")}, {"frequency_penalty": "much"},
+     {"max_new_tokens": 1.5}, {"seed": 1.5}, {"seed": "x"}, {"logit_bias": {1: float("nan")}},
+     {"logit_bias": [[5, 1]]}, {"logit_bias": {"a": 1}}, {"logprobs": "yes"}, {"top_logprobs": 2},
+     {"top_logprobs": 21, "logprobs": True}, {"stop": [5]}, {"stop": 5}, {"stop": None},
+     {"stop_tokens": 5}, {"stop_tokens": ["a"]}, {"stop_tokens": "ab"}, {"banned_words": [5]},
+     {"banned_words": [["a"]]}, {"banned_words": b"x"}],
+    ids=str
+)
+def test_a_wish_that_cannot_be_honoured_is_one_sentence(wrong: dict[str, object]) -> None:
+    with pytest.raises(BadInput) as error:
+        Sampling(**wrong)
+    message = str(error.value)
+    assert next(iter(wrong)) in message and "\n" not in message and len(message) < 200
+
+
+def test_unknown_wishes_are_refused() -> None:
+    with pytest.raises(TypeError):
+        Sampling(temprature=1.0)
+
+
+def test_whole_numbers_are_taken_as_the_floats_they_are() -> None:
+    """A kernel that reads floats was handed the integer 1 as a temperature once."""
+    names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = Sampling(**dict.fromkeys(names, 1))
+    assert all(type(getattr(given, name)) is float for name in names)

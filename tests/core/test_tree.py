@@ -1,21 +1,20 @@
-"""Token trees: shapes, ancestors, paths, and the packing of paths, against plain Python."""
+"""Token trees: shapes, ancestors, paths and the likeliest nodes, against plain Python."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from drafting import drafted
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftproof.core.acceptance import accept_by_matching
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.core.messages import Accepted, Commit, Reading
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
 
-SHAPES = [
-    TreeShape.chain(0),
-    TreeShape.chain(4),
-    TreeShape.branching((2, 2, 1)),
-    TreeShape.branching((3,)),
-    TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"]),
-]
+SHAPES = [TreeShape.chain(0), TreeShape.chain(4), TreeShape.branching((2, 2, 1)),
+          TreeShape.branching((3,)),
+          TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
@@ -26,9 +25,8 @@ def test_a_shape_orders_parents_first_and_levels_together(shape: TreeShape) -> N
         assert nodes[shape.parents[node]] == nodes[node][:-1] and shape.parents[node] < node
         assert shape.ranks[node] == nodes[node][-1]
     assert [node for level in shape.levels for node in level] == list(range(len(shape)))
-    assert all(
-        len(nodes[node]) == depth for depth, level in enumerate(shape.levels) for node in level
-    )
+    assert all(len(nodes[node]) == depth for depth, level in enumerate(shape.levels)
+               for node in level)
     assert shape.is_chain == (len(shape.levels) == len(shape))
 
 
@@ -53,8 +51,7 @@ def test_a_cut_shape_is_a_prefix_and_a_tree(shape: TreeShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_ancestors_depths_and_paths_follow_the_parents(shape: TreeShape) -> None:
-    """The cached tensors of a static shape and those computed from parents are the same, and
-    right."""
+    """Cached tensors of a static shape are those computed from parents, and right."""
     tokens = torch.arange(len(shape)).repeat(3, 1)
     static = TokenTree.shaped(tokens, shape)
     dynamic = TokenTree(tokens, static.parents.clone(), static.depth_limit)
@@ -82,14 +79,10 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
         width = both.tokens.shape[1]
         assert width == max(len(shape), length) and both.is_chain == shape.is_chain
         assert both.depth_limit >= max(tree.depth_limit, length - 1)
-        assert (
-            torch.equal(both.present[:3, : len(shape)], tree.present)
-            and not both.present[:3, len(shape) :].any()
-        )
-        assert (
-            torch.equal(both.present[3:, :length], other.present)
-            and not both.present[3:, length:].any()
-        )
+        assert (torch.equal(both.present[:3, : len(shape)], tree.present)
+                and not both.present[:3, len(shape) :].any())
+        assert (torch.equal(both.present[3:, :length], other.present)
+                and not both.present[3:, length:].any())
         for mine, rows, nodes in ((one, slice(3), len(shape)), (other, slice(3, None), length)):
             assert torch.equal(both.tokens[rows, :nodes], mine.tokens) and torch.equal(
                 both.parents[rows, :nodes], mine.parents
@@ -101,22 +94,18 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
 def test_depths_of_deep_chains() -> None:
     """Squaring reaches every depth, also where it is no power of two."""
     for length in range(1, 20):
-        tree = TokenTree(
-            torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1, length - 1
-        )
+        tree = TokenTree(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1,
+                         length - 1)
         assert tree.depths[0].tolist() == list(range(length))
 
 
 def test_a_chain_of_any_length_is_made_at_once() -> None:
-    """A prompt is read as one: what every pair of its tokens would have to say of each other waits
-    until somebody asks."""
+    """A prompt is one: what its pairs of tokens say of each other waits until somebody asks."""
     tokens = torch.arange(2 * 5000).view(2, 5000)
     tree = TokenTree.chain(tokens)
     assert tree.is_chain and tree.depth_limit == 4999 and "ancestors" not in vars(tree)
-    assert (
-        torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1))
-        and tree.parents.is_contiguous()
-    )
+    assert (torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1))
+            and tree.parents.is_contiguous())
     assert torch.equal(tree.depths, torch.arange(5000).repeat(2, 1))
 
 
@@ -128,9 +117,8 @@ def test_the_oracle_of_recurrent_drafter() -> None:
     a = [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]
     b = [[93, 94, 95, 92], [93, 95, 96, 93], [93, 94, 97, 96]]
     tree = TokenTree.from_paths(torch.tensor([a, b]), 9)
-    assert tree.tokens.tolist() == [
-        [91, 92, 93, 95, 94, 96, 97, ABSENT, ABSENT], [93, 94, 95, 92, 95, 96, 93, 97, 96]
-    ]
+    assert tree.tokens.tolist() == [[91, 92, 93, 95, 94, 96, 97, ABSENT, ABSENT],
+                                    [93, 94, 95, 92, 95, 96, 93, 97, 96]]
     assert tree.parents[0, :7].tolist() == [-1, 0, 1, 2, 1, 4, 2]
     assert tree.parents[1].tolist() == [-1, 0, 1, 2, 0, 4, 5, 1, 7]
     assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 2, 3, 3] and tree.depths[1].tolist() == [
@@ -154,8 +142,7 @@ def _trie(paths: list[list[int]], nodes: int) -> list[tuple[int, ...]]:
 
 
 def test_packing_is_a_trie() -> None:
-    """200 random cases with gaps and too little room: the nodes are the trie's, and closed under
-    parents."""
+    """Random cases with gaps and too little room: the trie's nodes, closed under parents."""
     dice = torch.Generator().manual_seed(0)
     for case in range(200):
         rows, width, length = 1 + case % 3, 1 + case % 5, 1 + case % 4
@@ -166,10 +153,8 @@ def test_packing_is_a_trie() -> None:
         tree = TokenTree.from_paths(paths, nodes)
         for row in range(rows):
             wanted = _trie(paths[row].tolist(), nodes)
-            assert tree.tokens[row].tolist() == [
-                *(prefix[-1] for prefix in wanted),
-                *[ABSENT] * (tree.tokens.shape[1] - len(wanted))
-            ]
+            assert tree.tokens[row].tolist() == [*(prefix[-1] for prefix in wanted),
+                                                 *[ABSENT] * (tree.tokens.shape[1] - len(wanted))]
             assert tree.parents[row, : len(wanted)].tolist() == [
                 wanted.index(p[:-1]) if len(p) > 1 else -1 for p in wanted
             ]
@@ -186,3 +171,178 @@ def test_trees_are_made_without_reading_the_device() -> None:
         tree = TokenTree.from_paths(torch.zeros(2, 3, 4, dtype=torch.int64), 8)
         accepted = accept_by_matching(tree, torch.zeros(2, 8, dtype=torch.int64))
         assert tree.ancestors.shape == (2, 8, 8) and accepted.nodes.shape == (2, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_commit_holds_the_tokens_and_hidden_states_of_the_nodes_that_stand(rows: int) -> None:
+    """One row alone is read out otherwise than several."""
+    tree = TokenTree.shaped(torch.arange(10, 10 + 5 * rows).view(rows, 5),
+                            TreeShape.from_digits(["0", "1", "10", "100"]))
+    hidden = torch.randn(rows, 5, 2, 3, generator=torch.Generator().manual_seed(0))
+    nodes = torch.tensor([[0, 2, 3, 4], [0, 1, 2, 3]])[:rows]
+    accepted = Accepted(nodes, torch.tensor([4, 2])[:rows], torch.tensor([7, 8])[:rows])
+    commit = Commit.of(range(rows), tree, Reading(torch.zeros(rows, 5, 40), hidden), accepted)
+    assert commit.hidden is not None and commit.hidden.shape == (rows, 4, 2, 3)
+    for row in range(rows):
+        assert torch.equal(commit.tokens[row], tree.tokens[row, nodes[row]])
+        assert torch.equal(commit.hidden[row], hidden[row, nodes[row]])
+
+
+ROOT = 7
+Text = tuple[int, ...]
+
+
+def votes_of(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
+    """Random paths, some cut short, and what each gives: at most 1 per prefix, falling along it."""
+    dice = torch.Generator().manual_seed(seed)
+    paths = torch.randint(3, shape, generator=dice)
+    paths[torch.rand(shape, generator=dice) < 0.1] = ABSENT
+    paths[:, :, 0] = ROOT
+    votes = torch.rand(shape, generator=dice, dtype=torch.float64).cumprod(-1) / shape[1]
+    return paths, votes
+
+
+def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
+    """The odds of every beginning of one row's paths, the root left out."""
+    confidence: dict[Text, float] = {}
+    for path, gives in zip(paths.tolist(), votes.tolist(), strict=True):
+        for size in range(2, len(path) + 1):
+            if path[size - 1] == ABSENT:
+                break
+            text = tuple(path[1:size])
+            confidence[text] = confidence.get(text, 0.0) + gives[size - 1]
+    return confidence
+
+
+def assert_is_best(tree: TokenTree, row: int, confidence: dict[Text, float], nodes: int) -> None:
+    """It holds the `nodes - 1` likeliest of `confidence`, falling, each behind its parent."""
+    found, best = drafted(tree, row), sorted(confidence.values(), reverse=True)
+    assert len(found) == min(nodes - 1, len(confidence)) == int(tree.present[row].sum()) - 1
+    assert list(found.values()) == pytest.approx(best[: len(found)])
+    assert found == pytest.approx({text: confidence[text] for text in found})
+    assert tree.parents[row, 0] == -1 and (tree.parents[row, 1:] >= 0).all()
+    assert (tree.parents[row] < torch.arange(tree.tokens.shape[1])).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 30])
+def test_voted_paths_keep_the_likeliest_prefixes(nodes: int) -> None:
+    for seed in range(20):
+        paths, votes = votes_of((3, 5, 5), seed)
+        tree = TokenTree.from_paths(paths, nodes, votes)
+        for row in range(3):
+            assert_is_best(tree, row, by_hand(paths[row], votes[row]), nodes)
+
+
+def test_voted_paths_and_unvoted_ones_are_one_tree_when_all_fits() -> None:
+    paths, votes = votes_of((4, 4, 5), 1)
+    voted, plain = TokenTree.from_paths(paths, 17, votes), TokenTree.from_paths(paths, 17)
+    assert all(drafted(voted, row).keys() == drafted(plain, row).keys() for row in range(4))
+
+
+def test_what_votes_nothing_is_not_there() -> None:
+    paths = torch.tensor([[[ROOT, 1, 2], [ROOT, 3, 4]]])
+    votes = torch.tensor([[[1.0, 0.5, 0.2], [0.0, 0.0, 0.0]]])
+    tree = TokenTree.from_paths(paths, 5, votes)
+    assert drafted(tree) == pytest.approx({(1,): 0.5, (1, 2): 0.2})
+
+
+def test_equal_odds_keep_the_parent_before_the_child() -> None:
+    tree = TokenTree.from_paths(torch.tensor([[[ROOT, 1, 2, 3]]]), 3, torch.ones(1, 1, 4))
+    assert tree.tokens.tolist() == [[ROOT, 1, 2]] and tree.parents.tolist() == [[-1, 0, 1]]
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 9])
+def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
+    """Each text once, with the best of its odds; rows of other lengths, trees of other depths."""
+    for seed in range(20):
+        each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
+        trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
+        pool = TokenTree.concat(trees)
+        confidence = torch.cat([tree.confidence for tree in trees if tree.confidence is not None],
+                               1)
+        merged = pool.merged(confidence, nodes)
+        for row in range(3):
+            best: dict[Text, float] = {}
+            for tree in trees:
+                for text, value in drafted(tree, row).items():
+                    best[text] = max(value, best.get(text, 0.0))
+            assert_is_best(merged, row, best, nodes)
+
+
+def test_a_tree_beside_nothing_is_itself() -> None:
+    paths, votes = votes_of((2, 4, 4), 3)
+    tree = TokenTree.from_paths(paths, 6, votes)
+    assert tree.confidence is not None
+    again = TokenTree.concat([tree]).merged(tree.confidence, 6)
+    assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
+
+
+def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
+    for seed in range(20):
+        paths, votes = votes_of((3, 5, 5), seed)
+        tree = TokenTree.from_paths(paths, 12, votes)
+        best = tree.best_chain()
+        assert best.is_chain
+        for row in range(3):
+            confidence = drafted(tree, row)
+            worth = {text: sum(confidence[text[:size]] for size in range(1, len(text) + 1))
+                     for text in confidence}
+            said = tuple(token for token in best.tokens[row].tolist() if token != ABSENT)
+            assert worth.get(said[1:], 0.0) == pytest.approx(max(worth.values(), default=0.0))
+            assert (best.tokens[row, len(said) :] == ABSENT).all()
+
+
+def test_the_text_of_a_node_is_its_path() -> None:
+    shape = TreeShape.from_digits(["0", "1", "00", "10", "11", "110"])
+    tree = TokenTree.shaped(torch.arange(10, 17)[None], shape)
+    texts = [[token for token in text if token != NO_TOKEN] for text in tree.texts[0].tolist()]
+    assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15],
+                     [10, 12, 15, 16]]
+    assert torch.equal(tree.same_text[0], torch.eye(7, dtype=torch.bool))
+
+
+def sharing(rows: int, seed: int) -> TokenTree:
+    """A ragged tree per row, some with equal odds, of a shape."""
+    dice = torch.Generator().manual_seed(seed)
+    shape = TreeShape.branching((3, 2, 2))
+    nodes = len(shape)
+    tokens, confidence = torch.randint(3, (rows, nodes), generator=dice), torch.ones(rows, nodes)
+    steps = torch.rand(rows, nodes, generator=dice).mul(4).ceil() / 4
+    for node, parent in enumerate(shape.parents[1:], start=1):
+        gone = (tokens[:, parent] == ABSENT) | (torch.rand(rows, generator=dice) < 0.2)
+        tokens[:, node] = torch.where(gone, ABSENT, tokens[:, node])
+        confidence[:, node] = torch.where(gone, 0, confidence[:, parent] * steps[:, node])
+    return TokenTree.shaped(tokens, shape, confidence=confidence)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_share_what_may_be_drafted(rows: int) -> None:
+    """Of all rows the likeliest are kept, whole paths; each says with how many it would be."""
+    for seed in range(20):
+        tree = sharing(rows, seed)
+        assert tree.confidence is not None
+        drafted = tree.present[:, 1:]
+        falling = sorted(tree.confidence[:, 1:][drafted].tolist(), reverse=True)
+        for nodes in (1, 3, 8, 30):
+            kept = tree.within_budget(nodes)
+            assert kept.confidence is not None and kept.budget_rank is not None
+            there = kept.present[:, 1:]
+            kept_odds = sorted(kept.confidence[:, 1:][there].tolist(), reverse=True)
+            assert kept_odds == falling[: nodes * rows]
+            assert sorted(kept.budget_rank[:, 1:][there].tolist()) == [
+                at // rows + 1 for at in range(int(there.sum()))
+            ]
+            assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
+            assert not kept.tokens.shape[1] > 1 or there[:, -1].any()  # no wider than it must be
+            fewer = tree.within_budget(max(1, nodes - 1))
+            wanted = torch.where(kept.budget_rank <= max(1, nodes - 1), kept.tokens, ABSENT)
+            assert torch.equal(fewer.tokens, wanted[:, : fewer.tokens.shape[1]])
+            plain = TokenTree(kept.tokens, kept.parents, kept.depth_limit)
+            assert torch.equal(kept.depths, plain.depths) and torch.equal(
+                kept.ancestors, plain.ancestors
+            )
+
+
+def test_a_tree_that_tells_no_odds_is_shared_as_it_is() -> None:
+    tree = TokenTree.chain(torch.tensor([[7, 1, 2], [7, 3, ABSENT]]))
+    assert tree.within_budget(1) is tree

@@ -1,5 +1,4 @@
-"""Typical acceptance: its thresholds, its path, that it is lossy, and that the distance it tells is
-the true one."""
+"""Typical acceptance: thresholds, paths, and that it is lossy by the distance it tells."""
 
 from __future__ import annotations
 
@@ -33,12 +32,9 @@ from draftproof.core.typical import Typical, accept_by_typicality
 from draftproof.errors import BadInput
 
 EXACT = 1e-12
-SHAPES = {
-    "chain": TreeShape.chain(3),
-    "wide": TreeShape.branching((2,)),
-    "tree": TreeShape.branching((2, 2, 1)),
-    "ragged": TreeShape.from_digits(["0", "1", "2", "00", "10", "11", "000"]),
-}
+SHAPES = {"chain": TreeShape.chain(3), "wide": TreeShape.branching((2,)),
+          "tree": TreeShape.branching((2, 2, 1)),
+          "ragged": TreeShape.from_digits(["0", "1", "2", "00", "10", "11", "000"])}
 LAWS: dict[str, tuple[Law, Law]] = {
     "unrelated": (random_law(3, 1), random_law(3, 2)),
     "alike": (random_law(3, 12, 0.5), random_law(3, 13, 0.5)),
@@ -48,8 +44,7 @@ LAWS: dict[str, tuple[Law, Law]] = {
 
 
 class Fixed:
-    """A chance that draws what it is told, row by row, and keeps the law it was asked to draw
-    from."""
+    """Draws what it is told, row by row, and keeps the law it was asked to draw from."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -65,8 +60,7 @@ class Fixed:
 def one_round(
     text: Text, root: int, shape: TreeShape, target: Law, draft: Law, typical: Typical
 ) -> tuple[Accepted, Tensor, Text]:
-    """A round behind `text` and `root`: one row per token that may be drawn, what each row weighs,
-    the accepted tokens."""
+    """A row per token that may be drawn, what each weighs, and the accepted tokens."""
     tokens = likeliest(text, root, shape, draft)
     laws = target_laws(text, tokens, shape, target, 3)
     tree = TokenTree.shaped(torch.tensor(tokens).expand(3, -1), shape)
@@ -79,8 +73,7 @@ def one_round(
 def written(
     shape: TreeShape, target: Law, draft: Law, typical: Typical, length: int
 ) -> tuple[dict[Text, float], float]:
-    """The law of the `length` tokens the loop writes behind root 0, and the distance it tells,
-    summed over them."""
+    """The law of the `length` tokens written behind root 0, and the sum of the distances told."""
     open_: list[defaultdict[Text, float]] = [defaultdict(float) for _ in range(length + 1)]
     open_[0][()] = 1.0
     told = 0.0
@@ -100,20 +93,15 @@ def written(
 # Thresholds and paths -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("law", "entropy", "threshold"),
-    [
-        ((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003),
-        ((0.97, 0.02, 0.01), 0.153808, 0.09)
-    ],
-)
+@pytest.mark.parametrize(("law", "entropy", "threshold"),
+                         [((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003),
+                          ((0.97, 0.02, 0.01), 0.153808, 0.09)])
 def test_thresholds_are_those_of_the_original(
     law: tuple[float, ...], entropy: float, threshold: float
 ) -> None:
     p = torch.tensor(law, dtype=torch.float64)
     assert float(Typical().threshold(p)) == pytest.approx(threshold, abs=5e-7)
-    # the entropy alone decides
-    unbounded = Typical(epsilon=0.999999, delta=0.3).threshold(p)
+    unbounded = Typical(epsilon=0.999999, delta=0.3).threshold(p)  # the entropy alone decides
     assert float(unbounded) == pytest.approx(0.3 * torch.tensor(-entropy).exp().item(), abs=5e-7)
 
 
@@ -128,16 +116,14 @@ def test_thresholds_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 def accepted_of(tokens: list[int], shape: TreeShape, *laws: tuple[float, ...]) -> Accepted:
     """One row, a law per node; the token drawn behind the path is 0."""
     probs = torch.tensor([laws], dtype=torch.float64)
-    return accept_by_typicality(
-        TokenTree.shaped(torch.tensor([tokens]), shape), probs, Fixed(torch.tensor([0])), Typical()
-    )
+    return accept_by_typicality(TokenTree.shaped(torch.tensor([tokens]), shape), probs,
+                                Fixed(torch.tensor([0])), Typical())
 
 
 def test_the_longest_path_wins_over_the_likelier_one() -> None:
     sure, spread = (0.0, 0.9, 0.1), (0.4, 0.3, 0.3)
-    found = accepted_of(
-        [0, 1, 2, 2], TreeShape.from_digits(["0", "1", "10"]), sure, sure, spread, sure
-    )
+    found = accepted_of([0, 1, 2, 2], TreeShape.from_digits(["0", "1", "10"]), sure, sure, spread,
+                        sure)
     assert found.nodes[0, :3].tolist() == [0, 2, 3]
     assert found.distance is not None and found.distance[0].tolist() == pytest.approx(
         [0.9, 0.7, 0.0]
@@ -147,17 +133,14 @@ def test_the_longest_path_wins_over_the_likelier_one() -> None:
 def test_of_equally_long_paths_the_likelier_wins() -> None:
     root, left, right = (0.2, 0.5, 0.3), (0.4, 0.3, 0.3), (0.1, 0.1, 0.8)
     shape = TreeShape.from_digits(["0", "1", "00", "10"])
-    # 0.5 * 0.4 against 0.3 * 0.8
-    tokens = [0, 1, 2, 0, 2]
+    tokens = [0, 1, 2, 0, 2]  # 0.5 * 0.4 against 0.3 * 0.8
     assert accepted_of(tokens, shape, root, left, right, root, root).nodes[0].tolist() == [0, 2, 4]
 
 
 def test_absent_and_orphaned_nodes_never_stand() -> None:
-    # ABSENT must not read as the last token
-    flat = (0.0, 0.0, 1.0)
-    found = accepted_of(
-        [0, ABSENT, 0, 2], TreeShape.from_digits(["0", "1", "10"]), flat, flat, flat, flat
-    )
+    flat = (0.0, 0.0, 1.0)  # ABSENT must not read as the last token
+    found = accepted_of([0, ABSENT, 0, 2], TreeShape.from_digits(["0", "1", "10"]), flat, flat,
+                        flat, flat)
     assert found.count.tolist() == [1]
     assert found.distance is not None and not found.distance.any()
 
@@ -171,9 +154,8 @@ def test_on_one_hot_laws_it_is_the_greedy_rule(shape: str) -> None:
         laws = target_laws(text[:2], tokens, SHAPES[shape], target, 3)[None]
         tree = TokenTree.shaped(torch.tensor([tokens]), SHAPES[shape])
         exact = accept_by_matching(tree, laws.argmax(-1))
-        ours = accept_by_typicality(
-            tree, laws, Fixed(exact.root), Typical(epsilon=0.9999, delta=50.0)
-        )
+        ours = accept_by_typicality(tree, laws, Fixed(exact.root),
+                                    Typical(epsilon=0.9999, delta=50.0))
         assert ours.count.tolist() == exact.count.tolist() and torch.equal(ours.nodes, exact.nodes)
         assert ours.distance is not None and not ours.distance.any()
         lengths |= {int(exact.count[0])}
@@ -186,8 +168,7 @@ def test_on_one_hot_laws_it_is_the_greedy_rule(shape: str) -> None:
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_lossy_and_tells_by_how_much(shape: str, laws: str) -> None:
-    """Enumerated: the text does not have the target's law, and the distance told is that of the
-    text's own law."""
+    """The text has another law than the target's, and its distance is the one that is told."""
     target, draft = LAWS[laws]
     law, told = written(SHAPES[shape], target, draft, Typical(), 4)
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
@@ -196,8 +177,7 @@ def test_it_is_lossy_and_tells_by_how_much(shape: str, laws: str) -> None:
     )
     assert told == pytest.approx(strayed(law, lambda text: target((0, *text)), 4), abs=EXACT)
     assert told > 0.05
-    # distances add up at most
-    assert distance(law, text_law(target, 3, 4)) <= told + EXACT
+    assert distance(law, text_law(target, 3, 4)) <= told + EXACT  # distances add up at most
 
 
 def test_where_nothing_is_typical_the_law_is_the_target_law() -> None:
@@ -237,12 +217,10 @@ def chance_of(tokens: Tensor, logits: Tensor) -> float:
 
 
 def test_the_law_judged_is_that_of_the_rows_own_sampling() -> None:
-    """Temperature and filters are applied before the threshold: a token they forbid cannot
-    stand."""
+    """Temperature and filters come before the threshold: a token they forbid cannot stand."""
     logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64).expand(3, 2, 3)
-    params = (
-        Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2), Sampling(temperature=0.2)
-    )
+    params = (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2),
+              Sampling(temperature=0.2))
     paths = paths_of([[1]] * 3)
     tree = TokenTree.chain(torch.tensor([[1, 2]] * 3))
     accepted = Typical().accept(tree, logits, Frontier(paths.prefix, sampler_of(*params), 1))

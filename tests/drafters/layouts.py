@@ -29,13 +29,9 @@ def weights(heads: int = 3, layers: int = 1, vocab: int = VOCAB, size: int = SIZ
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=dice, dtype=torch.float64) / 4
 
-    return [
-        (
-            [some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)],
-            some(vocab, size)
-        )
-        for _ in range(heads)
-    ]  # fmt: skip
+    return [([some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)],
+             some(vocab, size))
+            for _ in range(heads)]  # fmt: skip
 
 
 def named(given: Heads, block: str, projection: str | None = None) -> Tensors:
@@ -52,24 +48,17 @@ def named(given: Heads, block: str, projection: str | None = None) -> Tensors:
 
 numbered = partial(named, block="{H}.{L}.linear.{K}", projection="{H}.{N}.weight")
 blocks_alone = partial(named, block="{H}.{L}.linear.{K}")
-merged = partial(
-    named, block="medusa_head.{H}.{L}.linear.{K}", projection="medusa_head.{H}.{N}.weight"
-)
+merged = partial(named, block="medusa_head.{H}.{L}.linear.{K}",
+                 projection="medusa_head.{H}.{N}.weight")
 vllm = partial(named, block="blocks.{H}.layers.{L}.{K}", projection="lm_heads.{H}.weight")
-vllm_inside = partial(
-    named, block="medusa_heads.blocks.{H}.layers.{L}.{K}",
-    projection="medusa_heads.lm_heads.{H}.weight"
-)
-ranked = partial(
-    named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
-    projection="medusa_heads.{H}.lm_head.weight"
-)
+vllm_inside = partial(named, block="medusa_heads.blocks.{H}.layers.{L}.{K}",
+                      projection="medusa_heads.lm_heads.{H}.weight")
+ranked = partial(named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
+                 projection="medusa_heads.{H}.lm_head.weight")
 BASE = {f"model.layers.{one}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for one in range(3)}
 TABLE = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-VLLM = {
-    "model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3,
-    "num_hidden_layers": 1
-}
+VLLM = {"model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3,
+        "num_hidden_layers": 1}
 
 
 def without(tensors: Tensors, part: str) -> Tensors:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of drafters in their published layouts, pieces of a forward, and two laws that
+"""Tiny checkpoints of drafters in their published layouts, pieces of a forward, and the law that
 every such drafter keeps.
 
 Nothing here uses the package's own layers: rotation, norms and attention are written out.
@@ -7,7 +7,7 @@ Nothing here uses the package's own layers: rotation, norms and attention are wr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,19 @@ import torch
 import torch.nn.functional as F
 from drafting import Watch, texts
 from safetensors.torch import save_file
-from test_contract import Stage, long_enough
 from tiny import prompts, target
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
+from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
+from draftproof.drafters.features import FeatureDrafter
 from draftproof.engine.engine import Engine
 
-LAYER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 40,
-    "max_position_embeddings": 256, "rope_theta": 1000.0, "hidden_act": "silu",
-}  # fmt: skip
+LAYER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 40,
+         "max_position_embeddings": 256, "rope_theta": 1000.0, "hidden_act": "silu"}  # fmt: skip
 DEEP = {"num_hidden_layers": 7, "initializer_range": 0.3}
 """Of a target of which several layers are read."""
 
@@ -51,26 +50,20 @@ def no_text_changes(
             assert texts(engine, asked, **options, batch_size=4) == wanted, rule
 
 
-def depends_on_the_text_alone(load: Callable[[], Drafter], drawn: bool) -> None:
-    """After rounds, selections and plain rounds it proposes what a fresh one does, and drawn tokens
-    come from the law that is told of them."""
-    one = Stage(load(), long_enough(3, 1), drawn)
-    for round_, budget in enumerate((4, 9, 0, 3, 1, 9)):
-        tree = one.propose(budget)
-        other = Stage(load(), one.texts(), drawn)
-        other.sampler = one.sampler
-        fresh = other.propose(budget)
-        assert torch.equal(tree.tokens, fresh.tokens), round_
-        assert torch.equal(tree.parents, fresh.parents), round_
-        if drawn and budget:
-            assert tree.draft_probs is not None
-            law = tree.draft_probs[:, 1:]
-            torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
-            picked = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
-            assert (picked[tree.present[:, 1:]] > 0).all()
-        one.commit(tree, seed=round_)
-        if round_ == 2:
-            one.select([2, 0, 1, 1])
+def drafted_logits(
+    own: Any, drafter: FeatureDrafter, text: list[int], drafted: list[int]
+) -> list[Tensor]:
+    """What the drafter's own reads say behind a text and after each drafted token."""
+    with torch.inference_mode():
+        whole = TokenTree.chain(torch.tensor([text[:-1]]))
+        states = own.read(whole, own.new_cache(1, 64), hidden_layers=drafter.hidden_layers).hidden
+        drafter.start(1, 64, drafting.CPU)
+        drafter.observe(drafting.commit_of([0], [text[:-1]], states))
+        found = [drafter._read_root(drafting.frontier_of([text], 6).prefix, 6)[0, 0]]
+        for node in range(1, len(drafted) + 1):
+            part = TokenTree.chain(torch.tensor([[text[-1], *drafted[:node]]]))
+            found.append(drafter.model.read(part, drafter._cache(1), first=node).logits[0, 0])
+    return found
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from math import log
 
 import pytest
 import torch
-from drafting import needs_kernels
+from drafting import drafted, needs_kernels
 from tiny import CPU, paths_of, sampler_of
 from torch import Tensor
 
@@ -63,12 +63,6 @@ def grown(
     return ops.run(bigram_tree, table, logits, asked, nodes, shape, WEIGHT)
 
 
-def paths(tree: TokenTree, row: int) -> set[Path]:
-    """The token paths of a row's nodes, root excluded."""
-    nodes = [node for node in range(1, tree.tokens.shape[1]) if tree.tokens[row, node] != ABSENT]
-    return {tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes}
-
-
 def test_gains_are_what_was_counted() -> None:
     tokens, bigrams = text(), counted()
     seen, usual = torch.zeros(VOCAB, VOCAB), torch.full((VOCAB,), 0.5)
@@ -118,14 +112,13 @@ def test_a_tree_holds_the_likeliest_paths(bigrams: Bigrams, budget: int, ops: Op
                 law = laws[path[-1] if path else int(tree.tokens[row, 0])]
                 values |= {(*path, token): values[path] + law[token] for token in range(VOCAB)}
         best = sorted((path for path in values if path), key=lambda path: -values[path])[:budget]
-        assert paths(tree, row) == set(best)
+        assert drafted(tree, row).keys() == set(best)
         chances = sorted((float(one) for one in tree.confidence[row, 1:].log()), reverse=True)
         assert chances == pytest.approx([values[path] for path in best], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.bfloat16, marks=needs_kernels)]
-)
+@pytest.mark.parametrize("dtype",
+                         [torch.float64, pytest.param(torch.bfloat16, marks=needs_kernels)])
 def test_nothing_has_a_chance_where_a_head_is_broken_or_all_is_forbidden(
     dtype: torch.dtype
 ) -> None:
@@ -166,18 +159,15 @@ def test_broken_bigrams_are_refused(harm: str) -> None:
 
 
 WIDE = TreeShape(tuple(path for path in CHOICES["mc_sim_7b_63"] if len(path) <= HEADS))
-SHAPES = {
-    "chain": TreeShape.chain(HEADS), "wide": WIDE,
-    "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0)))
-}
+SHAPES = {"chain": TreeShape.chain(HEADS), "wide": WIDE,
+          "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0)))}
 
 
 @needs_kernels
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-@pytest.mark.parametrize(("nodes", "vocab", "shape"), [
-    (1, 40, None), (12, 40, None), (63, 40, None), (20, 331, None),
-    *((0, 40, name) for name in SHAPES)
-])  # fmt: skip
+@pytest.mark.parametrize(("nodes", "vocab", "shape"),
+                         [(1, 40, None), (12, 40, None), (63, 40, None), (20, 331, None),
+                          *((0, 40, name) for name in SHAPES)])  # fmt: skip
 def test_c_drafts_what_torch_drafts(
     nodes: int, vocab: int, shape: str | None, temperature: float
 ) -> None:
@@ -194,7 +184,7 @@ def test_c_drafts_what_torch_drafts(
         assert (ours.tokens != theirs.tokens).sum() <= 2
         return
     for row in range(ROWS):
-        one, other = paths(ours, row), paths(theirs, row)
+        one, other = (drafted(tree, row).keys() for tree in (ours, theirs))
         assert len(one & other) >= len(other) - (nodes > 3)     # the last may be a near tie
         above = ours.confidence[row].gather(0, ours.parents[row].clamp(min=0))
         assert (ours.confidence[row] <= above).all()

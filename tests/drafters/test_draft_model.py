@@ -36,32 +36,23 @@ def model(layers: int) -> Target:
 
 
 FAMILIES = {
-    "divided logits": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
-            "logits_scaling": 4.0,
-        },
-    ),
+    "divided logits": ("Granite",
+                       {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                        "attention_multiplier": 0.2, "logits_scaling": 4.0}),
     "heads that do not turn": ("SmolLM3", {"no_rope_layers": [0, 1]}),
-    "windows and angles of two kinds": (
-        "Gemma3",
-        {
-            "head_dim": 16, "sliding_window": 70,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 16,
-        },
-    ),
+    "windows and angles of two kinds": ("Gemma3",
+                                        {"head_dim": 16, "sliding_window": 70,
+                                         "layer_types": ["full_attention", "sliding_attention"],
+                                         "query_pre_attn_scalar": 16})
 }  # fmt: skip
 
 
 def of_kind(family: str) -> Target:
     name, extra = FAMILIES[family]
-    own = of_family(
-        name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCAB, initializer_range=0.3,
-        max_position_embeddings=256, eos_token_id=None, pad_token_id=None, **extra,
-    ).to(torch.bfloat16)  # fmt: skip
+    own = of_family(name, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
+                    initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
+                    pad_token_id=None, **extra).to(torch.bfloat16)  # fmt: skip
     pack_linears(own)
     return Target(own)
 
@@ -81,16 +72,12 @@ class Recording(DraftModel):
         assert isinstance(self.cache, KVCache)
         assert self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
-        ends = [
-            length + own for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)
-        ]
-        keys = [
-            layer.keys[row, :, :end].clone() for layer in self.cache.layers
-            for row, end in enumerate(ends)
-        ]
-        self.told.append(
-            (tree.within_budget(frontier.budget) if tree.budget_rank is None else tree, reads, keys)
-        )
+        ends = [length + own
+                for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
+        keys = [layer.keys[row, :, :end].clone() for layer in self.cache.layers
+                for row, end in enumerate(ends)]
+        self.told.append((tree.within_budget(frontier.budget) if tree.budget_rank is None else tree,
+                          reads, keys))
         return tree
 
     def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
@@ -123,20 +110,15 @@ class Shared(Budget):
 
 
 COOL, HOT = Sampling(temperature=0.7, seed=3), Sampling(temperature=1.6, seed=4)
-BUDGETS = {
-    "one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2),
-    "two shared": Shared(2, 6, 1e-9),
-    "three shared": Shared(3, 10, 0.02),
-}  # fmt: skip
+BUDGETS = {"one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2),
+           "two shared": Shared(2, 6, 1e-9), "three shared": Shared(3, 10, 0.02)}  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-@pytest.mark.parametrize(
-    "params",
-    [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
-    ids=["greedy", "cool", "hot", "each its own"],
-)
+@pytest.mark.parametrize("params",
+                         [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
+                         ids=["greedy", "cool", "hot", "each its own"])
 def test_a_chain_drafted_in_one_call_is_that_of_many(
     params: Sequence[Sampling], budget: Budget, rows: int
 ) -> None:
@@ -144,20 +126,15 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
     once, often = Recording(draft), Recording(draft, in_calls=True)
     found = written(once, target, params, budget, rows)
     assert found == written(often, target, params, budget, rows)
-    assert [one[0] for one in found] == [
-        one[0] for one in written(None, target, params, Fixed(0), rows)
-    ]
+    assert [one[0] for one in found] == [one[0]
+                                         for one in written(None, target, params, Fixed(0), rows)]
     assert once.at_once == len(once.told) > 0 and not often.at_once
     for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tree.tokens, same.tokens)
-        assert all(
-            max(1, size) <= own <= other
-            for own, size, other in zip(reads, tree.sizes, often_read, strict=True)
-        )
-        assert all(
-            torch.equal(ours, theirs[:, : ours.shape[1]])
-            for ours, theirs in zip(keys, alike, strict=True)
-        )
+        assert all(max(1, size) <= own <= other
+                   for own, size, other in zip(reads, tree.sizes, often_read, strict=True))
+        assert all(torch.equal(ours, theirs[:, : ours.shape[1]])
+                   for ours, theirs in zip(keys, alike, strict=True))
         if tree.budget_rank is not None and same.budget_rank is not None:
             assert torch.equal(tree.budget_rank * tree.present, same.budget_rank * same.present)
     if rows > 1 and isinstance(budget, Shared):
@@ -168,15 +145,13 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_drafts_by_its_own_law(family: str) -> None:
-    """For itself it is right nearly always, however it is drawn: what rounds otherwise decides
-    little."""
+    """For itself it is right nearly always, however it is drawn: rounding decides little."""
     target = of_kind(family)
     for params in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
         texts = written(drafter, target, params, Fixed(4), 1)
-        assert [one[0] for one in texts] == [
-            one[0] for one in written(None, target, params, Fixed(0), 1)
-        ]
+        assert [one[0] for one in texts] == [one[0]
+                                             for one in written(None, target, params, Fixed(0), 1)]
         assert drafter.at_once == len(drafter.told) > 0
         depth = [tree.sizes[0] for tree in drafter.drafted]
         assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(
@@ -194,13 +169,8 @@ def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
         written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
         first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
         assert first.budget_rank is not None
-        numbers.append(
-            [
-                [turn for turn in row if 0 < turn <= 2] for row in (
-                    first.budget_rank * first.present
-                ).tolist()
-            ]
-        )
+        numbers.append([[turn for turn in row if 0 < turn <= 2]
+                        for row in (first.budget_rank * first.present).tolist()])
     assert numbers[0] == numbers[1] and sum(map(len, numbers[0])) == 6
 
 
@@ -212,19 +182,14 @@ def test_a_chain_has_noise_as_far_as_it_goes() -> None:
         drafter.start(1, 64, CPU)
         prompt = torch.tensor([[5, 1, 7, 2]])
         everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
-        drafter.observe(
-            Commit.of(
-                [0], TokenTree.chain(prompt[:, :3]), Reading(torch.zeros(1, 3, VOCAB)), everything
-            )
-        )
-        prefix = Prefix(
-            torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead, longest=3
-        )
+        drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]),
+                                  Reading(torch.zeros(1, 3, VOCAB)), everything))
+        prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead,
+                        longest=3)
         params = SamplingParams(Sampling(temperature=0.9, seed=3), prompt_length=4)
         with torch.inference_mode():
-            chains.append(
-                drafter.propose(Frontier(prefix, Sampler([params], ops=CPU), budget=6)).tokens
-            )
+            chains.append(drafter.propose(Frontier(prefix, Sampler([params], ops=CPU),
+                                                   budget=6)).tokens)
         assert drafter.at_once
     assert torch.equal(*chains)
 
@@ -241,20 +206,17 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
             return super().propose(frontier)
 
     drafter = Broken(draft)
-    Engine(target, drafter, budget=4).generate(
-        [[5, 1, 7], [4, 4, 9]], max_new_tokens=12, batch_size=2
-    )
+    Engine(target, drafter, budget=4).generate([[5, 1, 7], [4, 4, 9]], max_new_tokens=12,
+                                               batch_size=2)
     both = [tree.tokens for tree, *_ in drafter.told if len(tree.tokens) == 2]
     assert drafter.at_once and len(both) > 1
-    # the first proposal reads the prompts anew
-    for tokens in both[1:]:
+    for tokens in both[1:]:  # the first proposal reads the prompts anew
         assert (tokens[0] != ABSENT).all() and (tokens[1, 1:] == ABSENT).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperature: float) -> None:
-    """Along texts of the embedded target, its draft model's first choice is the target's as often
-    as its chance says."""
+    """The draft model's first choice is the target's as often as its chance says."""
     engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
     draft, begin = cast(
         DraftModel, engine.drafter

@@ -1,5 +1,4 @@
-"""EAGLE-3 as published: read as an independent forward reads it, no text changes, and every flag
-either changes what is drafted or is refused."""
+"""EAGLE-3 as published, against an independent forward; every flag matters or is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import drafting
 import published
 import pytest
 import torch
@@ -15,15 +13,16 @@ from published import (
     LAYER,
     attend,
     deep,
-    depends_on_the_text_alone,
+    drafted_logits,
     no_text_changes,
     norm,
     swiglu,
 )
+from test_contract import depends_on_the_text_alone
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.tree import TreeShape
 from draftproof.drafters import eagle3
 from draftproof.drafters.features import FeatureDrafter
 from draftproof.engine.load import load
@@ -44,12 +43,10 @@ class Case:
         if speculators:
             own = {key: settings.pop(key) for key in (*LAYER, "model_type", "num_hidden_layers")}
             method = {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}}
-            settings |= {
-                "architectures": ["Eagle3DraftModel"],
-                "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
-                "speculators_version": "0.9.0", "transformer_layer_config": own,
-                "speculators_config": method, "embed_requires_grad": False,
-            }  # fmt: skip
+            settings |= {"architectures": ["Eagle3DraftModel"],
+                         "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
+                         "speculators_version": "0.9.0", "transformer_layer_config": own,
+                         "speculators_config": method, "embed_requires_grad": False}  # fmt: skip
             tensors = {key.replace("midlayer", "layers.0"): one for key, one in tensors.items()}
         return published.write(folder, settings, tensors)
 
@@ -126,29 +123,12 @@ def loaded(folder: Path, shape: TreeShape | None = None) -> FeatureDrafter:
     return eagle3.load(folder, deep(), 7, shape)
 
 
-def drafted_logits(drafter: FeatureDrafter, text: list[int], drafted: list[int]) -> list[Tensor]:
-    """What the drafter's own reads say behind a text and after each drafted token."""
-    with torch.inference_mode():
-        states = deep().model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        hidden = torch.stack([states[one] for one in drafter.hidden_layers], 2)
-        drafter.start(1, 64, drafting.CPU)
-        drafter.observe(drafting.commit_of([0], [text[:-1]], hidden))
-        prefix = drafting.frontier_of([text], 6).prefix
-        found = [drafter._read_root(prefix, 6)[0, 0]]
-        tree = TokenTree.chain(torch.tensor([[text[-1], *drafted]]))
-        for node in range(1, len(drafted) + 1):
-            part = TokenTree.chain(tree.tokens[:, : node + 1])
-            found.append(drafter.model.read(part, drafter._cache(1), first=node).logits[0, 0])
-    return found
-
-
 TEXT, DRAFTED = [7, 3, 31, 2, 9, 4, 4, 1, 12], [5, 8, 0]
-FORMS = [
-    {}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_norm": True},
-    {"norm_output": True}, {"num_hidden_layers": 2}, {"logit_scale": 0.5},
-    {"own_embeddings": True}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
-    {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
-]  # fmt: skip
+FORMS = [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_norm": True},
+         {"norm_output": True}, {"num_hidden_layers": 2}, {"logit_scale": 0.5},
+         {"own_embeddings": True}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
+         {"norm_before_fc": True, "fc_norm": True, "norm_output": True,
+          "norm_before_residual": True}]  # fmt: skip
 
 
 @pytest.mark.parametrize("speculators", [False, True], ids=["original", "speculators"])
@@ -162,7 +142,7 @@ def test_it_reads_as_an_independent_forward(
     drafter = loaded(one.written(tmp_path, speculators))
     taps = tuple(flags.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))
     assert drafter.hidden_layers == taps
-    found = drafted_logits(drafter, TEXT, DRAFTED)
+    found = drafted_logits(deep(), drafter, TEXT, DRAFTED)
     with torch.no_grad():
         states = deep().model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
     hidden = torch.stack([states[layer][0] for layer in taps], 1)
@@ -201,9 +181,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("flag", TOGGLES, ids=lambda flag: next(iter(flag)))
 def test_a_flag_changes_what_is_drafted(tmp_path: Path, flag: dict[str, Any]) -> None:
     one = case()
-    found = drafted_logits(loaded(one.written(tmp_path / "one")), TEXT, DRAFTED)
-    other = drafted_logits(loaded(one.written(tmp_path / "other", **flag)), TEXT, DRAFTED)
-    both = zip(found, other, strict=True)
+    folders = one.written(tmp_path / "one"), one.written(tmp_path / "other", **flag)
+    found = (drafted_logits(deep(), loaded(folder), TEXT, DRAFTED) for folder in folders)
+    both = zip(*found, strict=True)
     assert any(not torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in both)
 
 
@@ -245,7 +225,7 @@ def test_no_text_changes(tmp_path: Path, shape: TreeShape | None, temperature: f
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_proposal_depends_on_the_text_alone(tmp_path: Path, drawn: bool) -> None:
     folder = case().written(tmp_path)
-    depends_on_the_text_alone(lambda: loaded(folder), drawn)
+    depends_on_the_text_alone(lambda: loaded(folder), drawn, draws=True)
 
 
 def test_a_folder_says_what_it_is(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,20 +10,17 @@ from typing import Any
 import drafting
 import pytest
 import torch
-from drafting import MEDUSA_TREE, commit_of, drafted, frontier_of, needs_kernels, paired_head, texts
+from drafting import MEDUSA_TREE, commit_of, drafted, frontier_of, needs_kernels, paired_head
 from test_medusa_heads import features, logits_of, noisy_head
-from test_medusa_trees import TREES, Published
-from tiny import CPU, VOCAB, prompts, target
+from tiny import CPU, VOCAB, target
 from torch import Tensor
 
-from draftproof.core.messages import Commit
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.medusa import NODES, Medusa, MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
-from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.target import Target
 
@@ -85,31 +81,38 @@ def test_layers_are_distinct_and_weights_are_copied() -> None:
     assert torch.equal(stage.propose(16).tokens, before)
 
 
-@pytest.mark.parametrize("name", TREES)
+PER_DEPTH = {"mc_sim_7b_63": [10, 28, 23, 2], "vicuna_7b_stage1": [10, 32, 20, 1],
+             "vicuna_7b_stage1_ablation": [10, 21, 25, 7], "vicuna_7b_stage2": [10, 23, 23, 7],
+             "vicuna_13b_stage1": [10, 29, 23, 1], "vicuna_13b_stage2": [10, 19, 25, 9],
+             "vicuna_33b_stage1": [10, 34, 19, 0], "vicuna_33b_stage2": [10, 24, 24, 5],
+             "zephyr_stage2": [10, 27, 23, 3]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_published_sets_are_trees_at_every_size(name: str) -> None:
+    paths = CHOICES[name]
+    assert len(paths) == len(set(paths)) == 63
+    assert [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)] == PER_DEPTH[name]
+    for size in range(1, 64):
+        assert len(TreeShape(paths[:size])) == size + 1         # refuses a path without its parent
+    assert max(map(max, paths)) == 9
+
+
+def flat_indices(paths: Sequence[Path]) -> list[int]:
+    """FasterDecoding/Medusa's places of nodes among [root, ten of head 0, ten of head 1, ...]."""
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    return [0, *(path[-1] + 10 * (len(path) - 1) + 1 for path in ordered)]
+
+
+@pytest.mark.parametrize("name", CHOICES)
 def test_drafted_tokens_are_those_of_the_published_indices(name: str) -> None:
-    """Greedy: flat candidates [root, ten of head 0, ten of head 1, ...] at the tree's indices."""
-    stage = Scene(noisy_head(4), Sampling(), tree=TREES[name])
+    known = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    assert flat_indices(known) == [0, 1, 2, 11, 12, 11, 21]
+    stage = Scene(noisy_head(4), Sampling(), tree=name)
     tree = stage.propose(63)
     best = stage.logits.topk(10, -1).indices.flatten(1)
     flat = torch.cat([tree.tokens[:, :1], best], 1)
-    assert torch.equal(tree.tokens, flat[:, Published(TREES[name]).indices])
-
-
-@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
-@pytest.mark.parametrize("budget", [1, 2, 5, 16, 31])
-def test_the_dynamic_tree_holds_the_most_likely_paths(budget: int, ops: Ops) -> None:
-    """Of all paths of all tokens: 40 + 40^2 + 40^3."""
-    stage = Scene(noisy_head(seed=2), Sampling(), ops=ops)
-    tree = stage.propose(budget)
-    laws = stage.logits.log_softmax(-1)
-    for row in range(3):
-        values: dict[Path, float] = {}
-        for depth in (1, 2, 3):
-            steps = laws[row, :depth].tolist()
-            for path in itertools.product(range(VOCAB), repeat=depth):
-                values[path] = sum(step[token] for step, token in zip(steps, path, strict=True))
-        best = sorted(values, key=lambda path: -values[path])[:budget]
-        assert drafted(tree, row).keys() == set(best)
+    assert torch.equal(tree.tokens, flat[:, flat_indices(CHOICES[name])])
 
 
 @pytest.mark.parametrize(
@@ -125,20 +128,9 @@ def test_drafts_are_what_the_target_would_choose_with_these_logits(params: dict[
 
 
 def test_a_temperature_near_0_drafts_as_greedy_decoding() -> None:
-    cold, warm = (
-        Scene(noisy_head(seed=5), Sampling(temperature=one)).propose(20) for one in (0.0, 1e-5)
-    )
+    cold, warm = (Scene(noisy_head(seed=5), Sampling(temperature=one)).propose(20)
+                  for one in (0.0, 1e-5))
     assert all(drafted(cold, row).keys() == drafted(warm, row).keys() for row in range(3))
-
-
-def test_forbidden_tokens_are_absent_with_all_below_them() -> None:
-    for tree in ("dynamic", "mc_sim_7b_63"):
-        stage = Scene(noisy_head(4), Sampling(temperature=1.0, top_k=2), tree=tree)
-        found = stage.propose(30)
-        for row in range(3):
-            paths = drafted(found, row)
-            assert 0 < len(paths) <= 30 and {path[:-1] for path in paths} <= {(), *paths}
-            assert len({path[0] for path in paths}) <= 2
 
 
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE], ids=["dynamic", "fixed"])
@@ -156,25 +148,11 @@ def test_confidence_is_the_product_of_what_the_heads_say(tree: Any) -> None:
     assert (warm.confidence <= warm.confidence.gather(1, warm.parents.clamp(min=0))).all()
 
 
-def test_broken_heads_draft_nothing() -> None:
-    """NaN is no token, and no reason to lose the root."""
-    head = noisy_head()
-    head.heads[1].blocks[0].weight.data.fill_(torch.nan)    # type: ignore[union-attr, index]
-    for tree in ("dynamic", MEDUSA_TREE):
-        stage = Scene(head, Sampling(temperature=1.0), tree=tree)
-        found = stage.propose(7)
-        assert torch.equal(found.tokens[:, 0], stage.prefix.root)
-        assert all({len(path) for path in drafted(found, row)} == {1} for row in range(3))
-        engine = Engine(target(), drafting.Watch(Medusa(head, target(), tree)))
-        plain = texts(Engine(target()), prompts(2), max_new_tokens=9)
-        assert texts(engine, prompts(2), max_new_tokens=9) == plain
-
-
 def test_a_smaller_budget_takes_the_first_paths() -> None:
     tree = CHOICES["vicuna_33b_stage1"]
     stage = Scene(noisy_head(4), Sampling(), tree="vicuna_33b_stage1")
     best = stage.logits.topk(10, -1).indices
-    for budget in (0, 1, 2, 7, 40, 63, 100):
+    for budget in (1, 2, 7, 40, 63, 100):
         found = stage.propose(budget)
         for row in range(3):
             ranks = [list(enumerate(path)) for path in tree[:budget]]
@@ -198,7 +176,7 @@ def test_a_target_that_cannot_read_trees_is_drafted_a_chain(head: Any, tree: Any
     """Each choice is the likeliest after the one before."""
     stage = Scene(head(), Sampling(), tree=tree, vocabulary=Chains())
     assert stage.drafter.default_budget == stage.drafter.deepest == 3
-    for budget, length in ((0, 0), (2, 2), (9, 3)):
+    for budget, length in ((2, 2), (9, 3)):
         found = stage.propose(budget)
         assert found.is_chain and found.tokens.shape == (3, length + 1)
         for step in range(length):
@@ -234,27 +212,6 @@ def test_what_a_drafter_says_of_itself() -> None:
     assert Medusa(head, target(), "dynamic").tree is None
     drafter = head.drafter(target())
     assert drafter.hidden_layers == (-1,) and drafter.tree == MEDUSA_TREE
-
-
-def test_it_remembers_the_last_committed_state_of_each_row() -> None:
-    drafter = Medusa(noisy_head(), target())
-    drafter.start(5, 64, CPU)
-    hidden = torch.randn(3, 4, 1, 32, dtype=torch.float64)
-
-    def observe(rows: Sequence[int], *counts: int) -> list[Tensor]:
-        """Commits of so many tokens, with the first of `hidden`; the last states."""
-        places = torch.arange(4).repeat(len(rows), 1)
-        drafter.observe(Commit(rows, places, places, torch.tensor(counts), hidden[: len(rows)]))
-        return [hidden[index, count - 1, 0] for index, count in enumerate(counts)]
-
-    one, two, three = observe(range(3), 1, 4, 2)
-    assert torch.equal(drafter.hidden[:3], torch.stack([one, two, three]))
-    drafter.select([2, 0, 0, 1])
-    assert torch.equal(drafter.hidden[:4], torch.stack([three, one, one, two]))
-    four, five = observe([1, 2], 3, 2)
-    assert torch.equal(drafter.hidden[:4], torch.stack([three, four, five, two]))
-    (six,) = observe([2], 4)
-    assert torch.equal(drafter.hidden[:4], torch.stack([three, four, six, two]))
 
 
 @pytest.mark.parametrize(("tree", "words"), [

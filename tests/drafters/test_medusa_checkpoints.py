@@ -35,8 +35,10 @@ from layouts import (
 )
 from safetensors.torch import load_file
 from tiny import VOCAB, model, prompts, target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftproof.core.messages import Features
+from draftproof.core.params import Sampling
 from draftproof.drafters.checkpoints import is_head, read_head, write_head
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
@@ -81,26 +83,17 @@ LAYOUTS: dict[str, tuple[Config, Tensors, str, Heads, bool]] = {
     "two blocks alone": (SECOND, blocks_alone(weights(4, 2)), SAFE, weights(4, 2), True),
     "distinct layers": ({}, numbered(weights(2, 3)), SAFE, weights(2, 3), False),
     "repeated layers": ({}, numbered(REPEATED), SAFE, REPEATED, False),
-    "vllm": (
-        {**VLLM, "medusa_fc_bias": True}, vllm(weights(3, 2)), SAFE, weights(3, 2), False,
-    ),
+    "vllm": ({**VLLM, "medusa_fc_bias": True}, vllm(weights(3, 2)), SAFE, weights(3, 2), False),
     "vllm, inside": (VLLM, vllm_inside(weights(3, 2)), SAFE, weights(3, 2), False),
-    "vllm, no bias": (
-        VLLM, without(vllm(weights()), "bias"), SAFE, no_bias(weights()), False
-    ),
+    "vllm, no bias": (VLLM, without(vllm(weights()), "bias"), SAFE, no_bias(weights()), False),
     "vllm, original head": (KEPT, ORIGINAL, SAFE, weights(), True),
-    "vllm, scaled head": (
-        {**KEPT, "logit_scale": 0.5}, ORIGINAL, SAFE,
-        [(one, other, TABLE * 0.5) for one, other, _ in weights()], False,
-    ),
+    "vllm, scaled head": ({**KEPT, "logit_scale": 0.5}, ORIGINAL, SAFE,
+                          [(one, other, TABLE * 0.5) for one, other, _ in weights()], False),
     "tensorrt-llm": (TRT, ranked(weights(2, 2)) | BASE, "rank0.safetensors", weights(2, 2), False),
     "modelopt": (OPT, ranked(weights(2, 2)) | BASE, SAFE, weights(2, 2), False),
-    "cut table": (
-        {}, numbered(weights(vocab=VOCAB - 3)), SAFE, weights(vocab=VOCAB - 3), False
-    ),
-    "padded table": (
-        {}, numbered(weights(vocab=VOCAB + 24)), SAFE, weights(vocab=VOCAB + 24), False,
-    ),
+    "cut table": ({}, numbered(weights(vocab=VOCAB - 3)), SAFE, weights(vocab=VOCAB - 3), False),
+    "padded table": ({}, numbered(weights(vocab=VOCAB + 24)), SAFE, weights(vocab=VOCAB + 24),
+                     False)
 }  # fmt: skip
 
 
@@ -161,10 +154,8 @@ def test_parts_for_several_devices_are_refused(tmp_path: Path) -> None:
         read_head(tmp_path, target())
 
 
-FORMS: list[Config] = [
-    {}, {"layers": 3}, {"bias": False}, {"share": True}, {"share": True, "layers": 2}, {"rows": 7},
-    {"pairs": True}
-]  # fmt: skip
+FORMS: list[Config] = [{}, {"layers": 3}, {"bias": False}, {"share": True},
+                       {"share": True, "layers": 2}, {"rows": 7}, {"pairs": True}]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["draftproof", "vllm"])
@@ -208,11 +199,10 @@ def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
     write_head(calibrated, tmp_path / "calibrated")
     write_head(MedusaHead.fresh(target(), 4), tmp_path / "four")
     plain = texts(load(model(), drafter="none"), prompts(8), max_new_tokens=20)
-    for name, tree, nodes in (
-        ("dynamic", None, 16), ("dynamic", loading.TreeShape(MEDUSA_TREE), len(MEDUSA_TREE)),
-        ("calibrated", None, len(MEDUSA_TREE)), ("calibrated", "dynamic", 16),
-        ("four", "zephyr_stage2", len(CHOICES["zephyr_stage2"])),
-    ):  # fmt: skip
+    for name, tree, nodes in (("dynamic", None, 16),
+                              ("dynamic", loading.TreeShape(MEDUSA_TREE), len(MEDUSA_TREE)),
+                              ("calibrated", None, len(MEDUSA_TREE)), ("calibrated", "dynamic", 16),
+                              ("four", "zephyr_stage2", len(CHOICES["zephyr_stage2"]))):
         engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree, budget=nodes)
         done = engine.generate(prompts(8), max_new_tokens=20)
         assert [(one.tokens, one.finish_reason) for one in done] == plain
@@ -238,3 +228,24 @@ def test_names_that_cannot_be_loaded_are_one_sentence(
             load(model(), draft_tree="oak", **options)
     engine = load(model(), **draft, draft_tree="zephyr_stage2")
     assert engine.budget.most == len(CHOICES["zephyr_stage2"])
+
+
+@pytest.fixture(scope="module")
+def wide() -> LlamaForCausalLM:
+    """As wide as SmolLM2-135M, and one layer deep."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=64,
+                         num_hidden_layers=1, num_attention_heads=9, num_key_value_heads=3,
+                         tie_word_embeddings=True)  # fmt: skip
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+@pytest.mark.parametrize("drafter", ["smollm2-135m-medusa", "smollm2-135m-redrafter"])
+def test_embedded_heads_draft_for_their_target(wide: LlamaForCausalLM, drafter: str) -> None:
+    prompt = [[5, 80, 7], [900, 2]]
+    for temperature in (0.0, 0.8):
+        wanted = Sampling(temperature=temperature, seed=3, max_new_tokens=12)
+        plain, drafted = (load(wide, drafter=name, budget=budget).generate(prompt, sampling=wanted)
+                          for name, budget in (("none", None), (drafter, 7)))
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert all(one.stats.drafted > 0 for one in drafted)

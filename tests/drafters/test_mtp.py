@@ -1,5 +1,4 @@
-"""Native multi-token prediction: from a model's own checkpoint, as published; each layout is read
-as a forward without a cache reads it, and no text changes."""
+"""Multi-token prediction from a model's own checkpoint: each layout against whole forwards."""
 
 from __future__ import annotations
 
@@ -10,31 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import drafting
 import pytest
 import torch
 import transformers
 from drafting import Watch, texts
+from published import drafted_logits
 from safetensors.torch import load_file, save_file
 from tiny import prompts
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
-from draftproof.core.tree import TokenTree
 from draftproof.drafters import mtp
-from draftproof.drafters.features import FeatureDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.errors import DrafterMismatch, ModelNotFound
 from draftproof.model.target import Target
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "eos_token_id": None, "pad_token_id": None, "bos_token_id": None, "initializer_range": 0.3,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48,
+                         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                         "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": None,
+                         "bos_token_id": None, "initializer_range": 0.3}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 8}
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -60,11 +56,10 @@ PUBLISHED: dict[str, dict[str, str]] = {
              "proj": "mtp.fc", "norm": "mtp.norm", "layer": "mtp.layers.0."},
     "mimo": {"embed": "model.mtp_layers.0.token_layernorm", "layer": "model.mtp_layers.0.",
              "hidden": "model.mtp_layers.0.hidden_layernorm",
-             "proj": "model.mtp_layers.0.input_proj",
-             "norm": "model.mtp_layers.0.final_layernorm"},
+             "proj": "model.mtp_layers.0.input_proj", "norm": "model.mtp_layers.0.final_layernorm"},
     "deepseek": {"embed": "model.layers.2.enorm", "hidden": "model.layers.2.hnorm",
                  "proj": "model.layers.2.eh_proj", "layer": "model.layers.2.",
-                 "norm": "model.layers.2.shared_head.norm"},
+                 "norm": "model.layers.2.shared_head.norm"}
 }  # fmt: skip
 
 
@@ -157,9 +152,7 @@ def reference(target: Target, folder: Path, kind: str, text: list[int], drafted:
         state[key] = torch.stack([
             torch.cat([state[f"{at}{n}.gate_proj.weight"], state[f"{at}{n}.up_proj.weight"]])
             for n in numbers])  # fmt: skip
-        state[f"{at}down_proj"] = torch.stack(
-            [state[f"{at}{n}.down_proj.weight"] for n in numbers]
-        )
+        state[f"{at}down_proj"] = torch.stack([state[f"{at}{n}.down_proj.weight"] for n in numbers])
     layer.load_state_dict({key: state[key] for key in names})
 
     def norm(x: Tensor, what: str) -> Tensor:
@@ -187,28 +180,12 @@ def reference(target: Target, folder: Path, kind: str, text: list[int], drafted:
     return found
 
 
-def drafted_logits(target: Target, drafter: FeatureDrafter, text: list[int], drafted: list[int]
-                   ) -> list[Tensor]:  # fmt: skip
-    with torch.inference_mode():
-        whole = TokenTree.chain(torch.tensor([text[:-1]]))
-        read = target.read(whole, target.new_cache(1, 64), hidden_layers=drafter.hidden_layers)
-        drafter.start(1, 64, drafting.CPU)
-        drafter.observe(drafting.commit_of([0], [text[:-1]], read.hidden))
-        prefix = drafting.frontier_of([text], 6).prefix
-        found = [drafter._read_root(prefix, 6)[0, 0]]
-        for node in range(1, len(drafted) + 1):
-            part = TokenTree.chain(torch.tensor([[text[-1], *drafted[:node]]]))
-            found.append(drafter.model.read(part, drafter._cache(1), first=node).logits[0, 0])
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_reads_as_whole_forwards(kind: str, checkpoint: Callable[[str], Path]) -> None:
     target, text, drafted = opened(checkpoint(kind)), [7, 3, 31, 2, 9, 4, 12], [5, 8, 0]
     found = drafted_logits(target, mtp.load(target), text, drafted)
-    for ours, theirs in zip(
-        found, reference(target, checkpoint(kind), kind, text, drafted), strict=True
-    ):
+    for ours, theirs in zip(found, reference(target, checkpoint(kind), kind, text, drafted),
+                            strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
@@ -224,10 +201,9 @@ def test_it_drafts_what_transformers_would(kind: str, checkpoint: Callable[[str]
     theirs = MtpModel.from_pretrained(model).eval().float()
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
-        _, logits, _ = theirs(
-            torch.tensor([text[1:]]), states, None, torch.arange(1, len(text))[None],
-            MtpCache(config=model.config.get_mtp_config()),
-        )  # fmt: skip
+        _, logits, _ = theirs(torch.tensor([text[1:]]), states, None,
+                              torch.arange(1, len(text))[None],
+                              MtpCache(config=model.config.get_mtp_config()))  # fmt: skip
     found = drafted_logits(target, mtp.load(target), text, [])
     torch.testing.assert_close(found[0], logits[0, 0], rtol=1e-4, atol=2e-4)
 

@@ -120,11 +120,9 @@ def published_beams(
     beams, scores = [[root]] * width, [0.0, *[FEW] * (width - 1)]
     for _ in range(length):
         laws = [law_after(head, vocabulary, context, beam).tolist() for beam in beams]
-        grown = [
-            (score + step, [*beam, token])
-            for beam, score, law in zip(beams, scores, laws, strict=True)
-            for token, step in enumerate(law)
-        ]
+        grown = [(score + step, [*beam, token])
+                 for beam, score, law in zip(beams, scores, laws, strict=True)
+                 for token, step in enumerate(law)]
         best = sorted(grown, key=lambda one: -one[0])[:width]
         scores, beams = [score for score, _ in best], [beam for _, beam in best]
     return beams
@@ -187,11 +185,9 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
             assert tree.tokens[row].tolist() == beams[0]
 
 
-@pytest.mark.parametrize("params", [
-    {"temperature": 0.8, "seed": 5},
-    {"repetition_penalty": 1.7},
-    {"temperature": 2.0, "no_repeat_ngram": 1, "top_p": 0.95, "seed": 2},
-])  # fmt: skip
+@pytest.mark.parametrize("params",
+                         [{"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.7},
+                          {"temperature": 2.0, "no_repeat_ngram": 1, "top_p": 0.95, "seed": 2}])
 def test_every_beam_is_sampled_by_its_own_path(params: dict[str, Any]) -> None:
     """Children are the target's best tokens, noise and penalties included, given their own path."""
     tables = Tables()

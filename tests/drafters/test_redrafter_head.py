@@ -40,11 +40,10 @@ def test_training_unrolls_the_same_recurrence(form: str) -> None:
 
 def test_the_loss_is_apples() -> None:
     """Their own test vector: two steps over four tokens."""
-    logits = torch.tensor([
-        -4.2755, -4.0159, -5.4326, -7.3534, -5.2731, -4.7144, -6.3034, -5.6929, -4.1427,
-        -4.4837, -4.3300, -6.1975, -5.6221, -2.1564, -5.9357, -2.7976, -5.3193, -4.0888,
-        -4.9951, -4.7358, -6.5123, -4.8608, -4.8744, -6.2276,
-    ]).view(2, 4, 3)  # fmt: skip
+    logits = torch.tensor([-4.2755, -4.0159, -5.4326, -7.3534, -5.2731, -4.7144, -6.3034, -5.6929,
+                           -4.1427, -4.4837, -4.3300, -6.1975, -5.6221, -2.1564, -5.9357, -2.7976,
+                           -5.3193, -4.0888, -4.9951, -4.7358, -6.5123, -4.8608, -4.8744,
+                           -6.2276]).view(2, 4, 3)  # fmt: skip
 
     class Said(DraftHead):
         kind: ClassVar[str] = "said"
@@ -114,9 +113,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in ({"width": 0}, {"length": 0}, {"width": 91}):
         with pytest.raises(BadInput):
             ReDrafter(head, tables, **wrong)
-    for wrong in (
-        {"exit_dim": 7}, {"exit_dim": 17}, {"share_lm_head": True, "exit_dim": 9}, {"steps": 0}
-    ):
+    for wrong in ({"exit_dim": 7}, {"exit_dim": 17}, {"share_lm_head": True, "exit_dim": 9},
+                  {"steps": 0}):
         with pytest.raises(BadInput):
             ReDrafterHead.fresh(tables, **wrong)
     with pytest.raises(BadInput, match="rnn_activation"):

@@ -1,5 +1,4 @@
-"""Self-drafts: the target's own weights in fewer bits, or its first layers; no text changes, no
-weight is copied."""
+"""Self-drafts: the target's weights in fewer bits, or its first layers, of which none is copied."""
 
 from __future__ import annotations
 
@@ -20,20 +19,18 @@ from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import Int8Linear
 from draftproof.model.target import Target
 
-DRAFTS = [
-    pytest.param({"quantize": "int8"}, id="int8"),
-    pytest.param({"quantize": "int4"}, id="int4"),
-    pytest.param({"layers": 1}, id="one layer"),
-    pytest.param({"layers": 1, "quantize": "int8"}, id="one layer in int8"),
-    pytest.param({"layers": 1, "shape": TreeShape.branching((2, 2, 1))}, id="one layer, tree"),
-    pytest.param({}, id="itself"),
-]
+DRAFTS = [pytest.param({"quantize": "int8"}, id="int8"),
+          pytest.param({"quantize": "int4"}, id="int4"),
+          pytest.param({"layers": 1}, id="one layer"),
+          pytest.param({"layers": 1, "quantize": "int8"}, id="one layer in int8"),
+          pytest.param({"layers": 1, "shape": TreeShape.branching((2, 2, 1))},
+                       id="one layer, tree"),
+          pytest.param({}, id="itself")]
 
 
 @pytest.mark.parametrize("options", DRAFTS)
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.9, seed=3)], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)],
+                         ids=["greedy", "sampled"])
 def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None:
     asked = prompts(5, seed=3)
     wanted = texts(Engine(target()), asked, max_new_tokens=16, sampling=sampling)
@@ -58,23 +55,19 @@ def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
     assert shares[1] < 0.6 < shares[0] <= shares[2]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gpt2", "gemma3", "opt", "falcon", "qwen2-sliding"]
-)
+@pytest.mark.parametrize("family",
+                         ["llama", "qwen3", "gpt2", "gemma3", "opt", "falcon", "qwen2-sliding"])
 def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
-    """Logits of N layers are the target's own head and norm behind the hidden state it taps at
-    layer N."""
+    """Logits of N layers are the target's head and norm behind its hidden state at layer N."""
     own = target(family)
     short = own.first_layers(1)
-    tree = TokenTree.shaped(
-        torch.tensor([[3, 1, 4, 1, 5]]), TreeShape.from_digits(["0", "1", "10", "11"])
-    )
+    tree = TokenTree.shaped(torch.tensor([[3, 1, 4, 1, 5]]),
+                            TreeShape.from_digits(["0", "1", "10", "11"]))
     with torch.inference_mode():
         wanted = own.read(tree, own.new_cache(1, 64), hidden_layers=(1,)).hidden
         found = short.read(tree, short.new_cache(1, 64), hidden_layers=(-1,))
-        norm = {"gpt2": "ln_f", "falcon": "ln_f", "opt": "decoder.final_layer_norm"}.get(
-            family, "norm"
-        )
+        norm = {"gpt2": "ln_f", "falcon": "ln_f",
+                "opt": "decoder.final_layer_norm"}.get(family, "norm")
         normed = own.model.base_model.get_submodule(norm)(wanted[:, :, 0])
         torch.testing.assert_close(found.hidden[:, :, 0], normed, rtol=0, atol=1e-9)
         torch.testing.assert_close(found.logits, own.unembed(normed), rtol=0, atol=1e-9)
@@ -84,9 +77,8 @@ def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
 def test_the_first_layers_are_no_second_copy() -> None:
     own = target()
     short = SelfDraft(own, layers=1).model.model
-    assert {one.data_ptr() for one in short.parameters()} < {
-        one.data_ptr() for one in own.model.parameters()
-    }
+    assert {one.data_ptr() for one in short.parameters()} < {one.data_ptr()
+                                                             for one in own.model.parameters()}
     assert weight_bytes(torch.nn.ModuleList([own.model, short])) == weight_bytes(own.model)
     assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
 
@@ -117,10 +109,8 @@ def test_names() -> None:
     assert self_draft_options("self-int8") == (None, "int8") and self_draft_options(
         "self-int4"
     ) == (None, "int4")
-    for wrong in (
-        "self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3", "self-int3",
-        "self-draft"
-    ):
+    for wrong in ("self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3",
+                  "self-int3", "self-draft"):
         with pytest.raises(BadInput, match="self-int8, self-int4, or self-layers:N"):
             self_draft_options(wrong)
     for count in (0, 2, 9):
@@ -129,9 +119,8 @@ def test_names() -> None:
 
 
 def test_self_drafts_are_loaded_by_name() -> None:
-    own = load(
-        model("llama"), drafter="self-layers:1", budget=3, draft_tree=TreeShape.branching((2, 1))
-    )
+    own = load(model("llama"), drafter="self-layers:1", budget=3,
+               draft_tree=TreeShape.branching((2, 1)))
     assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == TreeShape.branching((2, 1))
     own = load(model("llama"), drafter="self-int8")
     assert isinstance(own.drafter, SelfDraft) and own.drafter.name == "self-draft"

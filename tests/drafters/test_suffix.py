@@ -43,8 +43,7 @@ def counted(text: Text, others: list[Text]) -> dict[int, float]:
     left = 1.0
     for size in (size for size in SIZES if size <= len(text)):
         seen: dict[int, float] = {}
-        # whether last seen in the text itself
-        own: dict[int, bool] = {}
+        own: dict[int, bool] = {}  # whether last seen in the text itself
         for other in [*others, text[:-1]]:                      # the root is not committed
             for end in range(size, len(other)):
                 if other[end - size : end] == text[-size:]:
@@ -70,10 +69,8 @@ def test_confidence_is_that_of_counting() -> None:
         drafter.observe(commit_of([0], [mine[:1]]))
         for start in range(1, len(mine) - 1, 5):                # in pieces, as rounds commit them
             drafter.observe(commit_of([0], [mine[start : min(start + 5, len(mine) - 1)]]))
-        found = {
-            path[0]: one
-            for path, one in drafted(proposed(drafter, [mine], 30)).items() if len(path) == 1
-        }
+        found = {path[0]: one for path, one in drafted(proposed(drafter, [mine], 30)).items()
+                 if len(path) == 1}
         wanted = counted(mine, texts[:2])
         assert found.keys() <= wanted.keys()
         kept = {token: one for token, one in wanted.items() if one > 0.05}  # others may be dropped

@@ -157,8 +157,7 @@ class Ask(Drafter):
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
 def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
-    """The best tokens after every node read in rounds, not in prompts; nothing to who does not ask.
-    """
+    """The best after every node read in rounds, not in prompts; nothing to who does not ask."""
     drafter = Ask(wants)
     reads: list[Any] = []
 
@@ -187,9 +186,8 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
 def test_it_keeps_to_its_depth() -> None:
     drafter = started()
     for node in range(8):
-        drafter.observe(
-            read(TokenTree.chain(torch.tensor([[5]])), [0], {0: {5: 0.99, 6 + node: 0.01}})
-        )
+        drafter.observe(read(TokenTree.chain(torch.tensor([[5]])), [0],
+                             {0: {5: 0.99, 6 + node: 0.01}}))
     assert int(
         proposed(drafter, [[30, *[5] * 9]], budget=30).depths.max()
     ) == DEPTH == TokenRecycling.deepest

@@ -189,13 +189,9 @@ def test_a_plain_round_is_measured_now_and_then() -> None:
     assert plain and all(place >= STALE for place in plain) and len(plain) < 8
 
 
-@pytest.mark.parametrize(
-    ("alpha", "draft", "prompt", "setup", "most"),
-    [
-        (0.8, 0.1, 20, 4.0, 0.5), (0.85, 0.05, 1000, 20.0, 0.5), (0.02, 0.2, 500, 6.0, 1.02),
-        (0.9, 0.9, 500, 6.0, 1.02)
-    ],
-)
+@pytest.mark.parametrize(("alpha", "draft", "prompt", "setup", "most"),
+                         [(0.8, 0.1, 20, 4.0, 0.5), (0.85, 0.05, 1000, 20.0, 0.5),
+                          (0.02, 0.2, 500, 6.0, 1.02), (0.9, 0.9, 500, 6.0, 1.02)])
 def test_what_a_drafter_must_read_first_is_weighed(
     alpha: float, draft: float, prompt: int, setup: float, most: float
 ) -> None:
@@ -219,9 +215,8 @@ def test_trees_are_known_by_their_nodes() -> None:
     dice, budget, sizes = random.Random(0), Adaptive(10), []
     for _ in range(400):
         size = budget.choose(State(1, 100, 1000.0))
-        found = [
-            node for node in range(1, size + 1) if dice.random() < (0.4 if node <= 5 else 0.01)
-        ]
+        found = [node for node in range(1, size + 1)
+                 if dice.random() < (0.4 if node <= 5 else 0.01)]
         budget.record(Round(size, 1, found, 1 + len(found), 0.01 * (1 + 0.05 * size), chain=False))
         sizes.append(size)
     assert statistics.mode(sizes[100:]) == 5

@@ -39,8 +39,7 @@ class Wild(Budget):
 
 
 class Unsure(Wild):
-    """So many tokens per row, of which one row may have more, for as long as drafts may be
-    accepted."""
+    """Two tokens per row, of which one row may have more, while drafts may be accepted."""
 
     floor = 1e-9
 
@@ -52,9 +51,8 @@ class Unsure(Wild):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)],
+                         ids=["greedy", "sampled"])
 def test_no_sequence_of_budgets_changes_the_text(
     drafter: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,8 +69,7 @@ def test_no_sequence_of_budgets_changes_the_text(
 
 
 def test_a_budget_is_told_what_came_of_its_rounds() -> None:
-    """Sizes as chosen, emitted tokens that add up, accepted nodes that lie within the draft,
-    seconds of them all."""
+    """Sizes as chosen, emitted tokens that add up, accepted nodes within the draft, seconds."""
     budget = Wild(6, 1)
     engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
     done = engine.generate(prompts(3, seed=5), max_new_tokens=30, batch_size=1)
@@ -80,10 +77,8 @@ def test_a_budget_is_told_what_came_of_its_rounds() -> None:
     assert sum(len(one.accepted) for one in budget.rounds) >= sum(
         one.stats.accepted for one in done
     )
-    assert all(
-        one.chain and list(one.accepted) == [*range(1, one.size + 1)] and one.seconds > 0
-        for one in budget.rounds
-    )
+    assert all(one.chain and list(one.accepted) == [*range(1, one.size + 1)] and one.seconds > 0
+               for one in budget.rounds)
     spent = sum(engine.clock.seconds[part] for part in ("draft", "verify", "decide"))
     assert sum(one.seconds for one in budget.rounds) > 0 and spent > 0
     assert all(state.rows == 1 and 0 < state.remaining < 30 for state in budget.states)
@@ -99,12 +94,8 @@ def test_a_budget_is_told_what_a_draft_model_has_not_read(
     Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate(
         [prompt], max_new_tokens=8
     )
-    assert [state.unread for state in budget.states] == [
-        len(prompt) - 1 + round_ for round_ in range(7)
-    ]
-    assert [state.context for state in budget.states] == [
-        len(prompt) + 1 + round_ for round_ in range(7)
-    ]
+    found = [(state.unread, state.context) for state in budget.states]
+    assert found == [(len(prompt) - 1 + turn, len(prompt) + 1 + turn) for turn in range(7)]
 
 
 def test_the_default_measures() -> None:
@@ -113,20 +104,17 @@ def test_the_default_measures() -> None:
 
 
 def test_bad_budgets_are_refused() -> None:
-    for wrong, word in (
-        (lambda: Fixed(-1), "-1 draft tokens"),
-        (lambda: Adaptive(-2), "-2 draft tokens"),
-        (lambda: Fixed(4, 1.0), "floor of 1.0"),
-        (lambda: Adaptive(5, debt=-1), "debt"),
-    ):
+    for wrong, word in ((lambda: Fixed(-1), "-1 draft tokens"),
+                        (lambda: Adaptive(-2), "-2 draft tokens"),
+                        (lambda: Fixed(4, 1.0), "floor of 1.0"),
+                        (lambda: Adaptive(5, debt=-1), "debt")):
         with pytest.raises(BadInput, match=word):
             wrong()
 
 
 @pytest.mark.parametrize("drafter", ["draft chain", "redrafter"])
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)],
+                         ids=["greedy", "sampled"])
 def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sampling) -> None:
     """A higher floor drafts fewer tokens, of which more stand; the text is the same."""
     asked = prompts(6, seed=4)
@@ -141,14 +129,12 @@ def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str, sampling: Sam
     assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.9, seed=11)], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=11)],
+                         ids=["greedy", "sampled"])
 def test_rows_of_a_batch_share_a_budget(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a row drafts beyond its part another does not; alone there is nobody to share with. The
-    text is the same."""
+    """What a row drafts beyond its part another does not; alone there is nobody to share with."""
     monkeypatch.setattr(Target, "skips_absent", True)
     asked, budget, sizes = prompts(6, seed=4), Unsure(6), []
     wanted = texts(Engine(target()), asked, max_new_tokens=24, sampling=sampling)
@@ -175,10 +161,8 @@ def test_rows_of_a_batch_share_a_budget(
     assert told.count(1) >= told.count(2) > 0, "and what is drafted stands"
 
 
-@pytest.mark.parametrize(
-    ("rule", "most", "room", "floor"),
-    [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)],
-)
+@pytest.mark.parametrize(("rule", "most", "room", "floor"),
+                         [("match", 6, 4, 1e-9), ("match", 3, 3, 1e-9), ("rejection", 6, 2, 0.0)])
 def test_a_row_may_have_a_little_more(
     rule: str, most: int, room: int, floor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

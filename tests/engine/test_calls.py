@@ -1,5 +1,4 @@
-"""How many Python calls a token takes: what a small model's speed depends on besides its
-kernels."""
+"""How many Python calls a token takes, on which a small model's speed depends."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ ROOT = str(Path(dp.__file__).parent)
 def test_a_round_takes_few_calls(drafter: str, most: int) -> None:
     """From `Engine.stream` down, in files of ours, per round, in steady state."""
     engine = dp.load("demo", drafter=drafter, budget=0 if drafter == "none" else 5)
-    stream = engine.stream(
-        "Once upon a time", max_new_tokens=120, sampling=dp.Sampling(temperature=0.7, seed=1)
-    )
+    stream = engine.stream("Once upon a time", max_new_tokens=120,
+                           sampling=dp.Sampling(temperature=0.7, seed=1))
     rounds, calls = 10, 0
 
     def count(frame: FrameType, event: str, arg: Any) -> None:

@@ -25,9 +25,8 @@ def streamed(engine: Engine, *asked: list[int]) -> Texts:
     streams = [engine.stream(prompt, max_new_tokens=LENGTH) for prompt in asked]
     for chunks in zip_longest(*streams):
         for place, chunk in enumerate(chunks):
-            ends[place] = (
-                chunk.completion if chunk is not None and chunk.completion else ends[place]
-            )
+            ends[place] = (chunk.completion if chunk is not None and chunk.completion
+                           else ends[place])
     return [end.tokens for end in ends if end is not None]
 
 
@@ -60,9 +59,8 @@ def left_half_way(engine: Engine) -> Texts:
 
 def two_engines(engine: Engine) -> Texts:
     """One drafter in both."""
-    other, stream = (
-        Engine(engine.target, engine.drafter), engine.stream(LONG, max_new_tokens=LENGTH)
-    )
+    other, stream = (Engine(engine.target, engine.drafter),
+                     engine.stream(LONG, max_new_tokens=LENGTH))
     next(stream)
     others = generated(other, SHORT, LAST)
     *_, last = stream
@@ -84,20 +82,16 @@ def two_threads(engine: Engine) -> Texts:
     return [*found[0], *found[1]]
 
 
-WITH_MEMORY = [
-    "suffix", "recycling", "portfolio", "portfolio, medusa", "draft chain", "draft tree",
-    "target itself", "medusa",
-    "redrafter",
-]  # fmt: skip
+WITH_MEMORY = ["suffix", "recycling", "portfolio", "portfolio, medusa", "draft chain", "draft tree",
+               "target itself", "medusa", "redrafter"]  # fmt: skip
 
 
 @pytest.mark.parametrize("drafter", WITH_MEMORY)
 def test_texts_that_run_at_the_same_time(drafter: str) -> None:
     engine = Engine(target(), DRAFTERS[drafter](target()))
     alone = generated(engine, LONG, SHORT, LAST)
-    ways: tuple[Callable[[Engine], Texts], ...] = (
-        in_turn, inside, left_half_way, two_engines, two_threads
-    )
+    ways: tuple[Callable[[Engine], Texts], ...] = (in_turn, inside, left_half_way, two_engines,
+                                                   two_threads)
     for way in ways:
         assert way(engine) == alone, way.__name__
 

@@ -1,5 +1,4 @@
-"""Lossy decoding through the whole engine: asked for by name, told per token, and greedy rows as
-exact as ever."""
+"""Lossy decoding: asked for by name, told per token, and greedy rows as exact as ever."""
 
 from __future__ import annotations
 
@@ -68,10 +67,8 @@ def test_greedy_text_is_unchanged(drafter: str) -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     asked = prompts(4)
-    wanted = [
-        Sampling(logprobs=True), WARM, Sampling(repetition_penalty=1.3),
-        Sampling(temperature=1.0, seed=9, logprobs=True)
-    ]
+    wanted = [Sampling(logprobs=True), WARM, Sampling(repetition_penalty=1.3),
+              Sampling(temperature=1.0, seed=9, logprobs=True)]
     draft = DRAFTERS["draft tree"](target())
     plain = Engine(target(), Plain()).generate(asked, max_new_tokens=14, sampling=wanted)
     ours = Engine(target(), draft, lossy=Typical(epsilon=0.02)).generate(
@@ -91,16 +88,13 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 
 def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -> None:
-    """1 - p(x) at drafted tokens: from the log-probabilities, at temperature 1 those of the
-    unprocessed model."""
+    """1 - p(x) at drafted tokens: at temperature 1 by the unprocessed model."""
     engine = Engine(target(), DRAFTERS["target itself"](target()), lossy=Typical(epsilon=1e-6))
     wanted = Sampling(temperature=1.0, seed=2, logprobs=True)
     (done,) = engine.generate([prompts(1)[0]], max_new_tokens=2, sampling=wanted, n=1)
-    # cut behind one drafted token
-    assert done.stats.accepted == 1 and done.logprobs is not None
-    assert done.stats.distance == pytest.approx(
-        1 - torch.tensor(done.logprobs[1]).exp().item(), abs=1e-6
-    )
+    assert done.stats.accepted == 1 and done.logprobs is not None  # cut behind one drafted token
+    assert done.stats.distance == pytest.approx(1 - torch.tensor(done.logprobs[1]).exp().item(),
+                                                abs=1e-6)
 
 
 def test_the_same_request_gives_the_same_text() -> None:

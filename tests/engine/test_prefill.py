@@ -1,5 +1,4 @@
-"""Prompts: alone, side by side and beside a round they are read alike, and read together only where
-that costs nothing."""
+"""Prompts are read alike alone, side by side and beside a round, where that costs nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from draftproof.model.target import Target
 
 
 class Roomy(Counted):
-    """A target that must know of every read that its cache holds it: else operators read it, whose
-    last bits are others."""
+    """The cache must hold every read: else operators read it, whose last bits are others."""
 
     def read(self, tree: TokenTree, cache: KVCache, **options: Any) -> Any:
         assert cache.holds(tree.tokens.shape[1])
@@ -44,25 +42,17 @@ def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
-    """Side by side, the shorter ones padded, with several samples, two that end at once: rows and
-    drafter learn the same."""
-    asked, limits = (
-        [prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))],
-        (20, 30, 25, 1)
-    )
+    """Shorter ones padded, with several samples, two that end at once: all learn the same."""
+    asked, limits = ([prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))],
+                     (20, 30, 25, 1))
     found = []
     for together in (True, False):
-        requests = [
-            [
-                running(prompt, limit=limit, temperature=0.8, seed=index, sample=sample)
-                for sample in range(1 + index % 2)
-            ]
-            for index, (prompt, limit) in enumerate(zip(asked, limits, strict=True))
-        ]
+        requests = [[running(prompt, limit=limit, temperature=0.8, seed=index, sample=sample)
+                     for sample in range(1 + index % 2)]
+                    for index, (prompt, limit) in enumerate(zip(asked, limits, strict=True))]
         own = Counted(target())
         one = decoder(DRAFTERS[name](target()), rows=7, budget=6, own=own)
-        # somebody is there before them
-        one.admit([running(asked[3], limit=6)])
+        one.admit([running(asked[3], limit=6)])  # somebody is there before them
         one.step()
         own.reads.clear()
         if together:
@@ -77,16 +67,9 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
         while one.running:
             one.step()
         assert not one.batch.cache.lengths.any(), "an empty batch has an empty cache"
-        found.append(
-            (
-                unread,
-                [
-                    (row.tokens, row.stats.rounds, row.stats.drafted)
-                    for request in requests
-                    for row in request
-                ],
-            )
-        )
+        found.append((unread,
+                      [(row.tokens, row.stats.rounds, row.stats.drafted) for request in requests
+                       for row in request]))
     assert found[0] == found[1]
 
 
@@ -105,10 +88,8 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(
     ]
     monkeypatch.setattr(Target, "skips_absent", True)
     assert [one.admissible([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
-    assert (
-        one.admissible([twice] * 4) == 3
-        and one.admissible([short, short, [*twice, *twice, *short]]) == 2
-    )
+    assert (one.admissible([twice] * 4) == 3
+            and one.admissible([short, short, [*twice, *twice, *short]]) == 2)
     assert one.admissible([long] * 6) == 4 and one.admissible([*[short] * 4, long]) == 4, (
         "five would be 300 with padding"
     )
@@ -145,12 +126,9 @@ def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, .
     limits, found = (20, 1, 7, 30, 12, 5, 9, 15, 3), []
     for beside in (True, False):
         requests = [
-            [
-                running(
-                    prompt[: 3 + 2 * index], limit=limit, temperature=0.8, seed=index, sample=sample
-                )
-                for sample in samples
-            ]
+            [running(prompt[: 3 + 2 * index], limit=limit, temperature=0.8, seed=index,
+                     sample=sample)
+             for sample in samples]
             for index, (prompt, limit) in enumerate(zip(prompts(9, seed=3), limits, strict=True))
             for samples in [range(1 + index % 2)]
         ]
@@ -171,43 +149,35 @@ def test_who_joins_in_a_round_begins_as_behind_it(name: str, sizes: tuple[int, .
             unread.append(one.drafter.unread())
             for place, row in enumerate(one.running):
                 text = [*row.prompt, *row.tokens]
-                assert (
-                    int(one.batch.cache.lengths[place]) == len(text) - 1
-                    and one.batch.text[place, : len(text)].tolist() == text
-                )
+                assert (int(one.batch.cache.lengths[place]) == len(text) - 1
+                        and one.batch.text[place, : len(text)].tolist() == text)
         assert not waiting and not one.batch.cache.lengths.any()
         rows = [row for request in requests for row in request]
-        rounds = (
-            [(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS else []
-        )
+        rounds = ([(row.stats.rounds, row.stats.drafted) for row in rows] if name not in LEARNERS
+                  else [])
         found.append((unread, [row.tokens for row in rows], rounds))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("committed", "nodes", "apart"),
-    [(44, 3, False), (45, 3, True), (20, SHORT - 1, False), (20, SHORT, True)],
-)
+@pytest.mark.parametrize(("committed", "nodes", "apart"),
+                         [(44, 3, False), (45, 3, True), (20, SHORT - 1, False), (20, SHORT, True)])
 def test_who_joins_is_read_apart_where_there_is_no_room(
     committed: int, nodes: int, apart: bool
 ) -> None:
-    """Where the longest row leaves less than the prompt takes, or where what is drafted is wider
-    than fused layers read."""
+    """Where the longest row leaves too little, or a draft is wider than fused layers read."""
     own, joins = Counted(target()), running([5] * 20, limit=8)
     one = Decoder(own, Oracle({}), RULES["match"], Script([nodes]), 2, 64 if nodes == 3 else 128)
     one.admit([running([3] * committed, limit=9)])
     own.reads.clear()
     one.step([[joins]])
-    assert [tokens.shape for tokens, _ in own.reads] == (
-        [(1, nodes + 1), (1, 20)] if apart else [(2, max(20, nodes + 1))]
-    )
+    assert [tokens.shape for tokens, _ in own.reads] == ([(1, nodes + 1), (1, 20)] if apart
+                                                         else [(2, max(20, nodes + 1))])
     assert len(one.running) == 2 and len(joins.tokens) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "draft tree", "portfolio, medusa", "redrafter"])
 def test_a_long_prompt_is_read_between_rounds(name: str) -> None:
-    """Others go on, end and join between its chunks; the cache and the drafter's memory are those
-    of a prompt that was read at once."""
+    """Others go on, end and join between its chunks; nothing differs from a prompt read at once."""
     found, long = [], [2 + number * number % 29 for number in range(50)]
     for beside in (True, False):
         asked = [running(prompt, limit=limit, temperature=0.8, seed=limit)

@@ -1,5 +1,4 @@
-"""Prefixes: what an earlier text held is not read again, and what is written is the same, bit for
-bit; memory stays within its limit."""
+"""What an earlier text held is not read again; the same bits, and memory within its limit."""
 
 from __future__ import annotations
 
@@ -16,10 +15,8 @@ from draftproof.model.target import Target
 
 LONG = "One day, Lily and Tom went to the big park with a red ball and a small dog. " * 4
 HERE = "Tom said that he was happy."
-DRAFTERS: list[dict[str, str]] = [
-    {"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"}, {"drafter": "demo-redrafter"},
-    {"drafter": "none"}, {},
-]  # fmt: skip
+DRAFTERS: list[dict[str, str]] = [{"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"},
+                                  {"drafter": "demo-redrafter"}, {"drafter": "none"}, {}]
 
 
 def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
@@ -70,8 +67,7 @@ def test_a_conversation_is_the_same_and_read_once(
 def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
     kv_cache: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model without kernels of its own reads a prompt as it would have: the same reads are left
-    out, and none has another shape."""
+    """A model without kernels of its own: the same reads are left out, none has another shape."""
     model = target().model
     engine, plain = (Engine(Target(model, kv_cache=kv_cache)) for _ in range(2))
     for one in (engine, plain):
@@ -93,8 +89,7 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     engine.generate(texts[0], max_new_tokens=2)
     each = engine.prefixes.nbytes
     engine.prefixes = cache = PrefixCache(2 * each + each // 2)
-    # the second was not used longest
-    for text in (*texts[:2], texts[0], texts[2]):
+    for text in (*texts[:2], texts[0], texts[2]):  # the second was not used longest
         engine.generate(text, max_new_tokens=2)
         assert 0 < cache.nbytes <= cache.limit
     assert [cache.length(text, 1) > 50 for text in texts] == [True, False, True, False]

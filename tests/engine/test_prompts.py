@@ -17,22 +17,17 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 
 IDS, OTHER = [5, 9, 3, 7], [8, 2]
-TWO = BatchEncoding(
-    {"input_ids": [IDS, [0, 0, *OTHER]], "attention_mask": [[1] * 4, [0, 0, 1, 1]]},
-)
+TWO = BatchEncoding({"input_ids": [IDS, [0, 0, *OTHER]], "attention_mask": [[1] * 4, [0, 0, 1, 1]]})
 ONE: dict[str, Callable[[], Any]] = {
-    "tuple": lambda: tuple(IDS),
-    "tensor": lambda: torch.tensor(IDS),
-    "tensor [1, S]": lambda: torch.tensor([IDS]),
-    "array": lambda: np.array(IDS),
-    "array [1, S]": lambda: np.array([IDS]),
-    "numpy integers": lambda: list(np.array(IDS)),
+    "tuple": lambda: tuple(IDS), "tensor": lambda: torch.tensor(IDS),
+    "tensor [1, S]": lambda: torch.tensor([IDS]), "array": lambda: np.array(IDS),
+    "array [1, S]": lambda: np.array([IDS]), "numpy integers": lambda: list(np.array(IDS)),
     "integers of torch": lambda: list(torch.tensor(IDS)),
     "tensors in a list": lambda: [torch.tensor([IDS])],
     "encoding": lambda: BatchEncoding({"input_ids": IDS, "attention_mask": [1] * 4}),
     "encoding of tensors": lambda: BatchEncoding({"input_ids": [IDS]}, tensor_type="pt"),
     "encoding, right-padded": lambda: {"input_ids": [*IDS, 0], "attention_mask": [1, 1, 1, 1, 0]},
-    "encodings": lambda: [BatchEncoding({"input_ids": IDS})],
+    "encodings": lambda: [BatchEncoding({"input_ids": IDS})]
 }  # fmt: skip
 
 
@@ -55,14 +50,12 @@ def test_left_padding_is_no_text(kind: str | None) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        (part for part in [IDS]), b"Once", None, 7, {1, 2}, Path("x"), [5.0, 6.0], [True, False],
-        torch.tensor(IDS).float(), [IDS, None], [[IDS, OTHER]], ["Once", 5], [5, "Once"], {"a": 1},
-        {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, torch.zeros(2, 0, dtype=torch.int64),
-        {"input_ids": [1, 2, 3], "attention_mask": [0, 0, 0]}, torch.zeros(2, 2, 2).long(),
-        {"input_ids": [1, 2], "attention_mask": [1]}, [[]], torch.tensor(7),
-    ],
-    ids=lambda wrong: f"{type(wrong).__name__}",
+    [(part for part in [IDS]), b"Once", None, 7, {1, 2}, Path("x"), [5.0, 6.0], [True, False],
+     torch.tensor(IDS).float(), [IDS, None], [[IDS, OTHER]], ["Once", 5], [5, "Once"], {"a": 1},
+     {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, torch.zeros(2, 0, dtype=torch.int64),
+     {"input_ids": [1, 2, 3], "attention_mask": [0, 0, 0]}, torch.zeros(2, 2, 2).long(),
+     {"input_ids": [1, 2], "attention_mask": [1]}, [[]], torch.tensor(7)],
+    ids=lambda wrong: f"{type(wrong).__name__}"
 )  # fmt: skip
 def test_anything_else_is_one_sentence(wrong: Any) -> None:
     with pytest.raises(BadInput) as error:

@@ -34,10 +34,8 @@ def padded(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_ids_come_as_from_transformers(n: int) -> None:
     ids, mask = padded(prompts(4, seed=3))
-    theirs = model().generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=[5, 6, 8],
-        pad_token_id=0,
-    )
+    theirs = model().generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False,
+                              eos_token_id=[5, 6, 8], pad_token_id=0)
     sampling = dp.Sampling(stop_tokens=(5, 6, 8))
     ours = engine().generate_ids(ids, mask, max_new_tokens=NEW, sampling=sampling, n=n)
     assert torch.equal(ours, theirs.repeat_interleave(n, 0))
@@ -48,8 +46,7 @@ def test_ids_come_as_from_transformers(n: int) -> None:
 
 
 def test_the_loop_is_free_while_text_comes() -> None:
-    """Also under several streams, whose texts are those of `stream`; no round runs in its
-    thread."""
+    """Several streams give the texts of `stream`; no round runs in the loop's thread."""
     one, asked, home = engine(), prompts(3, seed=1), threading.get_ident()
     wanted = [one.generate([text], max_new_tokens=40)[0].tokens for text in asked]
     steps, within = one.decoder, set[int]()

@@ -15,25 +15,19 @@ import pytest
 
 import draftproof as dp
 
-ROWS = [
-    json.loads(line)
-    for line in Path(__file__).with_name("recorded_texts.jsonl").read_text().splitlines()
-]
-DRAFTERS: list[dict[str, Any]] = [
-    {"drafter": "portfolio"}, {"assistant_model": "demo-draft"}, {"drafter": "medusa"},
-    {"drafter": "redrafter"},
-]  # fmt: skip
+ROWS = [json.loads(line)
+        for line in Path(__file__).with_name("recorded_texts.jsonl").read_text().splitlines()]
+DRAFTERS: list[dict[str, Any]] = [{"drafter": "portfolio"}, {"assistant_model": "demo-draft"},
+                                  {"drafter": "medusa"}, {"drafter": "redrafter"}]  # fmt: skip
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: str(next(iter(drafter.values()))))
 def test_texts_are_those_of_earlier_versions(drafter: dict[str, Any]) -> None:
     engine = dp.load("demo", dtype="float64", budget=4, **drafter)
-    for batch_size, rows in (
-        (1, ROWS[::5]), (4, [row for number, row in enumerate(ROWS) if number % 5])
-    ):
-        done = engine.generate(
-            [row["prompt"] for row in rows], max_new_tokens=20, batch_size=batch_size,
-            sampling=[dp.Sampling(**row["sampling"]) for row in rows],
-        )  # fmt: skip
+    for batch_size, rows in ((1, ROWS[::5]),
+                             (4, [row for number, row in enumerate(ROWS) if number % 5])):
+        done = engine.generate([row["prompt"] for row in rows], max_new_tokens=20,
+                               batch_size=batch_size,
+                               sampling=[dp.Sampling(**row["sampling"]) for row in rows])
         for row, completion in zip(rows, done, strict=True):
             assert completion.tokens == row["tokens"], (row["prompt"], row["sampling"])

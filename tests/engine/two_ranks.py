@@ -43,27 +43,20 @@ class Astray(Target):
 
 def written(target: Target, drafter: Drafter | None, **options: Any) -> dict[str, Any]:
     """The tokens of all prompts at each temperature, and how many came per round."""
-    params = [
-        dp.Sampling(temperature=temperature, seed=2)
-        for temperature in TEMPERATURES
-        for _ in PROMPTS
-    ]
+    params = [dp.Sampling(temperature=temperature, seed=2) for temperature in TEMPERATURES
+              for _ in PROMPTS]
     engine = Engine(target, drafter, **{"budget": 6 if drafter else None, **options})
-    done = engine.generate(
-        PROMPTS * len(TEMPERATURES), sampling=params, max_new_tokens=NEW, batch_size=3
-    )
+    done = engine.generate(PROMPTS * len(TEMPERATURES), sampling=params, max_new_tokens=NEW,
+                           batch_size=3)
     tokens, size = [one.tokens for one in done], len(PROMPTS)
-    found = {
-        str(temperature): tokens[at * size : (at + 1) * size]
-        for at, temperature in enumerate(TEMPERATURES)
-    }
+    found = {str(temperature): tokens[at * size : (at + 1) * size]
+             for at, temperature in enumerate(TEMPERATURES)}
     return {**found, "per_round": max(one.stats.tokens_per_round for one in done)}
 
 
 def told(target: Target, plain: dict[str, Any]) -> Oracle:
-    return Oracle(
-        {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain["1.0"], strict=True)}
-    )
+    return Oracle({tuple(prompt): answer
+                   for prompt, answer in zip(PROMPTS, plain["1.0"], strict=True)})
 
 
 def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
@@ -77,31 +70,23 @@ def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
     medusa = dp.Medusa(dp.MedusaHead.fresh(target, 3), target)
     redrafter = dp.ReDrafter(dp.ReDrafterHead.fresh(target), target)
     draft = dp.DraftModel(dp.load(folder, drafter="none", dtype=dtype).target, target.vocab_size)
-    texts = {
-        "plain": plain,
-        "lookup": written(target, dp.PromptLookup()),
-        "portfolio": written(
-            target, dp.Portfolio([dp.PromptLookup(), dp.SuffixDrafter(), dp.TokenRecycling()])
-        ),
-        "draft": written(target, draft),
-        "medusa": written(target, medusa),
-        "redrafter": written(target, redrafter),
-        "tree": written(target, Hinted(told(target, plain)), budget=8),
-        "adaptive": written(target, told(target, plain), budget=dp.Adaptive(6)),
-        "fading": written(target, draft, budget=Fading()),
-        "block": written(target, draft, acceptance="block"),
-    }
+    texts = {"plain": plain, "lookup": written(target, dp.PromptLookup()),
+             "portfolio": written(target,
+                                  dp.Portfolio([dp.PromptLookup(), dp.SuffixDrafter(),
+                                                dp.TokenRecycling()])),
+             "draft": written(target, draft), "medusa": written(target, medusa),
+             "redrafter": written(target, redrafter),
+             "tree": written(target, Hinted(told(target, plain)), budget=8),
+             "adaptive": written(target, told(target, plain), budget=dp.Adaptive(6)),
+             "fading": written(target, draft, budget=Fading()),
+             "block": written(target, draft, acceptance="block")}
     guess = Guess()
-    # each rank drafts something else
-    guess.dice.manual_seed(rank)
-    # and rank 1 would choose something else
-    strayed = Astray(target) if rank else target
+    guess.dice.manual_seed(rank)  # each rank drafts something else
+    strayed = Astray(target) if rank else target  # and rank 1 would choose something else
     texts["astray"] = written(strayed, guess)
     texts["hasty"] = written(strayed, draft, budget=dp.Adaptive(6, debt=3.0 + rank))
-    inside = {
-        "heads": cache.layers[0].keys.shape[1], "fast": target._fast is not None,
-        "trees": target.reads_trees
-    }
+    inside = {"heads": cache.layers[0].keys.shape[1], "fast": target._fast is not None,
+              "trees": target.reads_trees}
     return {"texts": texts, "inside": inside}
 
 
@@ -117,17 +102,12 @@ if __name__ == "__main__":
     place, rank = Path(folder), os.environ["RANK"]
     found = everything(folder, engine, dtype)
     Path(place, f"found{rank}.json").write_text(json.dumps(found))
-    options = [
-        "run", folder, "--parallel", engine, "--dtype", dtype, "--drafter", "suffix",
-        "--num-assistant-tokens", "3"
-    ]
-    command(
-        *options, "--prompts", f"{folder}/rows.jsonl", "--out", f"{folder}/out.jsonl",
-        "--max-new-tokens", "6"
-    )
+    options = ["run", folder, "--parallel", engine, "--dtype", dtype, "--drafter", "suffix",
+               "--num-assistant-tokens", "3"]
+    command(*options, "--prompts", f"{folder}/rows.jsonl", "--out", f"{folder}/out.jsonl",
+            "--max-new-tokens", "6")
     print("rows done", file=sys.stderr, flush=True)
     Path(place, f"pid{rank}").write_text(str(os.getpid()))
-    sys.argv = [
-        "draftproof", *options, "--prompt", "Once upon a time", "--max-new-tokens", "1000000"
-    ]
+    sys.argv = ["draftproof", *options, "--prompt", "Once upon a time", "--max-new-tokens",
+                "1000000"]
     main()                                                             # until somebody ends it
