@@ -17,6 +17,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import UnsupportedModel
+from draftproof.model.graph_replay import compiled
 from draftproof.model.target import Target
 
 CLOSED = ShapePolicy(closed=True)
@@ -38,7 +39,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
     """Traced for every shape, compiled by a backend that only counts: prompts of many lengths, rows
     that come and go."""
     plain = single()
-    engine = Engine(plain.compiled("aot_eager"), PromptLookup(), shapes=CLOSED, budget=Fixed(3))
+    engine = Engine(compiled(plain, "aot_eager"), PromptLookup(), shapes=CLOSED, budget=Fixed(3))
     engine.warm_up(40, batch_size=4)
     counters = torch._dynamo.utils.counters
     graphs = counters["stats"]["unique_graphs"]
@@ -60,7 +61,7 @@ def test_a_model_loaded_by_name_is_compiled(tmp_path: Path) -> None:
 @pytest.mark.needs_isa("avx512")       # on AVX2 inductor gives NaN for masked trees, and is refused
 def test_inductor_agrees() -> None:
     """What is compiled for the self-test is read by it: a chain, and a tree behind it."""
-    assert single().compiled().name == single().name
+    assert compiled(single()).name == single().name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
@@ -79,9 +80,9 @@ def test_a_compiled_forward_that_does_not_agree_is_refused(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "compile", wrong)
     with pytest.raises(UnsupportedModel, match="when compiled"):
-        plain.compiled("eager")
+        compiled(plain, "eager")
 
 
 def test_a_model_without_a_lean_forward_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="--compile"):
-        Target(fresh("gpt2").float()).compiled("eager")
+        compiled(Target(fresh("gpt2").float()), "eager")

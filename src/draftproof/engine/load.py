@@ -38,7 +38,7 @@ from draftproof.model import loading
 from draftproof.model.draft_layers import layer_count
 from draftproof.model.encoder_decoder import EncoderDecoder, target_of
 from draftproof.model.generation_defaults import default_sampling
-from draftproof.model.graph_replay import GraphReplay
+from draftproof.model.graph_replay import GraphReplay, compiled
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ALONE, ProcessGroup, check_engine, form_group, load_sharded
@@ -337,8 +337,8 @@ def _compiled(target: Target, drafter: Drafter) -> Target:
     """The target with its forward compiled, and so that of a draft model, if it can be."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
         with suppress(UnsupportedModel):                        # its text is the same either way
-            drafter.model = drafter.model.compiled()
-    return target.compiled()
+            drafter.model = compiled(drafter.model)
+    return compiled(target)
 
 
 def _recorded(target: Target, drafter: Drafter) -> Target:

@@ -148,9 +148,6 @@ class EncoderDecoder(Target):
             "another drafter"
         )
 
-    def lighter(self, text: Sequence[int]) -> None:
-        """It drafts as it is."""
-
     @property
     def source_context(self) -> int:
         """The longest text that the encoder reads, in tokens."""

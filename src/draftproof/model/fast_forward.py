@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftproof.core.prefix import Prefix
-from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.model.fused_forward import FusedForward
 from draftproof.model.kv_cache import KVCache, tree_mask
@@ -32,7 +30,6 @@ from draftproof.model.layers import (
     norm_of,
     norm_weight,
 )
-from draftproof.native.kernels import Chains
 from draftproof.native.structures import Norm
 
 FAMILIES = (
@@ -160,21 +157,6 @@ class FastForward:
         cos, sin = self.rotary(hidden, positions, *([kind.rope] if kind.rope is not None else []))
         rest = self.head_dim - cos.shape[-1]
         return (F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin)
-
-    def chain(
-        self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
-        draft_sampling: DraftSampling
-    ) -> Chains | None:
-        """Of each row the root and a chain of at most `steps` tokens, drafted in one call; None
-        where it cannot be.
-
-        The likeliest `nodes` of all rows are among them; where a chain is not among these it may
-        end. What rows lack before the root is read and committed, at most `width` tokens with the
-        root. The cache is bounded: no row of the prefix is longer.
-        """
-        if self.fused is None or not self.fused.takes(max(width, steps), cache):
-            return None
-        return self.fused.chain(prefix, width, cache, steps, nodes, draft_sampling)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, masks: list[Tensor], cache: KVCache,

@@ -40,11 +40,8 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, fast: FastForward) -> Tables | None:
         """Of a model that our kernels read."""
-        there = fast.fused is not None and fast.native_head is not None
-        return (
-            cls(fast.embed.weight, fast.native_head, fast) if there and fast.native_head is not None
-            else None
-        )
+        head = fast.native_head if fast.fused is not None else None
+        return None if head is None else cls(fast.embed.weight, head, fast)
 
 
 class FusedForward:
@@ -134,7 +131,7 @@ class FusedForward:
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
         draft_sampling: DraftSampling
     ) -> Chains | None:
-        """As `FastForward.chain`."""
+        """As `Target.chain`."""
         assert cache.stores is not None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
         # the kernel makes parents of its own

@@ -1,4 +1,5 @@
-"""Reads recorded once for their shapes and replayed: CUDA graphs, HPU graphs.
+"""Reads compiled by torch.compile, or recorded once for their shapes and replayed: CUDA graphs, HPU
+graphs.
 
 A small model's step goes into starting operators one by one; a graph starts them all. What is
 recorded is the whole read: mask, forward, and the writing of keys and values into the cache, whose
@@ -9,19 +10,45 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from math import isfinite
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.device import Device
+from draftproof.model.inspection import CHECK_TREE, CheckedRead
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 NODES = 64
 """Wider reads, of prompts above all, have enough to do for the device: they are not recorded."""
+
+
+def compiled(target: Target, backend: str = "inductor") -> Target:
+    """A target with its forward compiled, for each shape it meets.
+
+    inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast
+    forward, or if compiled it does not agree with the model's own.
+    """
+    if target._fast is None or target._fast.native:
+        why = "is read by kernels that are compiled already"
+        why = why if target._fast is not None else "has no fast forward, which is what is compiled"
+        raise UnsupportedModel(f"{target.name} {why}; leave --compile out")
+    other = target.around(target.model)
+    assert other._fast is not None
+    other._fast.compile(backend)
+    with torch.inference_mode():
+        text = torch.arange(10, device=target.device) % target.vocab_size
+        error = CheckedRead.of(target, text, CHECK_TREE, together=True).error(other)
+    if not error <= 6 * target.tolerance:
+        off = f"gives other logits when compiled ({error:.1g} off)"
+        how = off if isfinite(error) else "cannot be compiled"
+        raise UnsupportedModel(f"{target.name} {how}; leave --compile out")
+    return other
 
 
 class _Graph(NamedTuple):

@@ -73,6 +73,32 @@ class Layout(NamedTuple):
         return cls(shapes, restored, windows, vocab, getattr(torch, dtype), cache_name)
 
 
+class LogitScaling(NamedTuple):
+    """What families do to the logits of their head: Cohere multiplies, Granite divides, Gemma 2
+    caps them."""
+
+    factor: float | None
+    divisor: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitScaling:
+        factor, divisor, cap = (
+            getattr(config, name, None) for name in (
+                "logit_scale", "logits_scaling", "final_logit_softcapping"
+            )
+        )
+        multiplies = isinstance(factor, float) and factor != 1
+        divides = isinstance(divisor, (int, float)) and divisor != 1
+        return cls(factor if multiplies else None, divisor if divides else None, cap or None)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[..., V] the logits that are sampled from."""
+        logits = logits if self.factor is None else logits * self.factor
+        logits = logits if self.divisor is None else logits / self.divisor
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
 def context_of(config: Any) -> int:
     """Positions the model reads alike in any batch. A warning tells of limits that a user may not
     expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Doge drops keys

@@ -37,7 +37,7 @@ def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
     found, name = kernels(), type(target.model).__name__
     own = (
-        "torch's operators in a short forward" if target.is_fast
+        "torch's operators in a short forward" if target._fast is not None
         else "the model's own forward in transformers"
     )
     if target.skips_absent:

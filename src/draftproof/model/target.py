@@ -9,9 +9,8 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import torch
@@ -26,17 +25,10 @@ from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.copies import first_layers
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
-from draftproof.model.inspection import (
-    CHECK_TREE,
-    TOLERANCES,
-    CheckedRead,
-    LogitScaling,
-    examined,
-)
-from draftproof.model.kept import kept
+from draftproof.model.inspection import check, examine, tolerance_of
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LAYERS, KVLayer
-from draftproof.model.layout import STATES, Layout, context_of, layout_of
+from draftproof.model.layout import STATES, Layout, LogitScaling, context_of, layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.positions import takes_positions, with_positions
 from draftproof.model.quantize import (
@@ -45,10 +37,11 @@ from draftproof.model.quantize import (
     quantized,
     quantized_and_compared,
 )
+from draftproof.model.quantized_linear import slow_because
 from draftproof.model.selective_scan import forget_handed, hands_states
 from draftproof.model.snapshot import Snapshot, check_state
 from draftproof.model.state_cache import StateCache
-from draftproof.native.kernels import Chains, kernels
+from draftproof.native.kernels import Chains
 
 DRAFT_KL_LIMIT = 0.02
 """Nats per token up to which a draft model is quantised without being asked."""
@@ -58,11 +51,9 @@ class Target:
     """A causal LM as the decoder sees it.
 
     model: any `PreTrainedModel` with a language-model head, put in evaluation mode and otherwise
-    left alone.
-    kv_cache: "int8" or "fp8" to store keys and values in so many bits; None, as the model computes
-    them.
-    group: the ranks that hold the model's parts, if it is sharded; each keeps the keys and values
-    of its own heads.
+    left alone. kv_cache: "int8" or "fp8" to store keys and values in so many bits; None, as the
+    model computes them. group: the ranks that hold the model's parts, if it is sharded; each keeps
+    the keys and values of its own heads.
     Raises UnsupportedModel, in one sentence, for what cannot be read exactly: the check reads a
     small tree and compares it with the model's own forward on every path.
     """
@@ -88,33 +79,18 @@ class Target:
         self._scaling = LogitScaling.of(config)         # a config is slow to ask
         self.kv_cache = kv_cache
         self.quantization: Quantization | None = None    # what it cost, and saved
-        self.tolerance = TOLERANCES[
-            torch.bfloat16 if is_quantized(model) and self.dtype != torch.float16 else self.dtype
-        ]
+        self.tolerance = tolerance_of(model)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.steps = True               # states may go on by single tokens
         self._fast: FastForward | None = None
+        self._layout: Layout            # this, vocab_size and reads_trees are what the check finds
+        self.vocab_size: int
+        self.reads_trees: bool
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
-        lasts = group.alone and not self.encodes
-        known = kept(model, "check", changed=True) if lasts else None
-        verdict = known.read() if known is not None else None
-        fits = group.alone and FastForward.fits(model)
         self._positions = takes_positions(model)
         hands_states(model)
         with torch.inference_mode():
-            if verdict is None or not self._recall(verdict[0], fits):
-                with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
-                    self._layout = self._find_layout()
-                    self.vocab_size = self._layout.vocab
-                    self._examine(self._fast_forward() if fits else None)
-                    facts |= {"layout": self._layout.as_json(), "reads_trees": self.reads_trees,
-                              "fast": self.is_fast, "fused": self.skips_absent,
-                              "steps": self.steps}
-        if (self.has_states or self.encodes) and not group.alone:
-            what = "an encoder's output" if self.encodes else "states"
-            raise UnsupportedModel(
-                f"{self.name} keeps {what}, and nothing shards that here; run it on one device"
-            )
+            check(self)
         self._seen = Snapshot.of(model)
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
@@ -137,22 +113,6 @@ class Target:
     def _find_layout(self) -> Layout:
         return layout_of(self.model)
 
-    def _fast_forward(self) -> FastForward:
-        return FastForward(self.model, self._layout.windows, self.context)
-
-    def _recall(self, facts: dict[str, Any], fits: bool) -> bool:
-        """Take over what an earlier check of this model found; False if it cannot be understood."""
-        try:
-            self._layout = Layout.from_json(facts["layout"])
-            self.vocab_size, self.reads_trees = self._layout.vocab, bool(facts["reads_trees"])
-            fast, fused, self.steps = facts["fast"], facts["fused"], bool(facts["steps"])
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return False
-        self._fast = self._fast_forward() if fits and fast else None
-        if self._fast is not None and not fused:
-            self._fast.fused = None
-        return True
-
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
         changed are taken up."""
@@ -161,27 +121,24 @@ class Target:
 
     def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
         """This target with quantised layers, compared with the original on `text`, token ids [S];
-        see `quantize.quantized`.
+        see `quantize.quantized`. What was found out about the original holds."""
+        model, cost = quantized_and_compared(self.model, kind, text, give_up=give_up)
+        other = self.around(model)
+        other.quantization, other._original = cost, None if give_up else weakref.ref(self.model)
+        other._seen = Snapshot.of(model if give_up else self.model, matrices=not give_up)
+        return other
 
-        What was found out about the original holds: quantising changes weights, not what a layer
-        may see.
-        """
+    def around(self, model: PreTrainedModel) -> Target:
+        """This target with another model, which stores and sees what its own does."""
         other = copy.copy(self)
         other.__dict__.pop("native", None)
-        other.model, other.quantization = quantized_and_compared(
-            self.model, kind, text, give_up=give_up
-        )
-        other._fast = self._fast.of(other.model) if self._fast is not None else None
-        other._original = None if give_up else weakref.ref(self.model)
-        other._seen = Snapshot.of(other.model if give_up else self.model, matrices=not give_up)
+        other.model = model
+        other._fast = self._fast.of(model) if self._fast is not None else None
         return other
 
     def refresh(self) -> None:
-        """Copy weights anew that somebody changed since: by a step of training, a merged adapter, a
-        loaded state.
-
-        Raises BadInput for a model that was cast, moved, or put in training mode.
-        """
+        """Take up weights that somebody changed: by a step of training, a merged adapter, a loaded
+        state. Raises BadInput for a model that was cast, moved, or put in training mode."""
         model = self.model if self._original is None else self._original()
         if model is None or not self.group.alone:
             return
@@ -205,52 +162,22 @@ class Target:
     def lighter(self, text: Sequence[int]) -> Target | None:
         """This target with 8-bit weights, for drafting: where our kernels read those and what it
         says of a text stays near."""
-        plain = self.dtype == torch.bfloat16 and self.device.type == "cpu"
-        found = kernels() if plain and not is_quantized(self.model) else None
         known = [token for token in text[: self.context] if token < self.vocab_size]
-        if found is None or not found.int8 or not known:
+        slow = self.device.type != "cpu" or slow_because("int8", self.dtype) is not None
+        if slow or not known or is_quantized(self.model):
             return None
-        try:
+        with suppress(BadInput, UnsupportedModel):                      # nothing to quantise
             other = self.quantized("int8", torch.tensor(known))
-        except BadInput:                                                # nothing to quantise
-            return None
-        lost = other.quantization
-        return other if lost is not None and lost.kl <= DRAFT_KL_LIMIT else None
-
-    def compiled(self, backend: str = "inductor") -> Target:
-        """This target with its forward compiled by torch.compile, for each shape it meets.
-
-        inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast
-        forward, or if compiled it does not agree with the model's own.
-        """
-        if self._fast is None:
-            raise UnsupportedModel(
-                f"{self.name} has no fast forward, which is what is compiled; leave --compile out"
-            )
-        if self._fast.native:
-            raise UnsupportedModel(
-                f"{self.name} is read by kernels that are compiled already; leave --compile out"
-            )
-        other = copy.copy(self)
-        other._fast = self._fast.of(self.model)
-        other._fast.compile(backend)
-        with torch.inference_mode():
-            text = torch.arange(10, device=self.device) % self.vocab_size
-            error = CheckedRead.of(self, text, CHECK_TREE, together=True).error(other)
-        if not error <= 6 * self.tolerance:
-            off = f"gives other logits when compiled ({error:.1g} off)"
-            how = off if isfinite(error) else "cannot be compiled"
-            raise UnsupportedModel(f"{self.name} {how}; leave --compile out")
-        return other
+            lost = other.quantization
+            return other if lost is not None and lost.kl <= DRAFT_KL_LIMIT else None
+        return None
 
     def first_layers(self, count: int) -> Target:
         """The first `count` layers of this target as a target of its own, behind the same final
         norm and head."""
-        other = copy.copy(self)
-        other.model = first_layers(self.model, count)
+        other = self.around(first_layers(self.model, count))
         shapes, states = self._layout.shapes[:count], self._layout.states[:count]
         other._layout = self._layout._replace(shapes=shapes, states=states)
-        other._fast = self._fast.of(other.model) if self._fast is not None else None
         other._original, other._seen = None, Snapshot.of(other.model)
         return other
 
@@ -272,14 +199,8 @@ class Target:
         return any(self._layout.states)
 
     @property
-    def is_fast(self) -> bool:
-        """Whether a `FastForward` reads, in place of the model's own forward."""
-        return self._fast is not None
-
-    @property
     def position_bytes(self) -> tuple[int, int]:
-        """Bytes the cache holds per position, and those it would hold as the model computes them.
-        """
+        """Bytes per position in the cache, and in one that holds what the model computes."""
         return self.new_cache(1, 1).nbytes, self.plain_cache(1, 1).nbytes
 
     def read(
@@ -291,8 +212,7 @@ class Target:
 
         last_only: return logits of the last node alone. hidden_layers: to return the states of,
         counted as transformers does.
-        Reading: logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H]
-        or None.
+        Returns logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H].
         """
         if isinstance(cache, StateCache):
             return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
@@ -314,18 +234,17 @@ class Target:
         chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
         positions = chain.positions(block.start, self.context)
         masks = self._masks(chain, block.start, cache.reserve(width), 0)
-        asked = range(tree.tokens.shape[1] - first)
-        place = torch.tensor([[before + node for node in asked] for before in block.skipped])
-        place = place.clamp(max=width - 1).to(self.device)
-        since = min(block.skipped) + (asked[-1] if last_only else 0) if self._trims else 0
-        kept = width - since
+        asked = torch.arange(tree.tokens.shape[1] - first)
+        place = (torch.tensor(block.skipped)[:, None] + asked).clamp(max=width - 1)
+        last = place[:, -1:] if last_only else place
+        kept = width - int(last.min()) if self._trims else width
         try:
             reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
         finally:
             forget_handed()
         cache.was_read(block, first)
-        last = place[:, -1:] if last_only else place
-        return reading.gather(last - (width - reading.logits.shape[1]), place)
+        last = last - (width - reading.logits.shape[1])
+        return reading.gather(last.to(self.device), place.to(self.device))
 
     def _forward(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
@@ -346,19 +265,21 @@ class Target:
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
         draft_sampling: DraftSampling
     ) -> Chains | None:
-        """[B, 1 + d] the root and a chain of at most `steps` tokens, for a draft model; see
-        `FastForward.chain`.
+        """Of each row the root and a chain of at most `steps` tokens, drafted in one call of our
+        kernels; None, and nothing was read, where it cannot be.
 
-        None, and nothing was read, where this takes a read per token.
+        The likeliest `nodes` of all rows are among them; where a chain is not among these it may
+        end. What rows lack before the root is read and committed, at most `width` tokens with the
+        root. The cache is bounded: no row of the prefix is longer.
         """
-        if self._fast is None:
+        fused = self._fast.fused if self._fast is not None else None
+        if fused is None or not fused.takes(max(width, steps), cache):
             return None
         # what is drafted need not be rounded as it is read
         if self._scaling.divisor is not None:
-            draft_sampling = draft_sampling._replace(
-                temperatures=draft_sampling.temperatures * self._scaling.divisor
-            )
-        return self._fast.chain(prefix, width, cache, steps, nodes, draft_sampling)
+            heats = draft_sampling.temperatures * self._scaling.divisor
+            draft_sampling = draft_sampling._replace(temperatures=heats)
+        return fused.chain(prefix, width, cache, steps, nodes, draft_sampling)
 
     def features(
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
@@ -400,7 +321,7 @@ class Target:
     def native(self) -> Tables | None:
         """The tables between tokens and hidden states as our kernels read them, for draft heads;
         what is small is copied."""
-        plain = self._scaling == LogitScaling(None, None, None) and self.group.alone
+        plain = self._scaling == LogitScaling(None, None, None)
         return Tables.of(self._fast) if plain and self._fast is not None else None
 
     def _masks(
@@ -420,14 +341,10 @@ class Target:
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
         """One that holds keys and values as the model computes them."""
-        shapes, states, dtype = self._layout.shapes, self._layout.states, self._layout.dtype
+        layout, how = self._layout, (rows, size, self._layout.dtype, self.device, layer)
         if not self.has_states:
-            return KVCache.empty(shapes, rows, size, dtype, self.device, layer)
-        return StateCache.for_states(
-            shapes, states, rows, size, dtype, self.device, layer, self.steps
-        )
+            return KVCache.empty(layout.shapes, *how)
+        return StateCache.for_states(layout.shapes, layout.states, *how, self.steps)
 
     def _examine(self, fast: FastForward | None) -> None:
-        """Find out whether trees are read exactly, and by which forward."""
-        self._fast = None
-        self.reads_trees, self._fast = examined(self, fast)
+        examine(self, fast)
