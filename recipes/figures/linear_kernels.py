@@ -39,7 +39,7 @@ def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, objec
         4: lambda: _kept(
             (nibbles(torch.randint(0, 15, (outputs, inputs), dtype=torch.uint8)),
              grouped(group, group)),
-            lambda both: Linear.of_4_bits(*both, None, None, inputs, outputs),
+            lambda both: Linear.of_4_bits(*both, None, inputs, outputs),
         ),
     }
     for _ in range(-(-SPAN * 8 // (outputs * inputs * bits))):
@@ -82,7 +82,7 @@ def main() -> None:
         copies = list(layers(bits, options.outputs, options.inputs))
         for build in able(LEVELS[-1]):
             found = Kernels(opened(build))
-            if not found.bf16:
+            if not found.linears:
                 continue
             times = [measure(found, copies, rows, options.inputs, options.repeats) for rows in ROWS]
             size = options.outputs * options.inputs * bits / 8e9

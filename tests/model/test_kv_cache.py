@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BadInput
 from draftproof.model.kv_cache import KVCache, tree_mask
-from draftproof.model.kv_layer import LAYERS, KVLayer, LayerShape, QuantizedKVLayer
+from draftproof.model.kv_layer import LAYERS, Int8Layer, KVLayer, LayerShape
 from draftproof.model.target import Target
 
 SHAPES = [
@@ -149,13 +149,13 @@ def states(rows: int, nodes: int, heads: int = 2, dim: int = 8, seed: int = 0) -
     return torch.randn(rows, heads, nodes, dim, generator=dice) * loud
 
 
-def layer_of(kind: str, rows: int = 2, dtype: torch.dtype = torch.float32) -> QuantizedKVLayer:
+def layer_of(kind: str, rows: int = 2, dtype: torch.dtype = torch.float32) -> Int8Layer:
     made = LAYERS[kind].empty(LayerShape(2, 8, 8), rows, 16, dtype, torch.device("cpu"))
-    assert isinstance(made, QuantizedKVLayer)
+    assert isinstance(made, Int8Layer)
     return made
 
 
-def written(layer: QuantizedKVLayer, slots: Tensor, keys: Tensor) -> Tensor:
+def written(layer: Int8Layer, slots: Tensor, keys: Tensor) -> Tensor:
     """What is read back at `slots` [B, W]."""
     layer.slots = slots
     found = layer.update(keys, keys)[0]

@@ -13,7 +13,7 @@ from draftproof.model import quantized_linear
 from draftproof.model.quantize import Quantization
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear, slow_because
 from draftproof.native.build import BUILDS, LEVELS, able, opened
-from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.kernels import Kernels, linear_kernels
 
 
 class Int4ByRows(Int4Linear):
@@ -21,7 +21,7 @@ class Int4ByRows(Int4Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantized_linear, "kernels", lambda: None)
+            patch.setattr(quantized_linear, "linear_kernels", lambda: None)
             super().__init__(weight, bias)
 
 
@@ -115,7 +115,7 @@ def test_sums_are_exact_where_some_processors_saturate() -> None:
 
 
 def test_layers_that_are_not_quicker_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "kernels", lambda: None)
+    monkeypatch.setattr(quantized_linear, "linear_kernels", lambda: None)
     assert "no 8-bit kernel" in str(slow_because("int8", torch.bfloat16))
     assert "no 4-bit kernel" in str(slow_because("int4", torch.bfloat16))
     lost = Quantization("int8", 0.1, 0.9, 5, 100, 50, "reason")
@@ -126,10 +126,7 @@ def test_layers_that_are_not_quicker_say_why(monkeypatch: pytest.MonkeyPatch) ->
 
 # Our kernels ---
 
-_found = kernels()
-needs_kernels = pytest.mark.skipif(
-    _found is None or not _found.int8, reason="no kernels for 8 bits here"
-)
+needs_kernels = pytest.mark.skipif(linear_kernels() is None, reason="no kernels for 8 bits here")
 
 
 @needs_kernels
@@ -141,7 +138,7 @@ def test_the_kernel_and_torchs_operators_agree(
     """The same integers, hence at most a rounding apart."""
     weight, bias, rows = weights(outputs, inputs, torch.bfloat16)
     whole = Int8Linear(weight, bias if biased else None)
-    monkeypatch.setattr(quantized_linear, "kernels", lambda: None)
+    monkeypatch.setattr(quantized_linear, "linear_kernels", lambda: None)
     without = Int8Linear(weight, bias if biased else None)
     assert whole.native is not None and without.native is None
     wanted = without(rows).float()
@@ -169,9 +166,9 @@ def test_each_processors_product_is_that_of_integers(
     """Small whole numbers, whose sums bfloat16 holds exactly, with the loudest input 127: codes are
     the numbers."""
     found = Kernels(opened(build)) if build in able(LEVELS[-1]) else None
-    if found is None or not found.int8:
+    if found is None or not found.linears:
         pytest.skip(f"no such product by {build} here")
-    monkeypatch.setattr(quantized_linear, "kernels", lambda: found)
+    monkeypatch.setattr(quantized_linear, "linear_kernels", lambda: found)
     dice = torch.Generator().manual_seed(0)
     for rows in (1, 2, 7, 12, 13, 29):
         numbers = torch.randint(-3, 4, (rows, 40), generator=dice)

@@ -31,16 +31,8 @@ def test_all_is_right_on_a_lower_level(level: str) -> None:
         pytest.skip("this level is what the other tests run on")
     if level not in {build.partition("-")[0] for build in able(LEVELS[-1])}:
         pytest.skip(f"needs {level}")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *(str(TESTS / one) for one in WHAT),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [str(TESTS / one) for one in WHAT]
     held = {**os.environ, **TORCH[level], ISA: level}
     done = subprocess.run(command, env=held, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -72,8 +72,7 @@ def _kernels() -> str:
     found, told = kernels(), library().reason
     if found is None:
         return f"none: torch's operators do everything; {told}"
-    here = [name for name, there in (("bfloat16", found.bf16), ("8 bits", found.int8)) if there]
-    layers = f"linear layers in {' and '.join(here)}, " if here else ""
+    layers = "linear layers in bfloat16 and 8 bits, " if found.linears else ""
     others = f"{layers}attention, norms, gates, noise and lookup"
     return f"{library().build}: {others}" + (f"; {told}" if told else "")
 

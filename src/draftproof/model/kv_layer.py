@@ -5,8 +5,7 @@ The layer class is the seam to transformers: a model writes through it wherever 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,13 +45,9 @@ class KVLayer(CacheLayerMixin):
     ) -> Self:
         """Storage for `rows` rows of `capacity` positions. Zeroed: scratch is masked, but NaN would
         pass a mask."""
+        store = (rows, shape.heads, capacity)
         sizes = (shape.key_dim, shape.value_dim)
-        return cls(
-            *(
-                torch.zeros(rows, shape.heads, capacity, size, dtype=dtype, device=device)
-                for size in sizes
-            )
-        )
+        return cls(*(torch.zeros(*store, size, dtype=dtype, device=device) for size in sizes))
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
@@ -127,16 +122,15 @@ class EmptyLayer(DummyLayer):
         """Nothing is written."""
 
 
-class QuantizedKVLayer(KVLayer):
+class Int8Layer(KVLayer):
     """Keys and values in 8 bits: codes [B, heads, capacity, dim], and their scales [B, heads,
     capacity, 1].
 
     What a token's keys and values become depends on them alone, not on their slot nor on what was
-    written beside
-    them: trees, moves and rollbacks are as exact as with the plain cache.
+    written beside them: trees, moves and rollbacks are as exact as with the plain cache.
     """
 
-    most: ClassVar[float]
+    most = 127.0
     """The largest code."""
 
     def __init__(
@@ -169,40 +163,25 @@ class QuantizedKVLayer(KVLayer):
         assert self.slots is not None
         pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
         for (codes, scales), states in zip(pairs, (key_states, value_states), strict=True):
-            scale = (
-                states.abs().amax(-1, keepdim=True) / self.most
-            ).clamp_(min=torch.finfo(states.dtype).tiny)
+            least = torch.finfo(states.dtype).tiny
+            scale = (states.abs().amax(-1, keepdim=True) / self.most).clamp_(min=least)
             exact = torch.promote_types(states.dtype, torch.float32)
-            write(
-                codes, self.slots,
-                self._encode((states.to(exact) / scale).clamp_(-self.most, self.most))
-            )
+            scaled = (states.to(exact) / scale).clamp_(-self.most, self.most)
+            write(codes, self.slots, self._encode(scaled))
             write(scales, self.slots, scale)
         seen = [(codes[:, :, : self.span], scales[:, :, : self.span]) for codes, scales in pairs]
         return self._decode(*seen[0]), self._decode(*seen[1])
 
-    @abstractmethod
     def _encode(self, scaled: Tensor) -> Tensor:
-        """int8, of numbers up to `most`."""
-
-    @abstractmethod
-    def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Codes times scales, in the dtype of the scales."""
-
-
-class Int8Layer(QuantizedKVLayer):
-    """Codes are integers: even steps."""
-
-    most = 127.0
-
-    def _encode(self, scaled: Tensor) -> Tensor:
+        """Bytes, of numbers up to `most`."""
         return scaled.round_().to(torch.int8)
 
     def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Codes times scales, in the dtype of the scales."""
         return codes * scales
 
 
-class Fp8Layer(QuantizedKVLayer):
+class Fp8Layer(Int8Layer):
     """Codes are floats of three bits behind the point (e4m3), held as bytes: small numbers keep
     their precision."""
 

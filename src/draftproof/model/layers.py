@@ -76,7 +76,7 @@ def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
     qkv = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     heads = int(attention.config.num_attention_heads)
-    key_heads = (sum(map(_width, qkv)) // head_dim - heads) // 2
+    key_heads = (sum(one.out_features for one in qkv) // head_dim - heads) // 2
     return DecoderLayer(
         input_norm=norm_of(layer.input_layernorm), qkv=_together(*qkv),
         head_norm=_head_norm(attention, heads, key_heads) if head_norms[0] is not None else None,
@@ -84,15 +84,16 @@ def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
         post_attention=norm_of(post_attention) if post_attention is not None else None,
         mlp_norm=norm_of(mlp_norm), gate_up=_together(*gate_up), down=bare(mlp.down_proj),
         post_mlp=norm_of(post_mlp) if post_mlp is not None else None, heads=heads,
-        key_heads=key_heads, inner_size=sum(map(_width, gate_up)) // 2, scale=attention.scaling,
-        kind=kind, weights=tuple(None if one is None else norm_weight(one) for one in norms),
+        key_heads=key_heads, inner_size=sum(one.out_features for one in gate_up) // 2,
+        scale=attention.scaling, kind=kind,
+        weights=tuple(None if one is None else norm_weight(one) for one in norms),
         natives=tuple(
             native_of(one) for one in (qkv[0], attention.o_proj, gate_up[0], mlp.down_proj)
         )
     )
 
 
-def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[nn.Module]:
+def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[Any]:
     """Layers that read the same inputs: the one of this name where the family has them as one."""
     return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
 
@@ -101,13 +102,6 @@ def native_of(module: nn.Module) -> Native | None:
     """A layer, or the whole it is a part of, as our kernels read it."""
     whole = module.whole if isinstance(module, PackedSlice) else module
     return whole.native if isinstance(whole, JointLinear) else None
-
-
-def _width(linear: Any) -> int:
-    """Output features of a layer, packed or not."""
-    return (
-        linear.stop - linear.start if isinstance(linear, PackedSlice) else int(linear.out_features)
-    )
 
 
 def _together(*linears: nn.Module) -> Linear:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftproof.model.wrapping import wrap
+
 
 class Place(NamedTuple):
     """Positions of the nodes [B, N] of the running read, and of the keys they see, [B, S]."""
@@ -40,20 +42,9 @@ def placed(place: Place) -> Iterator[None]:
 
 def place_by_nodes(decoder: Any) -> None:
     """Let the positions of a decoder be those of the running read, if there is one."""
-    embed = getattr(decoder, "embed_positions", None)
-    if embed is not None:
-        _wrap(type(embed), "forward", _embedded)
-    for kind in {type(module) for module in decoder.modules()}:
-        if hasattr(kind, "compute_bias"):
-            _wrap(kind, "compute_bias", _biased)
-
-
-def _wrap(kind: Any, name: str, by_node: Callable[..., Any]) -> None:
-    own = getattr(kind, name)
-    if not hasattr(own, "by_node"):
-        made = by_node(own)
-        made.by_node = True
-        setattr(kind, name, made)
+    if (embed := getattr(decoder, "embed_positions", None)) is not None:
+        wrap([type(embed)], "forward", _embedded)
+    wrap({type(module) for module in decoder.modules()}, "compute_bias", _biased)
 
 
 def _embedded(embed: Callable[..., Tensor]) -> Callable[..., Tensor]:

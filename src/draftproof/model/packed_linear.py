@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import kernels
+from draftproof.native.kernels import linear_kernels
 from draftproof.native.pages import release
 from draftproof.native.structures import Linear, interleaved, plain, rounded
 
@@ -27,6 +27,8 @@ CROSSED = ("encoder_attn", "cross_attn")
 class JointLinear(nn.Module):
     """Linear layers that read the same inputs, multiplied as one; or a single layer."""
 
+    bias: Tensor | None
+
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.out_features = outputs
@@ -34,6 +36,10 @@ class JointLinear(nn.Module):
         self.native: Linear | None = None
         # inputs and outputs that slices still wait for
         self._last: tuple[Tensor, Tensor] | None = None
+
+    def dense(self) -> Tensor:
+        """[outputs, inputs] the weight, where it was not rounded."""
+        raise NotImplementedError
 
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
         """Outputs `start` to `stop`; computed once, for the first slice, and kept until the last.
@@ -58,7 +64,7 @@ class PackedLinear(JointLinear):
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.in_features = weight.shape[1]
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
-        self.kernels = kernels()
+        self.kernels = linear_kernels()
         self.weight = interleaved(weight, 2)
         self._padded_bias = None if self.bias is None else rounded(self.bias)
         self.native = Linear.of(
@@ -70,7 +76,6 @@ class PackedLinear(JointLinear):
         return self.kernels.multiply(self.native, inputs)
 
     def dense(self) -> Tensor:
-        """[outputs, inputs] the weight."""
         return plain(self.weight, self.in_features, self.out_features)
 
 
@@ -80,9 +85,17 @@ class PackedSlice(nn.Module):
     def __init__(self, whole: JointLinear, start: int, stop: int) -> None:
         super().__init__()
         self.whole, self.start, self.stop = whole, start, stop
+        self.out_features = stop - start
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.whole.bias is None else self.whole.bias[self.start : self.stop]
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.whole.part(inputs, self.start, self.stop)
+
+    def dense(self) -> Tensor:
+        return self.whole.dense()[self.start : self.stop]
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -117,13 +130,7 @@ def packable(linear: nn.Linear) -> bool:
     plain = type(linear) is nn.Linear and type(weight.data) is Tensor
     cpu_bf16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
-    return plain and cpu_bf16 and not hooks and can_pack()
-
-
-def can_pack() -> bool:
-    """Whether our kernels multiply bfloat16 on this machine."""
-    found = kernels()
-    return found is not None and found.bf16
+    return plain and cpu_bf16 and not hooks and linear_kernels() is not None
 
 
 def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:

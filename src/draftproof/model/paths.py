@@ -48,7 +48,7 @@ def _layers(target: Target) -> str:
         reason = ""
     elif found is None:
         reason = f": {library().reason}"
-    elif not found.bf16:
+    elif not found.linears:
         build = library().build
         reason = f": {build} kernels have no bfloat16 product; those of a processor with AVX2 do"
     elif target.dtype != torch.bfloat16:

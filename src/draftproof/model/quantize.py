@@ -212,13 +212,13 @@ def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
         return logits[0].float().log_softmax(-1)
 
 
-def _quantised(layers: dict[str, nn.Module], kind: str) -> QuantizedLinear | None:
+def _quantised(layers: dict[str, Any], kind: str) -> QuantizedLinear | None:
     """One quantised layer in the place of `layers`; None if they are too small."""
     weights = [_dense(layer) for layer in layers.values()]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if len(weight) < SMALLEST:
         return None
-    biases = [one.detach() for one in map(_bias, layers.values()) if one is not None]
+    biases = [one.bias.detach() for one in layers.values() if one.bias is not None]
     bias = torch.cat(biases) if biases else None
     grouped = len(weight) % 16 == 0 and weight.shape[1] % GROUP == 0
     return Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
@@ -226,9 +226,7 @@ def _quantised(layers: dict[str, nn.Module], kind: str) -> QuantizedLinear | Non
 
 def _outputs(layer: Any) -> int:
     """How many a layer has."""
-    if isinstance(layer, PackedSlice):
-        return layer.stop - layer.start
-    return int(layer.out_features) if isinstance(layer, PackedLinear) else len(_dense(layer))
+    return int(layer.nf if isinstance(layer, Conv1D) else layer.out_features)
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -240,29 +238,19 @@ def _is_linear(layer: nn.Module) -> bool:
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def _form(layer: nn.Module) -> object:
+def _form(layer: Any) -> object:
     """Layers of one form can be one."""
     if isinstance(layer, PackedSlice):
         return id(layer.whole)
-    return getattr(layer, "in_features", None), _bias(layer) is None
+    return getattr(layer, "in_features", None), layer.bias is None
 
 
 def _dense(layer: Any) -> Tensor:
     """[outputs, inputs] the weight of a layer."""
-    if isinstance(layer, PackedSlice):
-        return _dense(layer.whole)[layer.start : layer.stop]
-    if isinstance(layer, PackedLinear):
+    if isinstance(layer, (PackedLinear, PackedSlice)):
         return layer.dense()
     weight: Tensor = layer.weight.detach()
     return weight.t() if isinstance(layer, Conv1D) else weight
-
-
-def _bias(layer: Any) -> Tensor | None:
-    if isinstance(layer, PackedSlice):
-        whole = _bias(layer.whole)
-        return None if whole is None else whole[layer.start : layer.stop]
-    bias: Tensor | None = layer.bias
-    return bias
 
 
 def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.model.packed_linear import JointLinear
-from draftproof.native.kernels import kernels
+from draftproof.native.kernels import linear_kernels
 from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
 
 GROUP = 32
@@ -36,7 +36,7 @@ class QuantizedLinear(JointLinear):
 
     def __init__(self, inputs: int, outputs: int, native: bool) -> None:
         super().__init__(outputs)
-        self.in_features, self.kernels = inputs, kernels() if native else None
+        self.in_features, self.kernels = inputs, linear_kernels() if native else None
         self.bias: Tensor | None = None
         self.padded_bias: Tensor | None = None
 
@@ -77,8 +77,7 @@ class Int8Linear(QuantizedLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        found = kernels() if weight.dtype == torch.bfloat16 else None
-        super().__init__(weight.shape[1], len(weight), found is not None and found.int8)
+        super().__init__(weight.shape[1], len(weight), weight.dtype == torch.bfloat16)
         codes = torch.empty(weight.shape, dtype=torch.int8)
         scale = torch.empty(len(weight))
         for rows in _chunks(weight):
@@ -126,8 +125,7 @@ class Int4Linear(QuantizedLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        found = kernels()
-        super().__init__(weight.shape[1], len(weight), found is not None and found.int8)
+        super().__init__(weight.shape[1], len(weight), True)
         codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
         self.scales, self.bias = torch.cat(scales, 1), bias                # [groups, outputs, 2]
         all_codes = torch.cat(codes)
@@ -144,8 +142,7 @@ class Int4Linear(QuantizedLinear):
     def _connect(self) -> None:
         if self.kernels is not None:
             self.native = Linear.of_4_bits(
-                self.weight, self.scales, None, self.padded_bias, self.in_features,
-                self.out_features
+                self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -170,8 +167,7 @@ class Int4Linear(QuantizedLinear):
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are.
     """
-    found = kernels()
-    if found is None or not found.int8:
+    if linear_kernels() is None:
         return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
     return (
         None if kind == "int4" or dtype == torch.bfloat16

@@ -34,15 +34,15 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 class Kernels:
     """The functions of the library by their names in `SIGNATURES`; they take pointers as numbers.
 
-    int8, bf16: whether the processor has a product for linear layers of 8 bits, and of bfloat16.
-    tiles: by tiles (AMX), as attention then is; by vectors, if `attends_by_tiles` is set to 0.
+    linears: whether the processor has products for linear layers. tiles: by tiles (AMX), as
+    attention then is; by vectors, if `attends_by_tiles` is set to 0.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.draftproof_linears.restype = ctypes.c_int64
-        bits = library.draftproof_linears()
-        self.int8, self.bf16, self.tiles = (bool(bits >> bit & 1) for bit in range(3))
+        has = library.draftproof_linears()
+        self.linears, self.tiles = bool(has & 1), bool(has & 2)
         self.attends_by_tiles = ctypes.c_int.in_dll(library, "draftproof_tiles")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -153,6 +153,12 @@ def kernels() -> Kernels | None:
     """The functions of the library; None where it cannot be had (`library().reason` says why)."""
     loaded = library().loaded
     return None if loaded is None else Kernels(loaded)
+
+
+def linear_kernels() -> Kernels | None:
+    """The same where they have linear layers: not in the portable build."""
+    found = kernels()
+    return found if found is not None and found.linears else None
 
 
 def release_workers() -> None:

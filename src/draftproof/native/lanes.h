@@ -108,16 +108,6 @@ static inline lanes from_half(const uint16_t *from) {
 #endif
 }
 
-static inline lanes from_bytes(const uint8_t *from) {
-#ifdef __AVX512F__                              /* compilers convert them one by one */
-    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif AVX2
-    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    return (lanes){} + (float)*from;                                            /* never called */
-#endif
-}
-
 /* Codes of 8 bits times their scale, rounded. */
 static inline lanes decoded(const int8_t *from, bf16 scale) {
 #ifdef __AVX512F__

@@ -25,9 +25,8 @@ int64_t draftproof_usable(void) {
 #endif
 }
 
-/* Bit 0: linear layers of 8, and of 4, bits can be read here; bit 1: of bfloat16; bit 2: by tiles.
- * */
-int64_t draftproof_linears(void) { return HAS_LINEARS | HAS_LINEARS << 1 | TILES << 2; }
+/* Whether there are linear layers here (bit 0), and by tiles (bit 1). */
+int64_t draftproof_linears(void) { return HAS_LINEARS | TILES << 1; }
 
 static int by_tiles(const Product *of) { return TILES && of->kind != INT4; }
 

@@ -7,8 +7,8 @@
  * bfloat16, four in 8 bits, eight in 4 bits. A line is one word of each output of a strip. */
 enum { STRIP = 32, SIDES = STRIP / LANES, LINE = STRIP * (int)sizeof(int32_t) };
 enum { BFLOAT16, INT8, INT4, KINDS };
-/* In 4 bits, GROUP inputs share a scale and a minimum, SUPER groups what these are multiples of. */
-enum { GROUP = 32, SUPER = 8, GROUP_WORDS = 4 };
+/* In 4 bits, GROUP inputs share a scale and a minimum. */
+enum { GROUP = 32, GROUP_WORDS = 4 };
 /* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache.
  * */
 enum { MOST = 12, CHUNKS = 8, ROWS = 128 };

@@ -63,17 +63,6 @@ ALWAYS lanes group_sum(lanes sum) {
     return number((bits)sum);
 }
 
-/* Scales, or minima, of LANES outputs of a strip from the `at`-th on, in a group: in half
- * precision, or whole numbers times those of supergroups. */
-ALWAYS lanes group_scales(const Linear *layer, int64_t groups, int64_t strip, int64_t group,
-        int64_t at) {
-    int64_t place = (strip * groups + group) * 2 * STRIP + at;
-    if (!layer->supers) return from_half((const uint16_t *)layer->groups + place);
-    int64_t super = strip * ((groups + SUPER - 1) / SUPER) + group / SUPER;
-    return from_half(layer->supers + super * 2 * STRIP + at) *
-           from_bytes((const uint8_t *)layer->groups + place);
-}
-
 /* Words `word` to `word + count` of a strip times those of a chunk, which begins at row `from`.
  * Memory is asked for the weights at `ahead`, `step` bytes a word. */
 typedef struct {
@@ -109,10 +98,10 @@ ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *
             if (kind != INT4) continue;
             int64_t group = (at->word + done) / GROUP_WORDS;
             const float *units = of->scales + (at->from * groups + group) * 2;
+            const uint16_t *scales = of->layer->groups + (at->strip * groups + group) * 2 * STRIP;
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
                 int64_t start = (side + v) * LANES;
-                lanes scale = group_scales(of->layer, groups, at->strip, group, start);
-                lanes least = group_scales(of->layer, groups, at->strip, group, STRIP + start);
+                lanes scale = from_half(scales + start), least = from_half(scales + STRIP + start);
                 _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
                     const float *unit = units + 2 * r * groups;
                     lanes y = fused(scale * unit[0], group_sum(sum[r][v]), to[r][side + v]);

@@ -32,18 +32,16 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
 /* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded
  * up to a multiple of 32; padded, the inputs rounded up, is a multiple of 16 * fold. With a scale
  * per output they have 8 bits and 128 added to them, and fold is 4; without, they are bfloat16 and
- * fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null.  With
+ * fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. With
  * groups, weights have 4 bits: [outputs / 32, inputs / 32, 4, 32, 4] bytes, each of them the weight
  * of one input and, in its upper half, of that 4 inputs on. Groups: scales and minima [outputs /
- * 32, inputs / 32, 2, 32] in half precision, or, with supers, whole numbers of 8 bits that are
- * multiplied by supers, [outputs / 32, inputs / 256, 2, 32] in half precision. */
+ * 32, inputs / 32, 2, 32] in half precision. */
 typedef struct {
     const void *weights;
     const float *scale;
     const bf16 *bias;
     int64_t size, padded, outputs;
-    const void *groups;
-    const uint16_t *supers;
+    const uint16_t *groups;
 } Linear;
 
 /* How norms are made, and sums: what a layer adds is multiplied by `share`. */

@@ -18,9 +18,8 @@ up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
-GROUP, SUPER = 32, 8
-"""Inputs of a layer of 4 bits that share a scale and a minimum; groups that may share what these
-are multiples of."""
+GROUP = 32
+"""Inputs of a layer of 4 bits that share a scale and a minimum."""
 
 
 def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
@@ -43,7 +42,7 @@ class Read(ctypes.Structure):
 class Linear(ctypes.Structure):
     """A linear layer; as in model.h."""
 
-    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("groups supers"))
+    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("groups"))
 
     @classmethod
     def of(
@@ -56,19 +55,12 @@ class Linear(ctypes.Structure):
 
     @classmethod
     def of_4_bits(
-        cls, weights: Tensor, groups: Tensor, supers: Tensor | None, bias: Tensor | None,
-        size: int, outputs: int
+        cls, weights: Tensor, groups: Tensor, bias: Tensor | None, size: int, outputs: int
     ) -> Linear:
-        """weights as `nibbles` made them; groups, and supers, as `grouped` did. The caller keeps
-        them alive.
-
-        A weight is scale * code + minimum. Groups are float16 scales and minima of `GROUP` inputs,
-        or, with supers, uint8 multiples of those of `SUPER` groups, which are float16.
-        """
-        bias_at = None if bias is None else bias.data_ptr()
-        supers_at = None if supers is None else supers.data_ptr()
-        sizes = (size, size + -size % GROUP, outputs)
-        return cls(weights.data_ptr(), None, bias_at, *sizes, groups.data_ptr(), supers_at)
+        """weights as `nibbles` made them: each is scale * code + minimum. groups: float16 scales
+        and minima of `GROUP` inputs, as `grouped` made them. The caller keeps them alive."""
+        places = (weights.data_ptr(), None, None if bias is None else bias.data_ptr())
+        return cls(*places, size, size + -size % GROUP, outputs, groups.data_ptr())
 
 
 class Norm(ctypes.Structure):
