@@ -16,10 +16,9 @@ from draftproof.model.device import Device
 CPU = Device(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple")]
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple"),
+])  # fmt: skip
 def test_a_device_that_is_not_there_is_refused_in_one_sentence(
     name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,15 +113,13 @@ def test_a_gaudi_has_no_float64_and_keeps_bfloat16(gaudi: list[str]) -> None:
     found = Device.found("hpu")
     with pytest.raises(BadInput, match="float64"):
         found.must_compute(torch.float64)
-    assert found.dtype_for(
-        torch.bfloat16
-    ) == torch.bfloat16 and found.dtype_for(torch.float16) == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        assert found.dtype_for(dtype) == torch.bfloat16
 
 
 def test_the_cpu_answers_every_verb() -> None:
-    assert Device.found(
-        "cpu"
-    ) == CPU and not CPU.compiles and not CPU.captures and CPU.widest == torch.float64
+    assert Device.found("cpu") == CPU and not CPU.compiles and not CPU.captures
+    assert CPU.widest == torch.float64
     CPU.flush()
     CPU.synchronize()
     CPU.must_compute(torch.float64)

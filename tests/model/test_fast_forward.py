@@ -2,6 +2,7 @@
 packing keeps weights."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,81 +17,42 @@ from draftproof.model.target import Target
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "vocab_size": 64, "initializer_range": 0.3, "max_position_embeddings": 64
-}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
-    "logits_scaling": 4.0,
+    "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.3, "pad_token_id": None,
+    "max_position_embeddings": 64,
 }  # fmt: skip
-FAMILIES = {
-    "llama": ("Llama", {"num_key_value_heads": 2}),
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **values}}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
     "llama mha bias": (
-        "Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
-    ),
-    "llama3 rope": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
-    "mistral sliding": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 6}),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+        "Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama3 rope": ("Llama", rope(
+        "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)),
+    "mistral sliding": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
-    "seed oss": ("SeedOss", {"num_key_value_heads": 2, "head_dim": 16}),
-    "granite": ("Granite", {"num_key_value_heads": 2, **MULTIPLIERS}),
-    "smollm3": (
-        "SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "pad_token_id": None}
-    ),
-    "phi3": ("Phi3", {"num_key_value_heads": 2, "pad_token_id": None}),
+    "seed oss": ("SeedOss", {"head_dim": 16}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2, "logits_scaling": 4.0}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "phi3": ("Phi3", {}),
     "phi3 turned in part": (
-        "Phi3",
-        {
-            "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 6,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5
-            },
-        },
-    ),
-    "phi3 longrope": (
-        "Phi3",
-        {
-            "num_key_value_heads": 2, "pad_token_id": None, "original_max_position_embeddings": 40,
-            "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 3.0],
-                "long_factor": [4.0] * 4, "original_max_position_embeddings": 40,
-            },
-        },
-    ),
-    "ministral": (
-        "Ministral",
-        {
-            "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        },
-    ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6,
-            "query_pre_attn_scalar": 24, "pad_token_id": None,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "yarn": (
-        "Qwen2",
-        {
-            "num_key_value_heads": 2,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-}
+        "Phi3", {"sliding_window": 6, **rope("default", partial_rotary_factor=0.5)}),
+    "phi3 longrope": ("Phi3", {"original_max_position_embeddings": 40, **rope(
+        "longrope", short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[4.0] * 4,
+        original_max_position_embeddings=40)}),
+    "ministral": ("Ministral", {
+        "head_dim": 8, "sliding_window": 6, "layer_types": [FULL, SLIDING, SLIDING]}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24,
+                          "layer_types": [SLIDING, FULL, SLIDING]}),
+    "yarn": ("Qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+}  # fmt: skip
 
 
 def model(family: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -108,11 +70,8 @@ def readings(target: Target, tokens: Tensor) -> list[Tensor]:
         cache.keep(None, torch.tensor([8, 5]))
         out.append(target.read(TokenTree.shaped(tokens[:, 8:14], shape), cache, hidden_layers=(2,)))
         cache.keep(torch.tensor([[0, 2, 5], [0, 1, 4]]), torch.tensor([3, 2]))
-        out.append(
-            target.read(
-                TokenTree.chain(tokens[:, 14:16]), cache, last_only=True, hidden_layers=(-1,)
-            )
-        )
+        chain = TokenTree.chain(tokens[:, 14:16])
+        out.append(target.read(chain, cache, last_only=True, hidden_layers=(-1,)))
     return [part for reading in out for part in reading if part is not None]
 
 
@@ -149,11 +108,8 @@ def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
     if not pack_linears(packed):
         pytest.skip("no kernels for bfloat16 here")
     assert torch.equal(packed.model.embed_tokens.weight, plain.model.embed_tokens.weight)
-    layers = [
-        (packed.lm_head, plain.lm_head),
-        (packed.model.layers[1].mlp.down_proj, plain.model.layers[1].mlp.down_proj)
-    ]
-    for ours, theirs in layers:
+    ones = [(one.lm_head, one.model.layers[1].mlp.down_proj) for one in (packed, plain)]
+    for ours, theirs in zip(*ones, strict=True):
         assert isinstance(ours, PackedLinear) and torch.equal(ours.dense(), theirs.weight)
     assert not any(type(module) is torch.nn.Linear for module in packed.modules())
 

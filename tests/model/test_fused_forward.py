@@ -14,7 +14,7 @@ from draftproof.model.exactness import probe
 from draftproof.model.fused_forward import NODES
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
-from draftproof.native.kernels import kernels, linear_kernels
+from draftproof.native.kernels import linear_kernels
 
 SIZES = {
     "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -45,15 +45,10 @@ FAMILIES = {
 CACHES = [*((family, None) for family in FAMILIES), ("llama bias", "int8"), ("gemma3", "int8")]
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
-found = kernels()
-BOTH = pytest.mark.skipif(
-    found is None or not found.tiles, reason="attention is by vectors in any case"
-)
+found = linear_kernels()
+BOTH = pytest.mark.skipif(found is None or not found.tiles, reason="it is by vectors in any case")
 WAYS = ["all by kernels", pytest.param("attention by vectors", marks=BOTH)]
-
-pytestmark = pytest.mark.skipif(
-    linear_kernels() is None, reason="no kernels for linear layers here"
-)
+pytestmark = pytest.mark.skipif(found is None, reason="no kernels for linear layers here")
 
 
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
@@ -73,9 +68,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def packed(family: str, cache: str | None = None) -> Target:
     """A target that our kernels read from tokens to logits."""
-    own = model(family)
+    return fused(model(family), kv_cache=cache)
+
+
+def fused(own: transformers.PreTrainedModel, **options: Any) -> Target:
     pack_linears(own)
-    target = Target(own, kv_cache=cache)
+    target = Target(own, **options)
     assert target._fast is not None and target._fast.fused is not None
     return target
 
@@ -89,33 +87,27 @@ def readings(target: Target) -> torch.Tensor:
         # wider than the kernels read
         target.read(TokenTree.chain(tokens[:, :100]), cache)
         cache.keep(None, torch.tensor([100, 41, 1]))
-        first = target.read(
-            TokenTree.shaped(tokens[:, 100:111], SHAPE), cache, hidden_layers=(0, 2, -1)
-        )
+        tree = TokenTree.shaped(tokens[:, 100:111], SHAPE)
+        first = target.read(tree, cache, hidden_layers=(0, 2, -1))
         cache.keep(torch.tensor([[0, 2, 6], [0, 1, 5], [0, 3, 7]]), torch.tensor([3, 3, 2]))
         tree = TokenTree.shaped(tokens[:, 120:131], SHAPE)
         target.read(tree, cache)
         # level by level, as draft models do
         second = target.read(tree, cache, first=4, hidden_layers=(3,))
     assert first.hidden is not None and second.hidden is not None
-    return torch.cat(
-        [
-            part.flatten().double()
-            for part in (first.logits, first.hidden, second.logits, second.hidden)
-        ]
-    )
+    parts = (first.logits, first.hidden, second.logits, second.hidden)
+    return torch.cat([part.flatten().double() for part in parts])
 
 
 @pytest.mark.parametrize(("family", "cache"), CACHES)
 def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
     family: str, cache: str | None, way: str
 ) -> None:
-    fused, stock = packed(family, cache), Target(model(family), kv_cache=cache)
+    own, stock = packed(family, cache), Target(model(family), kv_cache=cache)
     exact = Target(model(family, torch.float32))
-    assert fused._fast is not None and fused._fast.fused is not None
     stock._fast = exact._fast = None
     truth = readings(exact)
-    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (fused, stock))
+    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (own, stock))
     assert 0 < ours < 1.25 * theirs < 0.1
 
 
@@ -135,9 +127,8 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
 ) -> None:
     """Sums over the text are made of parts; none may end elsewhere because a token lies in another
     slot."""
-    target, stock, exact = packed(family), Target(model(family)), Target(
-        model(family, torch.float32)
-    )
+    target, stock = packed(family), Target(model(family))
+    exact = Target(model(family, torch.float32))
     stock._fast = exact._fast = None
     text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
     drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
@@ -159,23 +150,18 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
 
     branch = behind(target, tree)[path]
     chain = TokenTree.chain(drafted[:, path])
-    assert torch.equal(branch, behind(target, chain)) and torch.equal(
-        branch, behind(target, chain, alone=True)
-    )
+    assert torch.equal(branch, behind(target, chain))
+    assert torch.equal(branch, behind(target, chain, alone=True))
     truth = behind(exact, tree)
-    ours, theirs = (
-        (behind(one, tree).double() - truth).norm() / truth.norm() for one in (target, stock)
-    )
-    assert ours < 1.5 * theirs
+    off = [(behind(one, tree).double() - truth).norm() for one in (target, stock)]
+    assert off[0] < 1.5 * off[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) -> None:
     """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
-    target, tokens = packed(family), torch.randint(
-        96, (2, 53), generator=torch.Generator().manual_seed(5)
-    )
-    read = []
+    tokens = torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    target, read = packed(family), []
     for capacity in (53, 128):
         cache = target.new_cache(2, capacity)
         with torch.inference_mode():
@@ -187,37 +173,25 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str, way: str) ->
 
 def test_a_single_row_of_wide_layers_has_the_bits_of_several() -> None:
     torch.manual_seed(0)
-    wide = {
-        "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64
-    }
-    config = transformers.LlamaConfig(
-        **SIZES | wide | {"num_hidden_layers": 2, "initializer_range": 0.05}
-    )
-    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own)
-    found = probe(Target(own), widths=(1, 2, 5, 16), forced=32)
+    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+            "head_dim": 64, "num_hidden_layers": 2, "initializer_range": 0.05}
+    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | wide))
+    found = probe(fused(own.bfloat16().eval()), widths=(1, 2, 5, 16), forced=32)
     assert not found.differ and len(found.same) == 11
 
 
 def test_layers_may_differ_in_width() -> None:
     own, fewer = model("llama"), 32
     mlp = own.model.layers[-1].mlp
-    for name, weight in (
-        ("gate_proj", mlp.gate_proj.weight[:fewer]), ("up_proj", mlp.up_proj.weight[:fewer])
-    ):
-        setattr(
-            mlp, name, torch.nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16)
-        )
-        getattr(mlp, name).weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    mlp.down_proj = torch.nn.Linear(
-        fewer, mlp.down_proj.out_features, bias=False, dtype=torch.bfloat16
-    )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(mlp, name).weight
+        weight = weight[:, :fewer] if name == "down_proj" else weight[:fewer]
+        layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
+        layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+        setattr(mlp, name, layer)
     stock = Target(copy.deepcopy(own))
-    pack_linears(own)
-    fused = Target(own)
-    assert fused._fast is not None and fused._fast.fused is not None
     stock._fast = None
-    found, wanted = readings(fused), readings(stock)
+    found, wanted = readings(fused(own)), readings(stock)
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
@@ -240,11 +214,8 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
     target = packed(family)
     assert target.skips_absent and target._fast is not None and target._fast.fused is not None
     dice = torch.Generator().manual_seed(2)
-    prompt, drafted = torch.randint(96, (4, 90), generator=dice), torch.randint(
-        96, (4, 11), generator=dice
-    )
-    # beyond the vocabulary: read as its last token
-    drafted[0, 4] = 500
+    prompt, drafted = (torch.randint(96, (4, size), generator=dice) for size in (90, 11))
+    drafted[0, 4] = 500                             # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
     tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
     own = target._fast.fused._forward
@@ -269,25 +240,19 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
                     patch.setattr("draftproof.model.fused_forward._Present.of", lambda *asked: None)
                 reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
                 last = target.read(tree, cache, last_only=True).logits
-        assert torch.equal(
-            last[0, 0], reading.logits[0, -1]
-        ) and last.shape[:2] == (4, 1) and widths.pop() == (4, 11)
+        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1)
         # 11 + 7 + 1 + 5 are there
-        assert widths.pop() == ((1, 24) if spared else (4, 11)) and not widths
-        assert reading.hidden is not None and reading.logits.shape[:2] == reading.hidden.shape[
-            :2
-        ] == (4, 11)
+        assert widths == [(1, 24) if spared else (4, 11), (4, 11)]
+        widths.clear()
+        assert reading.hidden is not None
+        assert reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
         row, node = tree.present.nonzero().unbind(1)
-        slots = [
-            store[row, :, cache.lengths[row] + node] for layer in cache.layers
-            for store in layer.stores
-        ]
+        slots = [store[row, :, cache.lengths[row] + node]
+                 for layer in cache.layers for store in layer.stores]
         read.append((reading.logits, reading.hidden, torch.cat(slots)))
     (logits, hidden, stored), (same, alike, kept) = read
-    assert torch.equal(logits[tree.present], same[tree.present]) and torch.equal(
-        hidden[tree.present], alike[tree.present]
-    )
-    assert torch.equal(stored, kept)
+    assert torch.equal(logits[tree.present], same[tree.present])
+    assert torch.equal(hidden[tree.present], alike[tree.present]) and torch.equal(stored, kept)
     assert same.isfinite().all() and alike.isfinite().all()
 
 
@@ -311,41 +276,24 @@ def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(
             else:
                 readings = [target.read(tree, old, hidden_layers=(0, -1))]
                 readings.append(target.read(TokenTree.chain(prompts), new, hidden_layers=(0, -1)))
-                alone = target.read(
-                    TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4), last_only=True,
-                    hidden_layers=(0, -1)
-                )
+                text, row = TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4)
+                alone = target.read(text, row, last_only=True, hidden_layers=(0, -1))
                 assert torch.equal(alone.logits[0, -1], readings[1].logits[1, 16])
         there = [tree.present, prompts != ABSENT]
-        filled = enumerate([40 + 11, 23 + 11, 30, 17])
-        stored = [
-            store[row, :, :size] for row, size in filled for layer in cache.layers
-            for store in layer.stores
-        ]
-        hidden_layers = [
-            reading.hidden[mask] for reading, mask in zip(readings, there, strict=True)
-            if reading.hidden is not None
-        ]
-        read.append(
-            [
-                *hidden_layers,
-                *(reading.logits[mask] for reading, mask in zip(readings, there, strict=True)),
-                *stored
-            ]
-        )
-    assert len(read[0]) == len(read[1]) > 4 and all(
-        torch.equal(one, other) for one, other in zip(*read, strict=True)
-    )
+        stored = [store[row, :, :size] for row, size in enumerate([40 + 11, 23 + 11, 30, 17])
+                  for layer in cache.layers for store in layer.stores]
+        for reading, mask in zip(readings, there, strict=True):
+            assert reading.hidden is not None
+            stored += [reading.hidden[mask], reading.logits[mask]]
+        read.append(stored)
+    assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
 
 
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
-    slides = transformers.MistralForCausalLM(
-        transformers.MistralConfig(**SIZES, sliding_window=NODES)
-    )
-    for other in (
-        model("llama", torch.float32), *(one.to(torch.bfloat16).eval() for one in (narrow, slides))
-    ):
+    sliding = transformers.MistralConfig(**SIZES, sliding_window=NODES)
+    halves = (narrow, transformers.MistralForCausalLM(sliding))
+    for other in (model("llama", torch.float32), *(one.bfloat16().eval() for one in halves)):
         pack_linears(other)
         fast = Target(other)._fast
         assert fast is not None and fast.fused is None

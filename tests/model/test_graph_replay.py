@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -62,12 +63,9 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "draft tree": lambda: DraftModel(
         on_paper(target(num_hidden_layers=1, seed=1)), VOCAB, TreeShape.branching((2, 2))
     ),
-    **{
-        name: lambda name=name: DRAFTERS[name](target()) for name in (
-            "prompt-lookup", "medusa", "redrafter", "portfolio"
-        )
-    },  # type: ignore[misc]
-}
+    **{name: partial(DRAFTERS[name], target())
+       for name in ("prompt-lookup", "medusa", "redrafter", "portfolio")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MAKERS)

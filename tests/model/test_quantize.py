@@ -4,6 +4,7 @@ is refused."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.model import quantize
+from draftproof.model import loading, quantize
 from draftproof.model.copies import first_layers, shallow_copy
-from draftproof.model.loading import load_model
 from draftproof.model.packed_linear import PackedSlice, pack_linears
 from draftproof.model.quantize import (
     is_quantized,
@@ -31,7 +31,8 @@ from draftproof.model.quantize import (
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.model.target import Target
 
-KINDS = ["int8", "int4"]
+LAYERS = {"int8": Int8Linear, "int4": Int4Linear}
+KINDS = list(LAYERS)
 # Models ---
 
 
@@ -69,28 +70,21 @@ def test_layers_multiplied_together_give_the_bits_of_each_alone(kind: str) -> No
     made = quantized(fresh("qwen2"), kind)
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for part in ("q_proj", "k_proj", "v_proj"):
-        place, layer = (
-            one.model.layers[1].self_attn._modules[part] for one in (made, model("qwen2"))
-        )
-        assert isinstance(
-            place, PackedSlice
-        ) and place.whole is made.model.layers[1].self_attn.q_proj.whole
-        alone = {"int8": Int8Linear, "int4": Int4Linear}[kind](
-            layer.weight.detach(), layer.bias.detach()
-        )
+        place, layer = (getattr(one.model.layers[1].self_attn, part)
+                        for one in (made, model("qwen2")))
+        assert isinstance(place, PackedSlice)
+        assert place.whole is made.model.layers[1].self_attn.q_proj.whole
+        alone = LAYERS[kind](layer.weight.detach(), layer.bias.detach())
         assert torch.equal(place(rows), alone(rows))
 
 
 def test_a_tied_head_gets_weights_of_its_own() -> None:
     own = fresh("llama", tie_word_embeddings=True)
     made = quantized(own, "int8", give_up=True)
-    assert isinstance(
-        made.lm_head, Int8Linear
-    ) and own.lm_head.weight is own.model.embed_tokens.weight
-    assert torch.equal(
-        made.model.embed_tokens.weight,
-        fresh("llama", tie_word_embeddings=True).model.embed_tokens.weight
-    )
+    table = own.model.embed_tokens.weight
+    assert isinstance(made.lm_head, Int8Linear) and own.lm_head.weight is table
+    before = fresh("llama", tie_word_embeddings=True).model.embed_tokens.weight
+    assert torch.equal(made.model.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,9 +92,8 @@ def test_originals_given_up_are_not_missed(kind: str) -> None:
     text = torch.arange(12)[None]
     with torch.inference_mode():
         wanted = quantized(model("llama", hidden_size=256), kind)(text).logits
-        assert torch.equal(
-            quantized(fresh("llama", hidden_size=256), kind, give_up=True)(text).logits, wanted
-        )
+        made = quantized(fresh("llama", hidden_size=256), kind, give_up=True)
+        assert torch.equal(made(text).logits, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,9 +103,8 @@ def test_packed_layers_are_quantised_as_the_originals(kind: str) -> None:
         pytest.skip("nothing is packed on this machine")
     text = torch.arange(12)[None]
     with torch.inference_mode():
-        assert torch.equal(
-            quantized(packed, kind)(text).logits, quantized(plain, kind)(text).logits
-        )
+        ours, theirs = (quantized(one, kind)(text).logits for one in (packed, plain))
+    assert torch.equal(ours, theirs)
 
 
 def test_gates_and_routers_stay_as_they_are() -> None:
@@ -132,20 +124,17 @@ def test_the_loss_is_what_it_says() -> None:
         def forward(self, **given: Any) -> Any:
             return type("Out", (), {"logits": self.laws.log()[None]})
 
-    one, other = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]), torch.tensor(
-        [[0.3, 0.5, 0.2], [0.1, 0.1, 0.8]]
-    )
+    one = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    other = torch.tensor([[0.3, 0.5, 0.2], [0.1, 0.1, 0.8]])
     before, after = Says(one), Says(other)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "quantized", lambda *given, **wanted: after)
-        loss = quantized_and_compared(before, "int8",
-                                      torch.tensor([1, 2]))[1]          # type: ignore[arg-type]
-        empty = quantized_and_compared(before, "int8",
-                                       None)[1]                         # type: ignore[arg-type]
-    assert loss.kl == pytest.approx(
-        float((one * (one / other).log()).sum(1).mean())
-    ) and loss.agreement == 0.5
-    assert loss.tokens == 2 and "50% of 2" in str(loss)
+        loss, empty = (
+            quantized_and_compared(before, "int8", text)[1]             # type: ignore[arg-type]
+            for text in (torch.tensor([1, 2]), None)
+        )
+    assert loss.kl == pytest.approx(float((one * (one / other).log()).sum(1).mean()))
+    assert loss.agreement == 0.5 and loss.tokens == 2 and "50% of 2" in str(loss)
     assert empty.tokens == 0 and "KL" not in str(empty)
 
 
@@ -160,9 +149,8 @@ def test_a_shallow_copy_shares_weights_and_nothing_else(family: str) -> None:
     with torch.inference_mode():
         wanted = own(text, output_hidden_states=True)
         found = made(text, output_hidden_states=True)
-        assert torch.equal(
-            found.logits, wanted.logits
-        ) and len(found.hidden_states) == len(wanted.hidden_states)
+        assert torch.equal(found.logits, wanted.logits)
+        assert len(found.hidden_states) == len(wanted.hidden_states)
         made.set_output_embeddings(nn.Identity())
         assert torch.equal(own(text).logits, wanted.logits)
 
@@ -177,16 +165,13 @@ def test_the_first_layers_are_those_of_the_model(family: str) -> None:
     with torch.inference_mode():
         states = own(text, output_hidden_states=True).hidden_states
         assert torch.equal(short(text, output_hidden_states=True).hidden_states[0], states[0])
-        body = next(
-            module for module in short.base_model.modules() if isinstance(module, nn.ModuleList)
-        )
+        body = next(one for one in short.base_model.modules() if isinstance(one, nn.ModuleList))
         assert len(body) == 1 and own.config.num_hidden_layers == depth == len(states) - 1
-        seen: list[Tensor] = []
-        with body[0].register_forward_hook(
-            lambda _, given, out: seen.append(out[0] if isinstance(out, tuple) else out)
-        ):
+        seen: list[Any] = []
+        with body[0].register_forward_hook(lambda _, given, out: seen.append(out)):
             short(text)
-        assert torch.equal(seen[0], states[1]) or depth == 1
+        last = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+        assert torch.equal(last, states[1]) or depth == 1
 
 
 def test_a_wrapped_model_has_no_shallow_copy() -> None:
@@ -200,25 +185,25 @@ def test_a_wrapped_model_has_no_shallow_copy() -> None:
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
-    with pytest.raises(BadInput, match="'int3'; choose one of int8, int4, fp8"):
-        quantized(model("llama"), "int3")
-    with pytest.raises(BadInput, match="emulated on a CPU"):
-        quantized(model("llama"), "fp8")
-
-
-def test_a_quantised_model_is_not_quantised_again() -> None:
-    with pytest.raises(BadInput, match="quantised already"):
-        quantized(quantized(model("llama"), "int8"), "int8")
+    own = model("llama")
+    for one, kind, said in (
+        (own, "int3", "'int3'; choose one of int8, int4, fp8"), (own, "fp8", "emulated on a CPU"),
+        (quantized(own, "int8"), "int8", "quantised already"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            quantized(one, kind)
 
 
 # Checkpoints that were quantised elsewhere ---
 
 
+def wide(**options: Any) -> PreTrainedModel:
+    return fresh("llama", hidden_size=128, intermediate_size=256, **options).bfloat16()
+
+
 def saved(folder: Path, **quantisation: Any) -> PreTrainedModel:
     """A bfloat16 model in `folder` that claims to be quantised so."""
-    own = fresh(
-        "llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=False
-    ).bfloat16()
+    own = wide(tie_word_embeddings=False)
     own.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
@@ -227,42 +212,35 @@ def saved(folder: Path, **quantisation: Any) -> PreTrainedModel:
 
 def continued(own: PreTrainedModel) -> list[int]:
     """What transformers writes behind three tokens."""
-    out = own.generate(
-        torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False, pad_token_id=0
-    )
-    return out[0, 3:].tolist()
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    return own.generate(torch.tensor([[1, 2, 3]]), **how)[0, 3:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("method", "packages"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"]),
-        ({"quant_method": "awq", "bits": 4}, ["gptqmodel"]),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
-        ({"load_in_4bit": True}, ["bitsandbytes"]),
-        ({"quant_method": "compressed-tensors"}, ["compressed-tensors"]),
-        ({"quant_method": "torchao"}, ["torchao"]), ({"quant_method": "hqq"}, ["hqq"])
-    ]
-)
+def drafted(own: PreTrainedModel) -> list[int]:
+    """What we write there, drafted for."""
+    engine = Engine(Target(own), PromptLookup())
+    return engine.generate([[1, 2, 3]], max_new_tokens=12)[0].tokens
+
+
+@pytest.mark.parametrize(("method", "packages"), [
+    ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"]),
+    ({"quant_method": "awq", "bits": 4}, ["gptqmodel"]), ({"load_in_4bit": True}, ["bitsandbytes"]),
+])  # fmt: skip
 def test_a_checkpoint_whose_quantiser_is_missing_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], packages: list[str]
 ) -> None:
     saved(tmp_path, **method)
-    monkeypatch.setattr(
-        "draftproof.model.loading._is_installed", lambda package: package not in packages
-    )
-    with pytest.raises(
-        UnsupportedModel,
-        match=f"which needs {' and '.join(packages)}: pip install {' '.join(packages)}"
-    ):
-        load_model(tmp_path, device="cpu")
+    monkeypatch.setattr(loading, "_is_installed", lambda package: package not in packages)
+    said = f"which needs {' and '.join(packages)}: pip install {' '.join(packages)}"
+    with pytest.raises(UnsupportedModel, match=said):
+        loading.load_model(tmp_path, device="cpu")
 
 
 def test_a_checkpoint_quantised_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
     """transformers warns and reads the numbers as they stand, which are not the weights."""
     saved(tmp_path, quant_method="nonsense")
     with pytest.raises(UnsupportedModel, match="nonsense, which transformers does not know"):
-        load_model(tmp_path, device="cpu")
+        loading.load_model(tmp_path, device="cpu")
 
 
 def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
@@ -273,58 +251,47 @@ def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
     for name, weight in load_file(file).items():
         tensors[name] = weight
         if name.endswith("_proj.weight"):
-            blocks = weight.float().unflatten(
-                0, (-1, min(128, len(weight)))
-            ).unflatten(2, (-1, 128))
+            blocks = weight.float().unflatten(0, (-1, min(128, len(weight))))
+            blocks = blocks.unflatten(2, (-1, 128))
             scale = blocks.abs().amax((1, 3)) / 448
-            tensors[name] = (
-                blocks / scale[:, None, :, None]
-            ).reshape(weight.shape).to(torch.float8_e4m3fn)
+            codes = (blocks / scale[:, None, :, None]).reshape(weight.shape)
+            tensors[name] = codes.to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale
     save_file(tensors, file, {"format": "pt"})
     wanted = continued(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu"))
-    own = load_model(tmp_path, device="cpu")
-    assert not is_quantized(own)
-    assert Engine(Target(own), PromptLookup()).generate(
-        [[1, 2, 3]], max_new_tokens=12
-    )[0].tokens == wanted
+    own = loading.load_model(tmp_path, device="cpu")
+    assert not is_quantized(own) and drafted(own) == wanted
 
 
 @pytest.mark.parametrize("threshold", [6.0, 0.0])
 def test_bitsandbytes_8_bits_are_refused_with_outliers(tmp_path: Path, threshold: float) -> None:
     """A token's numbers then depend on what is read beside it; without outliers it is read."""
     pytest.importorskip("bitsandbytes")
-    fresh("llama", hidden_size=128, intermediate_size=256).bfloat16().save_pretrained(tmp_path)
+    wide().save_pretrained(tmp_path)
     asked = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     own = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
     if threshold:
         with pytest.raises(UnsupportedModel, match="llm_int8_threshold=0"):
             Target(own)
-        return
-    done = Engine(Target(own), PromptLookup()).generate([[1, 2, 3]], max_new_tokens=12)[0]
-    assert done.tokens == continued(own)
+    else:
+        assert drafted(own) == continued(own)
 
 
-@pytest.mark.parametrize(
-    "config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
-)
+@pytest.mark.parametrize("config", [
+    "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig",
+])  # fmt: skip
 def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: str) -> None:
     ao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
-    fresh(
-        "llama", hidden_size=128, intermediate_size=256
-    ).bfloat16().save_pretrained(tmp_path / "plain")
-    made = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=TorchAoConfig(getattr(ao, config)())
-    )
-    made.save_pretrained(tmp_path / "quantised")
-    wanted = continued(AutoModelForCausalLM.from_pretrained(tmp_path / "quantised"))
-    own = load_model(tmp_path / "quantised", device="cpu")
+    plain, folder = tmp_path / "plain", tmp_path / "quantised"
+    wide().save_pretrained(plain)
+    asked = TorchAoConfig(getattr(ao, config)())
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=asked).save_pretrained(folder)
+    wanted = continued(AutoModelForCausalLM.from_pretrained(folder))
+    own = loading.load_model(folder, device="cpu")
     assert is_quantized(own) and pack_linears(own) <= 1      # the head alone is plain
-    assert Engine(Target(own), PromptLookup()).generate(
-        [[1, 2, 3]], max_new_tokens=12
-    )[0].tokens == wanted
+    assert drafted(own) == wanted
     with pytest.raises(BadInput, match="quantised already"):
         quantized(own, "int8")
 
@@ -332,9 +299,7 @@ def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: s
 def test_torchao_quantises_a_shallow_copy_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of accelerators, run on the CPU, where torchao's 8 bits work as well."""
     pytest.importorskip("torchao.quantization")
-    own = fresh(
-        "llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=True
-    ).bfloat16()
+    own = wide(tie_word_embeddings=True)
     before = own.lm_head.weight.clone()
     made = quantize._by_torchao(shallow_copy(own), "int8")
     assert is_quantized(made) and not is_quantized(own) and torch.equal(own.lm_head.weight, before)
@@ -350,8 +315,6 @@ def test_torchao_quantises_a_shallow_copy_where_it_is_used(monkeypatch: pytest.M
 def test_without_torchao_an_accelerator_is_told_what_to_install(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"] + ["torchao"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BadInput, match="int8 on cpu needs torchao: pip install torchao"):

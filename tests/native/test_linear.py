@@ -12,16 +12,8 @@ from draftproof.native.build import BUILDS, LEVELS, able, opened
 from draftproof.native.kernels import Kernels
 from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
 
-SHAPES = [
-    (32, 16),
-    (33, 50),
-    (70, 511),
-    (288, 513),
-    (40, 1040),
-    (1200, 48),
-    (32, 2100),
-    (100, 4224),
-]
+SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100),
+          (100, 4224)]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[build for build in BUILDS if build != "portable"])
@@ -36,6 +28,13 @@ def found(request: pytest.FixtureRequest) -> Kernels:
     if not kernels.linears:
         pytest.skip(f"no bfloat16 product by {request.param}")
     return kernels
+
+
+def drawn(seed: int, outputs: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
+    """A weight, and inputs in bfloat16."""
+    dice = torch.Generator().manual_seed(seed)
+    weight, inputs = (torch.randn(many, size, generator=dice) for many in (outputs, rows))
+    return weight, inputs.bfloat16()
 
 
 def multiplied(found: Kernels, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
@@ -65,20 +64,13 @@ def test_sums_of_whole_numbers_are_exact(
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
     found: Kernels, outputs: int, size: int
 ) -> None:
-    dice = torch.Generator().manual_seed(1)
-    weight, inputs = (
-        torch.randn(outputs, size, generator=dice),
-        torch.randn(130, size, generator=dice).bfloat16(),
-    )
+    weight, inputs = drawn(1, outputs, size, 130)
     whole = multiplied(found, weight, None, inputs)
-    torch.testing.assert_close(
-        whole.float(), inputs.float() @ weight.bfloat16().float().t(), rtol=0.01, atol=0.05
-    )
+    wanted = inputs.float() @ weight.bfloat16().float().t()
+    torch.testing.assert_close(whole.float(), wanted, rtol=0.01, atol=0.05)
     for start, many in ((0, 1), (5, 2), (3, 9), (17, 12), (40, 13), (1, 64), (20, 110)):
-        assert torch.equal(
-            multiplied(found, weight, None, inputs[start : start + many]),
-            whole[start : start + many],
-        ), many
+        some = slice(start, start + many)
+        assert torch.equal(multiplied(found, weight, None, inputs[some]), whole[some]), many
 
 
 def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
@@ -89,11 +81,7 @@ def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
 
 
 def test_threads_change_no_bits(found: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = torch.Generator().manual_seed(2)
-    weight, inputs = (
-        torch.randn(310, 700, generator=dice),
-        torch.randn(30, 700, generator=dice).bfloat16(),
-    )
+    weight, inputs = drawn(2, 310, 700, 30)
     wanted = multiplied(found, weight, None, inputs)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -138,10 +126,8 @@ def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, 
     not do."""
     dice = torch.Generator().manual_seed(4)
     codes = torch.randint(-128, 128, (outputs, size), generator=dice, dtype=torch.int8)
-    scale, inputs = (
-        torch.rand(outputs, generator=dice) / 100,
-        torch.randn(21, size, generator=dice).bfloat16(),
-    )
+    scale = torch.rand(outputs, generator=dice) / 100
+    inputs = torch.randn(21, size, generator=dice).bfloat16()
     inputs[3], codes[1], codes[2] = 1, 127, -128
     first = Kernels(opened(able(LEVELS[-1])[0]))
     whole = in_8_bits(found, codes, scale, inputs)
@@ -151,10 +137,8 @@ def test_8_bits_have_the_same_bits_on_every_level(found: Kernels, outputs: int, 
     wanted = (numbers.double() @ codes.double().t()) * scale.double() * largest.double()
     torch.testing.assert_close(whole.double(), wanted, rtol=0.01, atol=0.02 * size**0.5)
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
-        assert torch.equal(
-            in_8_bits(found, codes, scale, inputs[start : start + many]),
-            whole[start : start + many],
-        ), many
+        some = slice(start, start + many)
+        assert torch.equal(in_8_bits(found, codes, scale, inputs[some]), whole[some]), many
 
 
 def in_4_bits(
@@ -175,29 +159,21 @@ def test_4_bits_are_those_of_the_definition_on_every_level(
     codes = torch.randint(0, 16, (outputs, size), generator=dice, dtype=torch.uint8)
     inputs = torch.randn(21, size, generator=dice).bfloat16()
     inputs[4], inputs[5], codes[1], inputs[6, size // 2] = 1, -1, 15, 1000
-    scales, minima = (
-        (torch.randn(outputs, groups, generator=dice) / 10).half(),
-        (torch.rand(outputs, groups, generator=dice) - 0.5).half(),
-    )
+    scales = (torch.randn(outputs, groups, generator=dice) / 10).half()
+    minima = (torch.rand(outputs, groups, generator=dice) - 0.5).half()
     weights = nibbles(codes), grouped(scales, minima)
     whole = in_4_bits(found, weights, outputs, inputs)
-    assert torch.equal(
-        whole, in_4_bits(Kernels(opened(able(LEVELS[-1])[0])), weights, outputs, inputs)
-    )
-    dense = (
-        codes * scales.double().repeat_interleave(32, 1)[:, :size]
-        + minima.double().repeat_interleave(32, 1)[:, :size]
-    )
+    first = Kernels(opened(able(LEVELS[-1])[0]))
+    assert torch.equal(whole, in_4_bits(first, weights, outputs, inputs))
+    scale, least = (one.double().repeat_interleave(32, 1)[:, :size] for one in (scales, minima))
+    dense = codes * scale + least
     padded = torch.nn.functional.pad(inputs.float(), (0, -size % 32)).view(21, groups, 32)
     largest = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    rounded_ = (((padded * (127 / largest) + 128.5).floor() - 128) * (largest.double() / 127)).view(
-        21, -1
-    )[:, :size]
+    numbers = (padded * (127 / largest) + 128.5).floor() - 128
+    rounded_ = (numbers * (largest.double() / 127)).view(21, -1)[:, :size]
     wanted = rounded_ @ dense.t()
     spread = rounded_.norm(dim=1, keepdim=True) * dense.norm(dim=1)
     assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 100).all())
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
-        assert torch.equal(
-            in_4_bits(found, weights, outputs, inputs[start : start + many]),
-            whole[start : start + many],
-        ), many
+        some = slice(start, start + many)
+        assert torch.equal(in_4_bits(found, weights, outputs, inputs[some]), whole[some]), many

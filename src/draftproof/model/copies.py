@@ -16,15 +16,12 @@ M = TypeVar("M", bound=nn.Module)
 def shallow_copy(model: M) -> M:
     """The model once more, sharing every parameter and buffer with it; a module put into one is not
     in the other."""
-    wrapped = next(
-        (name for name, module in model.named_modules() if "forward" in module.__dict__), None
-    )
-    # a forward bound to the original would run the original
-    if wrapped is not None:
-        raise UnsupportedModel(
-            f"the forward of {wrapped or 'the model'} is wrapped, by offloading for one; load it "
-            "unwrapped"
-        )
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:            # bound to the original, it would run that
+            raise UnsupportedModel(
+                f"the forward of {name or 'the model'} is wrapped, by offloading for one; load it "
+                "unwrapped"
+            )
     return _shell(model, {})
 
 
@@ -38,16 +35,13 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             "least 1"
         )
     short = shallow_copy(model)
-    stacks = [
-        one for one in short.modules() if isinstance(one, nn.ModuleList) and len(one) == whole
-    ]
+    lists = (one for one in short.modules() if isinstance(one, nn.ModuleList))
+    stacks = [one for one in lists if len(one) == whole]
     if len(stacks) != 1:
         raise UnsupportedModel(
             f"{type(model).__name__} does not keep its layers in one list; draft with another model"
         )
-    stacks[0]._modules = {
-        str(index): layer for index, layer in enumerate(stacks[0]) if index < count
-    }
+    stacks[0]._modules = dict(list(stacks[0]._modules.items())[:count])
     config = _shortened(model.config, count)
     for module in short.modules():
         if getattr(module, "config", None) is model.config:
@@ -71,11 +65,8 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
     shared."""
     if id(module) not in made:
         made[id(module)] = shell = copy.copy(module)
-        own = {
-            name: copy.copy(value) for name, value in module.__dict__.items()
-            if isinstance(value, dict)
-        }
-        shell.__dict__.update(own)
+        dicts = {name: one for name, one in module.__dict__.items() if isinstance(one, dict)}
+        shell.__dict__.update({name: copy.copy(one) for name, one in dicts.items()})
         shell._modules = {
             name: None if child is None else _shell(child, made)
             for name, child in module._modules.items()

@@ -129,9 +129,8 @@ class Device:
     def ops(self, static_shapes: bool = False) -> Ops:
         """What decoding computes with here. static_shapes: in shapes that depend on no number, as
         on a device that compiles."""
-        return (
-            CpuOps() if self.kind == "cpu" and not static_shapes else Ops(self.widest, self.flush)
-        )
+        on_host = self.kind == "cpu" and not static_shapes
+        return CpuOps() if on_host else Ops(self.widest, self.flush)
 
     def memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""
@@ -141,10 +140,8 @@ class Device:
             return int(free), int(total)
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")
-        return (
-            page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names
-            else total, total
-        )
+        known = "SC_AVPHYS_PAGES" in os.sysconf_names
+        return page * os.sysconf("SC_AVPHYS_PAGES") if known else total, total
 
     def record(self, call: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """Record the operators of a call; returns what replays them, and where the results will
@@ -170,10 +167,8 @@ def processor() -> str:
     """The name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
-    )
-    return named or platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _missing(where: torch.device) -> str | None:
@@ -203,17 +198,14 @@ def _hpu_missing() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return f"habana_frameworks cannot be imported ({first_line(error)})"
     module = getattr(torch, "hpu", None)
-    return (
-        None if module is not None and module.is_available()
-        else "there is no Gaudi in this machine"
-    )
+    there = module is not None and module.is_available()
+    return None if there else "there is no Gaudi in this machine"
 
 
 def _best() -> str:
     """The accelerator PyTorch sees, or the CPU."""
-    return (
-        str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    )
+    there = torch.accelerator.is_available()
+    return str(torch.accelerator.current_accelerator()) if there else "cpu"
 
 
 def versions() -> dict[str, str]:

@@ -29,6 +29,10 @@ UNSTEADY = ("led",)
 """Types whose texts parted from their own forward when they were examined."""
 
 
+CHECKED = (2, 5, 9)
+"""Lengths of the check at load: of a text, and of two sources."""
+
+
 class EncoderOutput(BaseModelOutput):
     """What decoders read of an encoder; some families ask for more than their states."""
 
@@ -108,24 +112,28 @@ class EncoderDecoder(Target):
         dice = torch.Generator().manual_seed(2)
         self._check_sources = [
             Source({}, (), (self.encoder, torch.randn(1, size, width, generator=dice)))
-            for size in (5, 9)
+            for size in CHECKED[1:]
         ]
         super().__init__(model, **options)
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
         """Let the rows of a cache be about these sources."""
         assert isinstance(cache, SourceCache)
-        start = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         for row, source in enumerate(sources):
-            both = EncoderDecoderCache(DynamicCache(), DynamicCache())
-            hidden = source.encoded(self.encoder).to(self.device, self.dtype)
-            self.model(
-                encoder_outputs=EncoderOutput(hidden), decoder_input_ids=start,
-                past_key_values=both, use_cache=True,
-            )  # fmt: skip
-            layers: Any = both.cross_attention_cache.layers
-            cache.put(row, [one for layer in layers for one in (layer.keys, layer.values)])
-            self._width = hidden.shape[-1]
+            _, _, crossed = self._begun(source, 1)
+            cache.put(row, [one for layer in crossed for one in (layer.keys, layer.values)])
+
+    def _begun(self, source: Source, size: int) -> tuple[Tensor, list[Any], list[Any]]:
+        """Logits of a text of `size` tokens about a source, and transformers' own cache layers: of
+        the text, and of the source."""
+        both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        hidden = source.encoded(self.encoder).to(self.device, self.dtype)
+        self._width = hidden.shape[-1]
+        out: Any = self.model(
+            encoder_outputs=EncoderOutput(hidden), past_key_values=both, use_cache=True,
+            decoder_input_ids=torch.zeros(1, size, dtype=torch.int64, device=self.device),
+        )  # fmt: skip
+        return out.logits, both.self_attention_cache.layers, both.cross_attention_cache.layers
 
     def shares_encoder(self, other: EncoderDecoder) -> bool:
         """Let this target have the encoder of another, if it is the same; whether it is."""
@@ -221,22 +229,14 @@ class EncoderDecoder(Target):
 
     def _find_layout(self) -> Layout:
         """What the decoder stores of its own text, learnt from one forward."""
-        name, both = type(self.model).__name__, EncoderDecoderCache(DynamicCache(), DynamicCache())
+        name = type(self.model).__name__
         self._positions = True                                # masks carry the positions of keys
         try:
-            source = self._check_sources[0].encoded(self.encoder).to(self.device, self.dtype)
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-            out: Any = self.model(
-                encoder_outputs=EncoderOutput(source), decoder_input_ids=ids,
-                past_key_values=both, use_cache=True,
-            )  # fmt: skip
-            own: Any = both.self_attention_cache.layers
+            logits, own, crossed = self._begun(self._check_sources[0], CHECKED[0])
             shapes = [LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3])
                       for one in own]
-            crossed: Any = both.cross_attention_cache.layers
-            whole = len(crossed) == len(own) and all(
-                one.keys.shape[2] == source.shape[1] for one in crossed
-            ) and all(one.keys.shape[2] == 2 for one in own)
+            sizes = [{one.keys.shape[2] for one in layers} for layers in (own, crossed)]
+            whole = len(crossed) == len(own) and sizes == [{CHECKED[0]}, {CHECKED[1]}]
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise UnsupportedModel(
                 f"{name} does not run as an encoder-decoder with transformers' cache "
@@ -251,9 +251,8 @@ class EncoderDecoder(Target):
             )
         window = getattr(config, "sliding_window", None)
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        return Layout(
-            shapes, [() for _ in shapes], windows, out.logits.shape[-1], own[0].keys.dtype
-        )
+        states: list[Any] = [() for _ in shapes]
+        return Layout(shapes, states, windows, logits.shape[-1], own[0].keys.dtype)
 
     def _examine(self, fast: Any) -> None:
         try:

@@ -63,18 +63,15 @@ class Exactness(NamedTuple):
 
     def _largest(self, counts: Callable[[str], bool]) -> int:
         bad = min((_work(case) for case in self.differ if counts(case)), default=1 << 30)
-        return max(
-            (_work(case) for case in self.same if counts(case) and _work(case) < bad), default=0
-        )
+        same = (_work(case) for case in self.same if counts(case))
+        return max((work for work in same if work < bad), default=0)
 
 
 def probe(target: Target, widths: Sequence[int] = WIDTHS, forced: int = _FORCED) -> Exactness:
     """Read the same text of `forced` tokens one at a time, in chains of `widths`, as a tree and in
     a batch; compare bits."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(
-        target.vocab_size, (_LEAD + forced,), generator=generator
-    ).to(target.device)
+    dice = torch.Generator().manual_seed(0)
+    text = torch.randint(target.vocab_size, (_LEAD + forced,), generator=dice).to(target.device)
     with torch.inference_mode():
         plain = _in_chains(target, text, 1, 1)
         cases = {
@@ -85,9 +82,8 @@ def probe(target: Target, widths: Sequence[int] = WIDTHS, forced: int = _FORCED)
         if target.reads_trees:
             for extra in (1, 3, 6):
                 cases[f"tree of {4 * (extra + 1) + 1}"] = _in_trees(target, text, extra)
-    gaps = {
-        case: float((logits - plain[: len(logits)]).abs().max()) for case, logits in cases.items()
-    }
+    gaps = {case: float((logits - plain[: len(logits)]).abs().max())
+            for case, logits in cases.items()}
     same = [case for case, gap in gaps.items() if gap == 0]
     differ = {case: gap for case, gap in gaps.items() if gap > 0}
     return Exactness(str(target.device), str(target.dtype).removeprefix("torch."), same, differ)

@@ -34,9 +34,8 @@ from draftproof.native.structures import Norm
 
 FAMILIES = (
     "Gemma3ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MinistralForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
+    "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "SeedOssForCausalLM", "SmolLM3ForCausalLM",
 )  # fmt: skip
 ROTATIONS = ("default", "linear", "llama3", "longrope", "yarn")
 """Rotary embeddings that depend on a position alone: longrope as far as its first limit, where a
@@ -47,6 +46,7 @@ SHAPES = 64
 QUERIES = 4
 """Attention is never asked for fewer: with AMX one query rounds differently from several, with
 AVX-512 alone up to three do."""
+
 
 class FastForward:
     """The decode forward of one model, with the model's own weights.
@@ -84,8 +84,7 @@ class FastForward:
         self.native = not any(one is None for one in natives)
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = FusedForward.of(self)
-        self.backend: str | None = None
-        # or the same, compiled
+        self.backend: str | None = None                     # what compiled `forward`, if one did
         self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward
 
     def compile(self, backend: str) -> None:
@@ -160,20 +159,15 @@ class FastForward:
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, masks: list[Tensor], cache: KVCache,
-        last_only: bool,
-        hidden_layers: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        last_only: bool, hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         hidden = self.embedded(tokens)
         # queries of heads that share keys are read as one head's
         folded = tokens.shape[1] * self.sharing
         copies = self.sharing * -(-QUERIES // folded)
-        seen = [
-            (
-                *self._rotation(kind, hidden, positions),
-                mask.repeat(1, 1, copies, 1) if copies > 1 else mask
-            )
-            for kind, mask in zip(self.kinds, masks, strict=True)
-        ]
+        masks = [mask.repeat(1, 1, copies, 1) if copies > 1 else mask for mask in masks]
+        turns = [self._rotation(kind, hidden, positions) for kind in self.kinds]
+        seen = [(*turn, mask) for turn, mask in zip(turns, masks, strict=True)]
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
             attended = self._attend(layer, store, layer.input_norm(hidden), *seen[layer.kind])
@@ -184,10 +178,8 @@ class FastForward:
             states.append(hidden)
         states[-1] = hidden = self.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
-        return (
-            logits, torch.stack([states[number] for number in hidden_layers], 2) if hidden_layers
-            else None
-        )
+        some = [states[number] for number in hidden_layers]
+        return logits, torch.stack(some, 2) if some else None
 
     def _added(self, delta: Tensor, norm: Linear | None) -> Tensor:
         """What a layer adds to the residual stream."""
@@ -248,9 +240,6 @@ def _rotations(config: Any) -> list[str]:
 
 def _embed_scale(config: Any, embed: Any) -> float:
     """What embeddings are multiplied by, rounded as the model rounds it."""
-    scale = getattr(embed, "embed_scale", None)
-    return float(
-        getattr(
-            config, "embedding_multiplier", 1.0
-        ) if scale is None else scale.to(embed.weight.dtype)
-    )
+    if (scale := getattr(embed, "embed_scale", None)) is not None:
+        return float(scale.to(embed.weight.dtype))
+    return float(getattr(config, "embedding_multiplier", 1.0))

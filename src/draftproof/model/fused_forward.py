@@ -60,19 +60,15 @@ class FusedForward:
         self._work = 2 * fast.hidden_size + widest
         self._model = Model.of(
             layers, len(fast.kinds), fast.gelu, fast.norm_weight, self._embeddings, head,
-            fast.norm_terms,
-            fast.embed_scale,
+            fast.norm_terms, fast.embed_scale,
         )  # fmt: skip
 
     @staticmethod
     def of(fast: FastForward) -> FusedForward | None:
         """For a model the kernels can serve, on a machine that has them."""
         sizes = (fast.hidden_size, fast.head_dim, *(layer.inner_size for layer in fast.layers))
-        fits = (
-            {fast.dtype, fast.embed.weight.dtype, *fast.norm_types} == {torch.bfloat16}
-            and fast.native
-        )
-        fits &= not any(size % 16 for size in sizes)
+        dtypes = {fast.dtype, fast.embed.weight.dtype, *fast.norm_types}
+        fits = dtypes == {torch.bfloat16} and fast.native and not any(size % 16 for size in sizes)
         fits &= fast.device.type == "cpu" and fast.head_dim <= WIDEST
         fits &= all(kind.window is None or kind.window > NODES for kind in fast.kinds)
         found, head = kernels() if fits else None, fast.native_head
@@ -115,8 +111,7 @@ class FusedForward:
         places = [kept[n].data_ptr() if n in kept else None for n in range(count)] if kept else []
         self.kernels.forward(
             ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places,
-            tokens.data_ptr(),
-            last.data_ptr(), logits.data_ptr() if logits is not None else None,
+            tokens.data_ptr(), last.data_ptr(), logits.data_ptr() if logits is not None else None,
             (ctypes.c_void_p * count)(*places) if kept else None, work.data_ptr(),
         )  # fmt: skip
         kept[count] = last
@@ -143,10 +138,9 @@ class FusedForward:
         drawn = (None if one is None else one.data_ptr() for one in draft_sampling[:4])
         done = self.kernels.chain(
             ctypes.addressof(reads), ctypes.addressof(self._model), cache.stores.places,
-            text.data_ptr(), text.shape[1],
-            positions.data_ptr(), cache.lengths.data_ptr(), width, steps, nodes, *drawn,
-            draft_sampling.floor, ABSENT,
-            tokens.data_ptr(), ranks.data_ptr(), read.data_ptr(), work.data_ptr(),
+            text.data_ptr(), text.shape[1], positions.data_ptr(), cache.lengths.data_ptr(), width,
+            steps, nodes, *drawn, draft_sampling.floor, ABSENT, tokens.data_ptr(), ranks.data_ptr(),
+            read.data_ptr(), work.data_ptr(),
         )  # fmt: skip
         cache.reserve(1 + done)
         return Chains(tokens[:, : 1 + done], ranks[:, : 1 + done], read)
@@ -157,15 +151,12 @@ class FusedForward:
     ) -> ctypes.Array[Read]:
         """The same read for every kind of attention."""
         fast, layer = self.fast, self.fast.layers[0]
-        some = (
-            (None, None) if present is None
-            else (present.starts.data_ptr(), present.nodes.data_ptr())
-        )
+        some: tuple[int | None, ...] = (None, None)
+        if present is not None:
+            some = (present.starts.data_ptr(), present.nodes.data_ptr())
         angles, lengths = self._angles_up_to(cache.capacity), cache.lengths.data_ptr()
-        sizes = (
-            rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
-            cache.capacity
-        )
+        heads = (layer.heads, layer.key_heads, fast.head_dim)
+        sizes = (rows, parents.shape[1], first, *heads, cache.capacity)
         assert cache.stores is not None
         threads, stores = torch.get_num_threads(), cache.stores.count // len(fast.layers)
         reads = (Read * len(angles))()
@@ -218,6 +209,5 @@ class _Present(NamedTuple):
 
     def scatter(self, states: Tensor) -> Tensor:
         """[B, N, ...] of states [1, M, ...]."""
-        return states[0].index_select(0, self.back.flatten()).view(
-            *self.back.shape, *states.shape[2:]
-        )
+        found = states[0].index_select(0, self.back.flatten())
+        return found.view(*self.back.shape, *states.shape[2:])

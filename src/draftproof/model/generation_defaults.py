@@ -162,63 +162,44 @@ def _ends(request: RuleRequest) -> Tensor:
     return torch.tensor(request.ends, device=request.device)
 
 
-def _not_at_begin(value: Any, request: RuleRequest) -> LogitsProcessor:
-    return hf.SuppressTokensAtBeginLogitsProcessor(
-        value, len(request.prompt), device=str(request.device)
-    )
-
-
 def _min_length(value: Any, request: RuleRequest) -> LogitsProcessor:
     if not request.ends:
         return lambda text, scores: scores
     return hf.MinLengthLogitsProcessor(value, _ends(request), device=str(request.device))
 
 
-def _forced_end(value: Any, request: RuleRequest) -> LogitsProcessor:
-    last = len(request.prompt) + request.limit
-    return hf.ForcedEOSTokenLogitsProcessor(last, value, device=str(request.device))
-
-
 RULES: dict[str, Callable[[str, Any], LogitsRule]] = {
     "sequence_bias": _rule("early", lambda value, _: hf.SequenceBiasLogitsProcessor(value)),
     "encoder_repetition_penalty": _rule(
-        "early",
-        lambda value, request: hf.EncoderRepetitionPenaltyLogitsProcessor(value, _ids(request)),
+        "early", lambda value, of: hf.EncoderRepetitionPenaltyLogitsProcessor(value, _ids(of))
     ),
     "encoder_no_repeat_ngram_size": _rule(
-        "usual", lambda value, request: hf.EncoderNoRepeatNGramLogitsProcessor(value, _ids(request))
+        "usual", lambda value, of: hf.EncoderNoRepeatNGramLogitsProcessor(value, _ids(of))
     ),
     "min_length": _rule("usual", _min_length),
-    "forced_bos_token_id": _rule(
-        "usual", lambda value, _: hf.ForcedBOSTokenLogitsProcessor(value)
-    ),
-    "forced_eos_token_id": _rule("usual", _forced_end),
-    "remove_invalid_values": _rule(
-        "usual", lambda value, _: hf.InfNanRemoveLogitsProcessor(), reads_text=False
-    ),
+    "forced_bos_token_id": _rule("usual", lambda value, _: hf.ForcedBOSTokenLogitsProcessor(value)),
+    "forced_eos_token_id": _rule("usual", lambda value, of: hf.ForcedEOSTokenLogitsProcessor(
+        len(of.prompt) + of.limit, value, device=str(of.device)
+    )),
+    "remove_invalid_values": _rule("usual", lambda *_: hf.InfNanRemoveLogitsProcessor(), False),
     "exponential_decay_length_penalty": _rule(
-        "usual",
-        lambda value, request: hf.ExponentialDecayLengthPenalty(
-            tuple(value), _ends(request), len(request.prompt)
-        ),
+        "usual", lambda value, of: hf.ExponentialDecayLengthPenalty(
+            tuple(value), _ends(of), len(of.prompt)
+        )
     ),
     "suppress_tokens": _rule(
-        "usual",
-        lambda value, request: hf.SuppressTokensLogitsProcessor(value, str(request.device)),
-        reads_text=False,
+        "usual", lambda value, of: hf.SuppressTokensLogitsProcessor(value, str(of.device)), False
     ),
-    "begin_suppress_tokens": _rule("usual", _not_at_begin),
-    "top_h": _rule("warm", lambda value, _: hf.TopHLogitsWarper(value), reads_text=False),
-    "typical_p": _rule("late", lambda value, _: hf.TypicalLogitsWarper(value), reads_text=False),
-    "epsilon_cutoff": _rule(
-        "late", lambda value, _: hf.EpsilonLogitsWarper(value), reads_text=False
-    ),
+    "begin_suppress_tokens": _rule("usual", lambda value, of: (
+        hf.SuppressTokensAtBeginLogitsProcessor(value, len(of.prompt), device=str(of.device))
+    )),
+    "top_h": _rule("warm", lambda value, _: hf.TopHLogitsWarper(value), False),
+    "typical_p": _rule("late", lambda value, _: hf.TypicalLogitsWarper(value), False),
+    "epsilon_cutoff": _rule("late", lambda value, _: hf.EpsilonLogitsWarper(value), False),
     "eta_cutoff": _rule(
-        "late",
-        lambda value, request: hf.EtaLogitsWarper(value, device=str(request.device)),
-        reads_text=False,
+        "late", lambda value, of: hf.EtaLogitsWarper(value, device=str(of.device)), False
     ),
-}
+}  # fmt: skip
 """Rules on logits that transformers' own processors apply, in its order."""
 WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Those that only sampling has."""

@@ -71,9 +71,7 @@ class GraphReplay(Target):
                 f"graphs were asked for, and {target.device.type} devices record none; leave "
                 "--use-hpu-graphs out"
             )
-        self._graphs: weakref.WeakKeyDictionary[
-            KVCache, dict[object, _Graph]
-        ] = weakref.WeakKeyDictionary()
+        self._graphs = weakref.WeakKeyDictionary[KVCache, dict[object, _Graph]]()
 
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
@@ -87,10 +85,8 @@ class GraphReplay(Target):
             )
         # what the host decides of a read
         seen = cache.reserve(nodes), cache.holds(nodes)
-        key = (
-            tree.tokens.shape, tree.depth_limit, tree.is_chain, first, last_only, hidden_layers,
-            seen
-        )
+        shape = (tree.tokens.shape, tree.depth_limit, tree.is_chain)
+        key = (*shape, first, last_only, hidden_layers, seen)
         graphs = self._graphs.setdefault(cache, {})
         if key not in graphs:
             graphs[key] = self._recorded(tree, cache, first, last_only, hidden_layers)
@@ -104,11 +100,9 @@ class GraphReplay(Target):
         self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> _Graph:
-        tokens, parents, depth, chain = (
-            tree.tokens.clone(), tree.parents.clone(), tree.depth_limit, tree.is_chain
-        )
-        # a graph must not keep its cache alive
-        plain, weakly = super().read, weakref.ref(cache)
+        tokens, parents = tree.tokens.clone(), tree.parents.clone()
+        depth, chain = tree.depth_limit, tree.is_chain
+        plain, weakly = super().read, weakref.ref(cache)    # no graph keeps its cache alive
 
         def read() -> Reading:
             alive = weakly()

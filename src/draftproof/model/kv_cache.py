@@ -46,8 +46,8 @@ class KVCache(transformers.Cache):
     its parent.
 
     A read sees no more slots than the rows may reach. What they reach is bounded on the host,
-    without asking the
-    device: every commit may have been a whole tree, until `bound` is told better.
+    without asking the device: every commit may have been a whole tree, until `bound` is told
+    better.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class KVCache(transformers.Cache):
         return sum(store.nbytes for layer in self.layers for store in layer.stores)
 
     def write_at(self, first: int, nodes: int) -> int:
-        """Let the next forward write nodes `first` to `nodes` of a tree; return how many slots it
-        may see."""
+        """Let the next forward write nodes `first` to `nodes`; return how many slots it may see."""
         span = self.reserve(nodes)
         slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
         if not self.holds(nodes):                            # padding alone lies so far out
@@ -85,13 +84,11 @@ class KVCache(transformers.Cache):
         return span
 
     def holds(self, nodes: int) -> bool:
-        """Whether so many nodes behind any row are within the capacity, as far as the host knows.
-        """
+        """Whether so many nodes behind any row are surely within the capacity."""
         return self._reach.longest + nodes <= self.capacity
 
     def reserve(self, nodes: int) -> int:
-        """Note that a tree of so many nodes is read; return how many slots rows and tree may reach.
-        """
+        """Note that a tree of so many nodes is read; return how many slots it may reach."""
         self._reach.read = nodes
         return min(-(-(self._reach.longest + nodes) // SPAN) * SPAN, self.capacity)
 
@@ -100,8 +97,7 @@ class KVCache(transformers.Cache):
         to the lengths.
 
         Nodes of a row ascend, so a path may overlap its destination; a node that holds its own
-        index stays.
-        None: the nodes of a chain, which lie where they belong.
+        index stays. None: the nodes of a chain, which lie where they belong.
         """
         if nodes is not None:
             self._bring(nodes)
@@ -241,7 +237,5 @@ def tree_mask(
         sees = sees & ((lengths[:, None] + depth)[:, None] // window == chunk)
     elif window is not None:
         sees = sees & (own - depth[:, None] < window)
-    blocked = torch.finfo(dtype).min
-    return torch.zeros(
-        sees.shape, dtype=dtype, device=lengths.device
-    ).masked_fill_(~sees, blocked)[:, None]
+    mask = torch.zeros(sees.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]

@@ -83,11 +83,8 @@ class LogitScaling(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> LogitScaling:
-        factor, divisor, cap = (
-            getattr(config, name, None) for name in (
-                "logit_scale", "logits_scaling", "final_logit_softcapping"
-            )
-        )
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        factor, divisor, cap = (getattr(config, name, None) for name in names)
         multiplies = isinstance(factor, float) and factor != 1
         divides = isinstance(divisor, (int, float)) and divisor != 1
         return cls(factor if multiplies else None, divisor if divides else None, cap or None)
@@ -144,11 +141,10 @@ def layout_of(model: PreTrainedModel) -> Layout:
     for kind, layer in zip(kinds, cache.layers, strict=True):
         if isinstance(layer, DynamicLayer):
             windows[kind] = getattr(layer, "sliding_window", None)
-    keyed = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    return Layout(
-        [_shape_of(layer) for layer in cache.layers], [_states_of(layer) for layer in cache.layers],
-        windows, logits.shape[-1], keyed[0].keys.dtype if keyed else model.dtype, cache_name,
-    )  # fmt: skip
+    keyed = [layer.keys.dtype for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    shapes, states = map(_shape_of, cache.layers), map(_states_of, cache.layers)
+    dtype = keyed[0] if keyed else model.dtype
+    return Layout([*shapes], [*states], windows, logits.shape[-1], dtype, cache_name)
 
 
 def _check_runnable(model: PreTrainedModel) -> None:
@@ -208,11 +204,9 @@ def _check_cache(name: str, cache: DynamicCache) -> None:
             f"{name} keeps state that cannot be rolled back by tokens ({', '.join(sorted(strange))}"
             "); run it with transformers' generate"
         )
-    filled = [
-        one.is_initialized if isinstance(one,
-                                         DynamicLayer) else any(one.has_previous_state.values())
-        for one in cache.layers if not isinstance(one, DummyLayer)
-    ]
+    filled = [one.is_initialized if isinstance(one, DynamicLayer)
+              else any(one.has_previous_state.values())
+              for one in cache.layers if not isinstance(one, DummyLayer)]
     if not filled or not all(filled):
         raise UnsupportedModel(
             f"{name} does not keep what it has read in transformers' cache; run it with "

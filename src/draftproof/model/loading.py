@@ -59,9 +59,7 @@ def embedded(name: str = "demo") -> Path:
     well."""
     folder = _EMBEDDED / name
     if not (folder / "config.json").is_file():
-        known = ", ".join(
-            sorted(path.name for path in _EMBEDDED.iterdir() if (path / "config.json").is_file())
-        )
+        known = ", ".join(sorted(path.parent.name for path in _EMBEDDED.glob("*/config.json")))
         raise ModelNotFound(f"there is no embedded model {name!r}; there are: {known}")
     return folder
 
@@ -79,12 +77,10 @@ def load_model(
     sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal LM or an encoder-decoder in evaluation mode, of an image-text model what reads text.
-    dtype None: the
-    checkpoint's own, or float32 where bfloat16
-    is not native. Weights that the checkpoint lacks are an error, those that go unused a warning.
 
-    sharding: a DistributedConfig of transformers, by which each rank loads its part and keeps it
-    where it is put.
+    dtype None: the checkpoint's own, or float32 where bfloat16 is not native. sharding: a
+    DistributedConfig of transformers, by which each rank loads its part and keeps it where it is
+    put. Weights that the checkpoint lacks are an error, those that go unused a warning.
     """
     name = resolve(model)
     with _clear_errors(name), _quiet(Path(name).exists()):
@@ -269,10 +265,7 @@ def _is_installed(package: str) -> bool:
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    names = {
-        "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
-        "fp64": "float64"
-    }
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
     found = getattr(torch, names.get(dtype, dtype), None)
     if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise BadInput(f"dtype was {dtype!r}; choose one of bfloat16, float16, float32, float64")
@@ -297,8 +290,7 @@ def _clear_errors(name: str) -> Iterator[None]:
             ) from error
         raise ModelNotFound(
             f"{name} is not a local folder and cannot be fetched from the hub "
-            f"({first_line(error)}); "
-            "check the name and the network, or give a folder"
+            f"({first_line(error)}); check the name and the network, or give a folder"
         ) from error
     except pickle.UnpicklingError as error:
         raise ModelNotFound(

@@ -32,10 +32,8 @@ class JointLinear(nn.Module):
     def __init__(self, outputs: int) -> None:
         super().__init__()
         self.out_features = outputs
-        # the layer as our kernels read it, if they do
-        self.native: Linear | None = None
-        # inputs and outputs that slices still wait for
-        self._last: tuple[Tensor, Tensor] | None = None
+        self.native: Linear | None = None                   # as our kernels read it, if they do
+        self._last: tuple[Tensor, Tensor] | None = None     # what slices still wait for
 
     def dense(self) -> Tensor:
         """[outputs, inputs] the weight, where it was not rounded."""
@@ -108,10 +106,8 @@ def pack_linears(model: nn.Module) -> int:
     owners = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     packed = 0
     for place, module in list(model.named_modules()):
-        single = {
-            name: child for name,
-            child in module._modules.items() if isinstance(child, nn.Linear) and packable(child)
-        }
+        single = {name: child for name, child in module._modules.items()
+                  if isinstance(child, nn.Linear) and packable(child)}
         groups = [{name: child} for name, child in single.items()]
         if not place.endswith(CROSSED):
             groups = together(single, lambda linear: (linear.in_features, linear.bias is None))
@@ -136,11 +132,8 @@ def packable(linear: nn.Linear) -> bool:
 def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
     """Layers of one module, by name; those of `JOINED` as one group if all are there, of one form.
     """
-    joined = [
-        {name: single[name] for name in names}
-        for names in JOINED
-        if all(name in single for name in names)
-    ]
+    joined = [{name: single[name] for name in names}
+              for names in JOINED if all(name in single for name in names)]
     alike = [group for group in joined if len({form(layer) for layer in group.values()}) == 1]
     grouped = {name for group in alike for name in group}
     return alike + [{name: layer} for name, layer in single.items() if name not in grouped]

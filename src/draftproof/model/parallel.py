@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -156,14 +156,10 @@ def _leave() -> None:
 
 def _is_about_ranks(error: BaseException | None) -> bool:
     """Whether a collective failed, rather than the computation around it."""
-    signs = (
-        "gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out",
-        "process group"
-    )
-    return (
-        isinstance(error, RuntimeError)
-        and (isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs))
-    )
+    signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out",
+             "process group")
+    said = any(sign in str(error) for sign in signs)
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or said)
 
 
 def load_sharded(
@@ -197,17 +193,12 @@ def check_engine(parallel: str) -> None:
 def _check_heads(model: str | Path, size: int) -> None:
     """Every rank takes as many heads as the others, of queries and of keys."""
     config = loading.load_config(model).get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    sharing = {
-        "attention heads": heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None) or heads
-    }
-    for what, count in sharing.items():
-        if count is not None and count % size:
-            fitting = [
-                str(ranks) for ranks in range(2, count + 1)
-                if not any((n or 0) % ranks for n in sharing.values())
-            ]
+    heads = getattr(config, "num_attention_heads", None) or 0
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    for what, count in (("attention heads", heads), ("key-value heads", key_heads)):
+        if count % size:
+            fitting = [str(ranks) for ranks in range(2, count + 1)
+                       if not heads % ranks and not key_heads % ranks]
             advice = f"start {' or '.join(fitting)}" if fitting else "run it in one process"
             raise BadInput(
                 f"{loading.resolve(model)} has {count} {what}, which {size} ranks cannot share "
@@ -231,15 +222,10 @@ def _by_plan(
             f"transformers has no tensor-parallel plan for {config.model_type} models; try "
             "'deepspeed'"
         )
-    return loading.load_model(
-        model, _lasting(dtype, config), None, DistributedConfig(tp_size=group.size, tp_plan="auto")
-    )
-
-
-def _lasting(dtype: str | torch.dtype | None, config: Any) -> str | torch.dtype | None:
-    """The dtype `load_model` would come to; parts are not cast afterwards."""
-    stored = config.dtype or torch.float32
-    return Device.found().dtype_for(stored) if dtype is None else dtype
+    if dtype is None:                               # parts are not cast when they are loaded
+        dtype = Device.found().dtype_for(config.dtype or torch.float32)
+    sharding = DistributedConfig(tp_size=group.size, tp_plan="auto")
+    return loading.load_model(model, dtype, None, sharding)
 
 
 def _by_deepspeed(

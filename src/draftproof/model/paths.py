@@ -26,20 +26,16 @@ def paths(target: Target) -> dict[str, str]:
         return found
     for kind in ("int8", "int4"):
         slow = slow_because(kind, target.dtype)
-        found[kind] = (
-            f"our {build} kernel" if slow is None
-            else f"right, and not quicker than the original: {slow}"
-        )
+        why = f"right, and not quicker than the original: {slow}"
+        found[kind] = why if slow else f"our {build} kernel"
     return found
 
 
 def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
     found, name = kernels(), type(target.model).__name__
-    own = (
-        "torch's operators in a short forward" if target._fast is not None
-        else "the model's own forward in transformers"
-    )
+    own = "the model's own forward in transformers"
+    own = own if target._fast is None else "torch's operators in a short forward"
     if target.skips_absent:
         return f"our {library().build} kernels, a read in one call"
     if any(getattr(one, "native", None) is not None for one in target.model.modules()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +70,8 @@ def quantized(
 
     kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
     use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings
-    gets weights of its own. In "int4" the head has 8
-    bits, and so has what does not divide into groups. Raises BadInput where this cannot be had.
+    gets weights of its own. In "int4" the head has 8 bits, and so has what does not divide into
+    groups. Raises BadInput where this cannot be had.
     """
     if kind not in KINDS:
         raise BadInput(f"quantize was {kind!r}; choose one of {', '.join(KINDS)}")
@@ -118,9 +118,8 @@ def quantized_and_compared(
     known = place.read() if place is not None else None
     if known is not None:
         facts, parts = known
-        with suppress(KeyError, TypeError, ValueError, AttributeError):     # of another layout
-            made = quantized(model, kind, give_up=give_up, ready=_restored(facts["layers"], parts))
-            return made, Quantization(*facts["cost"])
+        made = quantized(model, kind, give_up=give_up, ready=_restored(facts["layers"], parts))
+        return made, Quantization(*facts["cost"])
     with place.if_slow() if place is not None else nullcontext(dict[str, Any]()) as facts:
         made, cost = _quantized_and_compared(model, kind, text, give_up)
         named = {name.removesuffix(".whole"): one for name, one in made.named_modules()
@@ -153,12 +152,12 @@ def _quantized_and_compared(
     before, truth = weight_bytes(model), _log_probs(model, text)
     made = quantized(model, kind, give_up=give_up)
     after, log_probs = weight_bytes(made), _log_probs(made, text)
-    kl = (truth.exp() * (truth - log_probs)).sum(-1).mean() if len(truth) else torch.zeros(())
-    same = (
-        (truth.argmax(-1) == log_probs.argmax(-1)).double().mean() if len(truth) else torch.ones(())
-    )
+    kl, same = 0.0, 1.0
+    if len(truth):
+        kl = float((truth.exp() * (truth - log_probs)).sum(-1).mean())
+        same = float((truth.argmax(-1) == log_probs.argmax(-1)).double().mean())
     slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
-    return made, Quantization(kind, float(kl), float(same), len(truth), before, after, slow)
+    return made, Quantization(kind, kl, same, len(truth), before, after, slow)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -231,10 +230,8 @@ def _outputs(layer: Any) -> int:
 
 def _is_linear(layer: nn.Module) -> bool:
     """Whether a layer is a plain matrix, packed or not, that nobody has hooked into."""
-    known = (
-        type(layer) in (nn.Linear, Conv1D, PackedLinear, PackedSlice)
-        or type(layer).__name__ == "FalconLinear"
-    )
+    known = type(layer) in (nn.Linear, Conv1D, PackedLinear, PackedSlice)
+    known |= type(layer).__name__ == "FalconLinear"
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 

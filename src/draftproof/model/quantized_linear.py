@@ -155,9 +155,8 @@ class Int4Linear(QuantizedLinear):
 
     def _by_rows(self, rows: Tensor) -> Tensor:
         """A row at a time: no library's blocking can then mix one row's sums with another's."""
-        codes = torch.stack(
-            [self.weight & 15, self.weight >> 4], -1
-        ).view(self.out_features, -1, GROUP)
+        codes = torch.stack([self.weight & 15, self.weight >> 4], -1)
+        codes = codes.view(self.out_features, -1, GROUP)
         # [outputs, groups, 1]
         scale, offset = self.scales.float().transpose(0, 1)[..., None].unbind(2)
         weight = ((codes - 8.0) * scale + offset).view(self.out_features, -1)
@@ -169,10 +168,8 @@ def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """
     if linear_kernels() is None:
         return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
-    return (
-        None if kind == "int4" or dtype == torch.bfloat16
-        else f"our 8-bit kernel reads bfloat16, not {dtype}"
-    )
+    reads = kind == "int4" or dtype == torch.bfloat16
+    return None if reads else f"our 8-bit kernel reads bfloat16, not {dtype}"
 
 
 def bytes_of(*tensors: Tensor | None) -> int:

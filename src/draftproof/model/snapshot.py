@@ -27,19 +27,15 @@ class Snapshot(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, *, matrices: bool = False) -> Snapshot:
         modules = list(model.modules())
-        weights = [
-            one for module in modules for one in module._parameters.values() if one is not None
-        ]
-        values = [
-            one.detach().flatten()[:SAMPLE].to(weights[0].device, torch.float32) for one in weights
-            if one.dim() == 1 or matrices
-        ]
+        parameters = (one for module in modules for one in module._parameters.values())
+        weights = [one for one in parameters if one is not None]
+        compared = [one.detach() for one in weights if one.dim() == 1 or matrices]
+        values = [one.flatten()[:SAMPLE].to(weights[0].device, torch.float32) for one in compared]
         return cls(
             [*map(id, modules), *(one for module in modules for one in _hooked(module))],
             [_adapters(one) for one in modules if "merged_adapters" in vars(one)],
-            list(map(_place, weights)),
-            torch.cat(values) if values else torch.empty(0)
-        )
+            list(map(_place, weights)), torch.cat(values) if values else torch.empty(0),
+        )  # fmt: skip
 
     def same(self, other: Snapshot) -> bool:
         return self[:3] == other[:3] and torch.equal(self.values, other.values)

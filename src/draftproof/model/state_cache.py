@@ -87,11 +87,9 @@ class StateCache(KVCache):
                 two = (own, made)
                 keys = HybridLayer(*two, keys) if isinstance(keys, KVLayer) else StateLayer(*two)
             layers.append(keys)
-        lengths, text = (
-            torch.zeros(*size, dtype=torch.int64, device=device)
-            for size in ((rows,), (rows, capacity))
-        )
-        return cls(layers, lengths, capacity, torch.zeros(rows, dtype=torch.int64), text, steps)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        text, waiting = lengths[:, None].repeat(1, capacity), torch.zeros(rows, dtype=torch.int64)
+        return cls(layers, lengths, capacity, waiting, text, steps)
 
     @cached_property
     def stores(self) -> None:
@@ -117,7 +115,8 @@ class StateCache(KVCache):
         if known is None:
             self._reads.marks = self._reads.marks if first else []
             skipped = [waiting + first for waiting in self.waiting.tolist()]
-            start, known = self.lengths - self.waiting.to(device), self._states()
+            start = self.lengths - self.waiting.to(device)
+            known = [layer.states for layer in self._stateful]
         else:
             start, skipped = self.lengths + first, [0] * rows
         there = (before + n - first for before, n in zip(skipped, self._reads.present, strict=True))
@@ -178,15 +177,11 @@ class StateCache(KVCache):
 
     def _view(self, start: int, stop: int) -> Self:
         layers = [layer.rows(start, stop) for layer in self.layers]
-        lengths, waiting, text = (
-            part[start:stop] for part in (self.lengths, self.waiting, self.text)
-        )
+        lengths, waiting = self.lengths[start:stop], self.waiting[start:stop]
+        text = self.text[start:stop]
         view = type(self)(layers, lengths, self.capacity, waiting, text, self.steps)
         view._reach, view._reads = self._reach, self._reads
         return view
-
-    def _states(self) -> list[tuple[Tensor, ...]]:
-        return [layer.states for layer in self._stateful]
 
     def _known(self, first: int) -> list[tuple[Tensor, ...]] | None:
         """The states behind the first nodes of every row that goes on, if all are known."""

@@ -24,8 +24,8 @@ class Codec:
         self.tokenizer = tokenizer
         self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special_tokens = {token: str(one.content) for token,
-                               one in added.items() if one.special}
+        special = ((token, one) for token, one in added.items() if one.special)
+        self.special_tokens = {token: str(one.content) for token, one in special}
 
     @property
     def pad_token(self) -> int:
@@ -70,9 +70,8 @@ class Codec:
         mine, theirs = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         shared = mine.keys() & theirs.keys()
         smaller = min(len(mine), len(theirs))
-        return (
-            len(shared) >= 0.99 * smaller and all(mine[token] == theirs[token] for token in shared)
-        )
+        same = all(mine[token] == theirs[token] for token in shared)
+        return same and len(shared) >= 0.99 * smaller
 
 
 class TextStream:
@@ -88,10 +87,9 @@ class TextStream:
         self._before = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
-        self._stream = (
-            DecodeStream(self._before, skip_special_tokens=True) if self._backend is not None
-            else None
-        )
+        self._stream: DecodeStream | None = None
+        if self._backend is not None:
+            self._stream = DecodeStream(self._before, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
@@ -136,8 +134,6 @@ class TextStream:
         return []
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        ))

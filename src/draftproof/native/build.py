@@ -22,12 +22,8 @@ from typing import NamedTuple
 from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
-SOURCES = [
-    HERE / f"{name}.c"
-    for name in (
-        "noise", "layers", "attention", "linear", "drafting", "heads", "lookup", "ensemble"
-    )
-]
+_NAMES = ("noise", "layers", "attention", "linear", "drafting", "heads", "lookup", "ensemble")
+SOURCES = [HERE / f"{name}.c" for name in _NAMES]
 LEVELS = ("portable", "avx2", "avx512", "amx")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 UNFUSED = {"noise": LEVELS, "layers": LEVELS[:1]}
@@ -38,8 +34,8 @@ SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
 processor has."""
 _AVX2 = {
     "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi1": "bmi", "bmi2": "bmi2", "abm": "lzcnt",
-    "popcnt": "popcnt"
-}
+    "popcnt": "popcnt",
+}  # fmt: skip
 _AVX512 = {f"avx512{one}": f"avx512{one}" for one in ("f", "bw", "vl", "dq")} | {
     f"avx512_{one}": f"avx512{one}" for one in ("vnni", "bf16")
 }
@@ -102,12 +98,10 @@ def load() -> Library:
 def opened(build: str) -> ctypes.CDLL:
     """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had.
     """
-    paths = [
-        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
-    ]
-    openmp = [
-        path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))
-    ]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    names = ("libgomp", "libiomp5", "libomp")
+    openmp = [path for path in paths if Path(path).name.startswith(names)]
     if not openmp:
         raise OSError("this torch has no OpenMP; install one that has")
     # torch's own threads: a second pool would compete with them
@@ -121,9 +115,8 @@ def opened(build: str) -> ctypes.CDLL:
 def options(build: str, source: Path) -> list[str]:
     """What a compiler is told of one source of a build."""
     alone = build.partition("-")[0] in UNFUSED.get(source.stem, ())
-    return [
-        *FLAGS, *(f"-m{name}" for name in BUILDS[build].values()), *["-ffp-contract=off"] * alone
-    ]
+    own = (f"-m{name}" for name in BUILDS[build].values())
+    return [*FLAGS, *own, *["-ffp-contract=off"] * alone]
 
 
 def compile_to(target: Path, build: str, compiler: str) -> None:
@@ -132,12 +125,8 @@ def compile_to(target: Path, build: str, compiler: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         done, digest = Path(folder) / "library", Path(folder) / "digest"
         objects = {source: str(Path(folder) / f"{source.stem}.o") for source in SOURCES}
-        _run(
-            *(
-                [compiler, *options(build, source), "-c", str(source), "-o", made]
-                for source, made in objects.items()
-            )
-        )
+        _run(*([compiler, *options(build, source), "-c", str(source), "-o", made]
+               for source, made in objects.items()))
         # OpenMP is torch's
         _run([compiler, "-shared", *objects.values(), "-o", str(done), "-lm"])
         digest.write_text(_digest(done))
@@ -177,9 +166,8 @@ def _found(build: str) -> Path:
         [found, "--version"], check=True, capture_output=True, text=True, timeout=60
     ).stdout
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~").expanduser() / ".cache")
-    for folder in (
-        Path(base) / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
-    ):
+    temporary = Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
+    for folder in (Path(base) / "draftproof", temporary):
         target = folder / f"{build}-{_key(build, found, version, platform.machine())}.so"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -195,9 +183,8 @@ def _found(build: str) -> Path:
 
 def _key(build: str, *more: str) -> str:
     texts = [path.read_text() for path in (*sorted(HERE.glob("*.h")), *SOURCES)]
-    return hashlib.sha256(
-        repr([texts, *(options(build, one) for one in SOURCES), more]).encode()
-    ).hexdigest()[:16]
+    said = repr([texts, *(options(build, one) for one in SOURCES), more])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _digest(library: Path) -> str:

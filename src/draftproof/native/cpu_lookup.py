@@ -119,23 +119,15 @@ class LookupFunctions:
     ) -> tuple[Pool, TokenTree]:
         counts_at = Counts(*pointers(counts.rows, counts.all), *counts.numbers)
         rows = len(trees[0].tokens)
-        held = [
-            [
-                tree.tokens.contiguous(), tree.parents.contiguous(),
-                None if chances is None else chances.float().contiguous()
-            ]
-            for tree in trees for chances in (tree.confidence,)
-        ]
-        require(
-            rows == len(counts.rows)
-            and all(tree.tokens.shape == tree.parents.shape for tree in trees)
-        )
-        kinds = {(len(tree.tokens), tree.tokens.dtype, tree.parents.dtype) for tree in trees}
-        require(kinds == {(rows, torch.int64, torch.int64)})
-        sizes = [tree.tokens.shape[1] for tree in trees]
-        members = (Member * len(trees))(
-            *(Member(*pointers(*h), size) for h, size in zip(held, sizes, strict=True))
-        )
+        held, members, sizes = [], (Member * len(trees))(), [one.tokens.shape[1] for one in trees]
+        fits = rows == len(counts.rows)
+        for number, tree in enumerate(trees):
+            fits &= tree.tokens.shape == tree.parents.shape == (rows, sizes[number])
+            fits &= tree.tokens.dtype == tree.parents.dtype == torch.int64
+            chances = None if tree.confidence is None else tree.confidence.float().contiguous()
+            held.append((tree.tokens.contiguous(), tree.parents.contiguous(), chances))
+            members[number] = Member(*pointers(*held[-1]), sizes[number])
+        require(fits)
         pool = Pool(*torch.empty(3, rows, sum(sizes), dtype=torch.int64))
         out = TreeBuffer(rows, min(nodes, sum(sizes)))
         given = (ctypes.addressof(counts_at), everyone.data_ptr(), members, len(trees), rows)

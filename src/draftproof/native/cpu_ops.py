@@ -157,9 +157,8 @@ class DraftFunctions:
         rows, nodes = target_tokens.shape
         require(tree.tokens.shape == target_tokens.shape)
         if nodes == 1:
-            return Accepted(
-                *_root_alone(rows), root=target_tokens[:, 0], drafted=_none_drafted(rows)
-            )
+            alone, count, drafted = _root_alone(rows)
+            return Accepted(alone, count, target_tokens[:, 0], drafted=drafted)
         tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
         deep = tree.depth_limit + 1
         path = torch.empty(rows, deep, dtype=torch.int64)
@@ -287,13 +286,8 @@ class DraftFunctions:
 
 
 @lru_cache(maxsize=64)
-def _root_alone(rows: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1] the accepted nodes where only the root was read, and [rows] how many. Nobody writes
-    in these."""
-    return torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
-
-
-@lru_cache(maxsize=64)
-def _none_drafted(rows: int) -> Tensor:
-    """[rows, 2] `Accepted.drafted` where only the root was read."""
-    return torch.zeros(rows, 2, dtype=torch.int64)
+def _root_alone(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The accepted nodes [rows, 1] where only the root was read, how many [rows], and what was
+    drafted [rows, 2]. Nobody writes in these."""
+    nodes, drafted = (torch.zeros(rows, size, dtype=torch.int64) for size in (1, 2))
+    return nodes, torch.ones(rows, dtype=torch.int64), drafted

@@ -31,10 +31,8 @@ class Read(ctypes.Structure):
     """What all layers of one read share; as in model.h."""
 
     _fields_ = (
-        *_fields(
-            "", "rows nodes first heads key_heads head_dim capacity window context threads turned "
-            "stores",
-        ),
+        *_fields("", "rows nodes first heads key_heads head_dim capacity"),
+        *_fields("", "window context threads turned stores"),
         *_fields("lengths parents cosines sines starts which", "", "scale"),
     )
 
@@ -82,10 +80,9 @@ class Model(ctypes.Structure):
     """A model: its layers, and what lies between these and tokens; as in model.h."""
 
     _fields_ = (
-        (
-            "layers", ctypes.POINTER(Layer)
-        ), *_fields("", "count vocab ways gelu"), *_fields("last embeddings"),
-        ("head", ctypes.POINTER(Linear)), ("norm", Norm), ("loud", ctypes.c_float),
+        ("layers", ctypes.POINTER(Layer)), *_fields("", "count vocab ways gelu"),
+        *_fields("last embeddings"), ("head", ctypes.POINTER(Linear)), ("norm", Norm),
+        *_fields("", "", "loud"),
     )  # fmt: skip
 
     @classmethod
