@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
-from draftproof.bench.measure import Bench, Setting
-from draftproof.bench.methods import OurEngine, load_methods
+from draftproof.bench.measure import Bench, OurEngine, Setting
+from draftproof.bench.methods import load_methods
 from draftproof.bench.report import compute
 from draftproof.errors import BadInput
 

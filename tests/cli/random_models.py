@@ -12,14 +12,16 @@ from draftproof import embedded
 
 
 def save_model(
-    folder: Path, *, layers: int = 2, context: int = 256, seed: int = 0, broken: bool = False
-) -> Path:
-    """A random Llama with the demo's tokenizer; `broken`: with NaN weights."""
+    folder: Path, *, layers: int = 2, context: int = 256, seed: int = 0, broken: bool = False,
+    spread: float = 0.3,
+) -> Path:  # fmt: skip
+    """A random Llama with the demo's tokenizer, surer with a wider spread of its weights; `broken`:
+    with NaN weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context,
-        bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=0, initializer_range=spread,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     if broken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from helpers.bug_catalog import drawn
+from random_models import save_model
 
-from draftproof import embedded
 from draftproof.core.params import Sampling
 from draftproof.verify.audit import Text
 from draftproof.verify.engines import ModelLaw
@@ -26,17 +24,7 @@ from draftproof.verify.engines import ModelLaw
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the demo's tokenizer, sharp enough for a small sample."""
-    folder = tmp_path_factory.mktemp("served")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, initializer_range=0.8,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(embedded("demo") / name, folder / name)
-    return folder
+    return save_model(tmp_path_factory.mktemp("served"), layers=1, spread=0.8)
 
 
 Call = Callable[..., Any]

@@ -120,21 +120,14 @@ def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path:
     assert found[4]["custom_id"] == "c"
 
 
-def test_a_finished_file_is_left_alone(call: Call, target: str, rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    call(*args(target, rows, out))
-    before = out.read_bytes()
-    said = call(*args(target, rows, out))
-    assert said.code == 0 and "complete" in said.err
-    assert out.read_bytes() == before
-
-
-def test_results_of_another_run_are_never_overwritten(
+def test_results_that_are_there_are_never_overwritten(
     call: Call, target: str, rows: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
     call(*args(target, rows, out))
     before = out.read_bytes()
+    again = call(*args(target, rows, out))
+    assert again.code == 0 and "complete" in again.err
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace("Once", "Twice"))
     assert "another input" in call(*args(target, other, out)).err
@@ -146,6 +139,8 @@ def test_results_of_another_run_are_never_overwritten(
         assert call(*args(target, rows, notes)).code == 1
         assert notes.read_text() == text
     assert "itself" in call(*args(target, rows, rows)).err
+    (empty := tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "no rows" in call(*args(target, empty, tmp_path / "none.jsonl")).err
 
 
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -185,9 +180,3 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
     for row, reason in zip(found[::2], bad.values(), strict=True):
         assert reason in row["error"], row
     assert {row["text"] for row in found[1::2]} == {found[1]["text"]}
-
-
-def test_a_file_without_rows_is_one_sentence(call: Call, target: str, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("\n\n")
-    said = call(*args(target, tmp_path / "in.jsonl", tmp_path / "out.jsonl"))
-    assert said.code == 1 and "no rows" in said.err

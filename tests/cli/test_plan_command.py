@@ -67,6 +67,7 @@ def test_logs_are_planned_for_a_machine_that_is_not_here(
 @pytest.mark.parametrize(("options", "why"), [
     (("--batch", "0"), "batch was 0"), (("--tokens", "0"), "tokens was 0"),
     (("--machine", "abacus"), "abacus"), (("--logs", "nowhere.jsonl"), "nowhere.jsonl"),
+    (("--json", "/no/folder/plan.json"), "there is no folder /no/folder"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused(
     refused: Call, target: str, options: tuple[str, ...], why: str

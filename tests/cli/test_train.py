@@ -48,16 +48,6 @@ def test_a_trained_head_decodes_the_targets_own_text(
     assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
 
 
-def test_the_same_command_finds_its_work_done(call: Call, target: str, texts: str,
-                                              tmp_path: Path) -> None:
-    command = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "heads"),
-               "--heads", "1", *SHORT)
-    assert call(*command).code == 0
-    assert "is complete" in call(*command).err
-    other = call(*command, "--lr", "0.5")
-    assert other.code == 1 and "rate" in other.err and "another --out" in other.err
-
-
 def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: str, texts: str,
                                                            tmp_path: Path) -> None:
     pytest.importorskip("peft")

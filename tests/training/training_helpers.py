@@ -17,10 +17,10 @@ from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.engine.engine import Engine
 from draftproof.model.loading import load_tokenizer
 from draftproof.training.config import TrainConfig
-from draftproof.training.heads import FrozenTarget
+from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batches, Example, Rows
 from draftproof.training.self_generate import Progress
-from draftproof.training.trainer import Evaluation, Trainer
+from draftproof.training.trainer import Trainer
 
 LENGTH = 32
 

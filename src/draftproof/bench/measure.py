@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from draftproof.core.params import Sampling
+from draftproof.engine.engine import Engine
 from draftproof.engine.stats import RoundStats
 
 Clock = Callable[[], float]
@@ -39,17 +40,28 @@ class Output(NamedTuple):
     """New tokens per prompt; when the first token came, by the clock; counts of all rows."""
 
     tokens: list[list[int]]
-    first_token: float | None = None
-    stats: RoundStats | None = None
+    first_token: float | None
+    stats: RoundStats
 
 
-class Method(Protocol):
-    """One way to decode."""
+class OurEngine:
+    """An engine as a user calls it; a single prompt is streamed, to see its first token come."""
 
-    name: str
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
 
     def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
         """Complete all prompts (token ids), at most `batch` rows side by side."""
+        first, total = None, RoundStats()
+        if len(prompts) == 1:
+            chunks = self.engine.stream(prompts[0], sampling=sampling)
+            arrived = [(clock(), chunk.completion) for chunk in chunks]
+            first, done = arrived[0][0], [one for _, one in arrived if one is not None]
+        else:
+            done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
+        for completion in done:
+            total.add(completion.checked().stats)
+        return Output([completion.tokens for completion in done], first, total)
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,8 @@ class Trial:
     prompts: tuple[int, ...]
     tokens: list[list[int]]
     seconds: float
-    first_token: float | None = None
-    stats: RoundStats | None = None
+    first_token: float | None
+    stats: RoundStats
 
     @property
     def count(self) -> int:
@@ -83,7 +95,7 @@ class Bench:
     prompts: token ids. sampling: what all settings share. rounds: repetitions of each group.
     """
 
-    methods: Sequence[Method]
+    methods: Sequence[OurEngine]
     prompts: Prompts
     settings: Sequence[Setting]
     sampling: Sampling
@@ -120,7 +132,7 @@ class Bench:
                     self.trials.append(trial)
 
     def _trial(
-        self, method: Method, setting: Setting, number: int, group: int, new_tokens: int
+        self, method: OurEngine, setting: Setting, number: int, group: int, new_tokens: int
     ) -> Trial:
         indices = self.groups(setting)[group]
         prompts = [self.prompts[i] for i in indices]

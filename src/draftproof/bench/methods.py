@@ -6,33 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftproof.bench.inflate import load_inflated
-from draftproof.bench.measure import PLAIN, Clock, Output, Prompts
-from draftproof.core.params import Sampling
+from draftproof.bench.measure import PLAIN, OurEngine
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import HEADS, load
-from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import pack_linears
-
-
-class OurEngine:
-    """An engine as a user calls it; a single prompt is streamed, to see its first token come."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name, self.engine = name, engine
-
-    def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
-        first, total = None, RoundStats()
-        if len(prompts) == 1:
-            chunks = self.engine.stream(prompts[0], sampling=sampling)
-            arrived = [(clock(), chunk.completion) for chunk in chunks]
-            first, done = arrived[0][0], [one for _, one in arrived if one is not None]
-        else:
-            done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
-        for completion in done:
-            total.add(completion.checked().stats)
-        return Output([completion.tokens for completion in done], first, total)
 
 
 def load_methods(

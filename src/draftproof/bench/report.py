@@ -90,8 +90,8 @@ def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Fi
         ratios.setdefault(ours.group, []).append(ratio)
         differ += [(ours.prompts[i] + 1, place) for i, text in enumerate(ours.tokens)
                    if (place := first_difference(text, theirs.tokens[i])) is not None]
-    for counted in (trial.stats for trial in trials if trial.stats is not None):
-        stats.add(counted)
+    for trial in trials:
+        stats.add(trial.stats)
     texts = sum(len(ours.tokens) for ours, _ in pairs)
     speed, spent = median(one.count / one.seconds for one in trials), sum(stats.seconds.values())
     firsts = [trial.first_token for trial in trials if trial.first_token is not None]

@@ -22,34 +22,10 @@ if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
     from draftproof.verify.report import Report, Section, Tick
 
-
 Part = StrEnum("Part", ["law", "sampling", "bits", "architectures"])
 """What is proved."""
-
-
-def _file(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="FILE", help=text)
-
-
-Model = Annotated[
-    str | None, typer.Argument(help="demo (default), a folder, or a hub id.", show_default=False)
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Everything scaled down, in about a minute.")]
-Parts = Annotated[
-    list[Part] | None,
-    typer.Option(
-        "--section", metavar="NAME", help=f"Only {', '.join(Part)}; repeatable.", show_default=False
-    ),
-]
-JsonFile = Annotated[Path | None, _file("--json", "The report, for machines.")]
-HtmlFile = Annotated[Path | None, _file("--html", "The certificate, one page.")]
-MarkdownFile = Annotated[Path | None, _file("--markdown", "The certificate, in Markdown.")]
-ModelsFile = Annotated[
-    Path | None, _file("--models", "Write the lists of architectures in this page anew.")
-]
-SeedOf = Annotated[int, typer.Option("--seed", metavar="S", help="Where the random numbers start.")]
-
-
+_option = partial(opt.option, None)
+Sections = list[Part] | None
 NAMES = (
     "assistant_model", "drafter", "budget", "draft_tree", "dtype", "device", "quantize",
     "quantize_draft", "kv_cache", "trust_remote_code",
@@ -58,16 +34,22 @@ NAMES = (
 
 @opt.with_options(engine=NAMES)
 def prove(
-    model: Model = None, quick: Quick = False, section: Parts = None, seed: SeedOf = 0,
-    json_: JsonFile = None, html: HtmlFile = None, markdown: MarkdownFile = None,
-    models: ModelsFile = None,
-    *, engine: dict[str, Any],
-) -> None:  # fmt: skip
+    model: opt.Model = "demo",
+    quick: Annotated[bool, _option(None, "All scaled down, in about a minute.", "--quick")] = False,
+    section: Annotated[Sections, _option("NAME", f"Only {', '.join(Part)}; repeatable.")] = None,
+    seed: Annotated[int, _option("S", "Where the random numbers start.")] = 0,
+    json_: Annotated[Path | None, _option("FILE", "The report, for machines.", "--json")] = None,
+    html: Annotated[Path | None, _option("FILE", "The certificate, one page.")] = None,
+    markdown: Annotated[Path | None, _option("FILE", "The certificate, in Markdown.")] = None,
+    models: Annotated[Path | None, _option("FILE", "Write the lists in this page anew.")] = None,
+    *,
+    engine: dict[str, Any],
+) -> None:
     """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
     must_have_folders(json_, html, markdown, models)
-    if model is None and not engine.keys() & {"drafter", "assistant_model"}:
+    if model == "demo" and not engine.keys() & {"drafter", "assistant_model"}:
         engine["assistant_model"] = "demo-draft"
-    setup = EngineConfig(model or "demo", **engine)
+    setup = EngineConfig(model, **engine)
     found = _run(setup, quick, [part.value for part in section or Part], seed)
     pages = ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown))
     for file, page in pages:

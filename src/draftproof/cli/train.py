@@ -17,8 +17,8 @@ from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainCon
 from draftproof.training.texts import DataConfig
 
 if TYPE_CHECKING:
+    from draftproof.training.heads import Evaluation
     from draftproof.training.self_generate import Progress as Written
-    from draftproof.training.trainer import Evaluation
 
 Method = StrEnum("Method", ["medusa", "redrafter"])
 _text, _medusa = partial(opt.option, "Text"), partial(opt.option, "Medusa")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,23 @@ from draftproof.drafters.base import DraftHead
 from draftproof.drafters.losses import Scores, head_loss, score
 from draftproof.model.target import Target
 from draftproof.training.rows import Batch
-from draftproof.training.trainer import Evaluation
 
 CACHED, MEMORY = 1 << 24, 1 << 30
 """Bytes of logits made at a time: what a CPU's caches hold, and a small part of other memories."""
 
 
+class Evaluation(NamedTuple):
+    """How good a head is on held-out rows, by its steps; figures: what else was measured."""
+
+    loss: float
+    top1: list[float]
+    top5: list[float]
+    tokens_per_round: float
+    figures: dict[str, float]
+
+
 class FrozenTarget:
-    """The head learns, the target only reads. Implements `training.trainer.Trainable`.
+    """What is trained: the head learns, the target only reads.
 
     The head computes in bfloat16 where the target does, on weights kept in float32.
     """
@@ -29,9 +38,11 @@ class FrozenTarget:
         self.head, self.target, self.objective = head, target, objective
 
     def param_groups(self) -> list[dict[str, Any]]:
+        """What to optimise: "params", and perhaps a "factor" of the learning rate."""
         return [{"params": list(trained(self.head).values())}]
 
     def backward(self, batch: Batch, share: float) -> Tensor:
+        """Add the gradient of `share` times the loss, and return that."""
         with torch.no_grad():
             features = read(self.target, batch, self.head, self.objective != "ce")
         return backward(self.head, features, self.target, self.objective, share)

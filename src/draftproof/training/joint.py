@@ -21,9 +21,8 @@ from draftproof.drafters.base import DraftHead
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.config import JointConfig
-from draftproof.training.heads import FrozenTarget, autocast, backward, read, trained
+from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
 from draftproof.training.rows import Batch
-from draftproof.training.trainer import Evaluation
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""

@@ -42,7 +42,7 @@ from draftproof.training.self_generate import (
     by_transformers,
 )
 from draftproof.training.texts import Document
-from draftproof.training.trainer import Callback, Silent, Trainable, Trainer
+from draftproof.training.trainer import Callback, Silent, Trainer
 
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
@@ -192,7 +192,7 @@ class _Run:
                 both.merged().save_pretrained(part)
                 self.codec.tokenizer.save_pretrained(part)
 
-    def _stage(self, trainable: Trainable, folder: Path) -> None:
+    def _stage(self, trainable: FrozenTarget, folder: Path) -> None:
         batches = Batches(self.train, self.config.batch, self.config.seed)
         held_out = Batches(self.held_out, self.config.batch, 0).sample(EVALUATED)
         trainer = Trainer(trainable, batches, held_out, self.config, folder, self.settings,

@@ -1,4 +1,4 @@
-"""The training loop: schedule, optimiser, checkpoints, log. Knows nothing of heads.
+"""The training loop: schedule, optimiser, checkpoints, log.
 
 A run killed at any moment and resumed ends as an uninterrupted one: batches, dropout and schedule
 are functions of (seed, step), and the checkpoint holds the rest.
@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from draftproof.errors import BadInput
 from draftproof.training.config import TrainConfig
 from draftproof.training.files import same_settings, whole
+from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batch, Batches
 from draftproof.training.self_generate import Progress
 
@@ -31,30 +32,6 @@ EVALUATIONS = 12
 """On held-out rows in a run, the last at its end."""
 TRIAL, TRIAL_SECONDS = 24, 10.0
 """Batches, and seconds, that are tried to learn how fast this machine is."""
-
-
-class Evaluation(NamedTuple):
-    """How good a head is on held-out rows, by its steps; figures: what else was measured."""
-
-    loss: float
-    top1: list[float]
-    top5: list[float]
-    tokens_per_round: float
-    figures: dict[str, float]
-
-
-class Trainable(Protocol):
-    """What is trained."""
-
-    def param_groups(self) -> list[dict[str, Any]]:
-        """What to optimise: "params", and the "factor" of the learning rate."""
-
-    def backward(self, batch: Batch, share: float) -> Tensor:
-        """Add the gradient of `share` times its loss, and return that."""
-
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
-    def state(self) -> dict[str, Tensor]: ...
-    def restore(self, state: dict[str, Tensor]) -> None: ...
 
 
 class Callback(Protocol):
@@ -82,7 +59,7 @@ class Trainer:
     """
 
     def __init__(
-        self, trainable: Trainable, batches: Batches, held_out: Sequence[Batch],
+        self, trainable: FrozenTarget, batches: Batches, held_out: Sequence[Batch],
         config: TrainConfig, folder: Path, settings: Mapping[str, Any], callback: Callback,
     ) -> None:  # fmt: skip
         self.trainable, self.batches, self.held_out = trainable, batches, held_out
