@@ -39,12 +39,10 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
     return {
         "suppress": {"suppress_tokens": [first, base[3]]},
         "suppress at the beginning": {"begin_suppress_tokens": [first]},
-        "bias of a sequence": {
-            "sequence_bias": [[[first], -50.0], [base[:2], 3.0]], "repetition_penalty": 1.3,
-        },
-        "end tokens are not banned": {
-            "bad_words_ids": [[third], [first, 8]], "eos_token_id": third,
-        },
+        "bias of a sequence": {"sequence_bias": [[[first], -50.0], [base[:2], 3.0]],
+                               "repetition_penalty": 1.3},
+        "end tokens are not banned": {"bad_words_ids": [[third], [first, 8]],
+                                      "eos_token_id": third},
         "forced first token": {"forced_bos_token_id": 7},
         "forced end": {"forced_eos_token_id": [7, 8]},
         "min_length": {"min_length": 12, "eos_token_id": third},
@@ -55,12 +53,10 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
         "penalty of the prompt": {"encoder_repetition_penalty": 1.6, "repetition_penalty": 1.2},
         "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
         "invalid values": {"remove_invalid_values": True, "suppress_tokens": [first]},
-        "penalties": {
-            "repetition_penalty": 4.0, "no_repeat_ngram_size": 2, "renormalize_logits": True,
-        },
-        "of sampling, greedily": {
-            "typical_p": 0.3, "top_h": 0.4, "eta_cutoff": 0.3, "do_sample": False,
-        },
+        "penalties": {"repetition_penalty": 4.0, "no_repeat_ngram_size": 2,
+                      "renormalize_logits": True},
+        "of sampling, greedily": {"typical_p": 0.3, "top_h": 0.4, "eta_cutoff": 0.3,
+                                  "do_sample": False},
     }  # fmt: skip
 
 

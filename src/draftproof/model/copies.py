@@ -42,21 +42,14 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             f"{type(model).__name__} does not keep its layers in one list; draft with another model"
         )
     stacks[0]._modules = dict(list(stacks[0]._modules.items())[:count])
-    config = _shortened(model.config, count)
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = text.layer_types[:count]
     for module in short.modules():
         if getattr(module, "config", None) is model.config:
             module.config = config
-    return short
-
-
-def _shortened(config: Any, count: int) -> Any:
-    """The configuration of a model with its first `count` layers only."""
-    short = copy.deepcopy(config)
-    text = short.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    text.num_hidden_layers = count
-    if kinds is not None:
-        text.layer_types = kinds[:count]
     return short
 
 

@@ -44,7 +44,7 @@ class DraftLayers:
     """
 
     def __init__(self, config: Any, layers: Sequence[nn.Module], rotary: Any) -> None:
-        self.config, self.layers, self.rotary = config, list(layers), rotary
+        self.config, self.rotary, self.layers = config, rotary, list[Any](layers)
         window = getattr(config, "sliding_window", None)
         usual = "sliding_attention" if window else "full_attention"     # Mistral's have no types
         kinds = getattr(config, "layer_types", None) or [usual] * len(self.layers)
@@ -55,8 +55,8 @@ class DraftLayers:
             raise UnsupportedModel(f"the draft layers have {what}, which nothing here drafts with")
 
     def norm(self, size: int) -> nn.Module:
-        example = cast(Any, self.layers[0]).input_layernorm
-        return cast(nn.Module, type(example)(size, eps=self.config.rms_norm_eps))
+        kind: type[nn.Module] = type(self.layers[0].input_layernorm)
+        return kind(size, eps=self.config.rms_norm_eps)
 
     def angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions [B, N], in the dtype of `hidden`."""
@@ -77,7 +77,7 @@ class DraftLayers:
         self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor], mask: Mask, cache: KVCache
     ) -> Tensor:
         """[B, N, H] what the attention of a layer alone makes of `inputs`."""
-        out = cast(Any, self.layers[number]).self_attn(
+        out = self.layers[number].self_attn(
             hidden_states=inputs, position_embeddings=angles, past_key_values=cache,
             attention_mask=mask(self.windows[number]),
         )  # fmt: skip
@@ -87,7 +87,7 @@ class DraftLayers:
         self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """[B, heads, N, D] the keys and values that a layer's attention makes of `inputs`."""
-        attention = cast(Any, self.layers[number]).self_attn
+        attention = self.layers[number].self_attn
         heads = (*inputs.shape[:2], -1, attention.head_dim)
         keys = attention.k_norm(attention.k_proj(inputs).view(heads)).transpose(1, 2)
         cos, sin = (part[:, None] for part in angles)

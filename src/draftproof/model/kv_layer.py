@@ -144,12 +144,8 @@ class Int8Layer(KVLayer):
         cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
-        store = (rows, shape.heads, capacity)
-        codes = [
-            torch.zeros(*store, size, dtype=torch.int8, device=device)
-            for size in (shape.key_dim, shape.value_dim)
-        ]
-        return cls(*codes, *(torch.zeros(*store, 1, dtype=dtype, device=device) for _ in codes))
+        codes = KVLayer.empty(shape, rows, capacity, torch.int8, device).stores
+        return cls(*codes, *(one.new_zeros(*one.shape[:3], 1, dtype=dtype) for one in codes))
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
