@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import prompts, target
 
+import draftproof as dp
 from draftproof.core.params import Sampling
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.engine import Engine
@@ -23,6 +24,15 @@ def test_sizes_follow_each_other_in_blocks_and_noise_is_never_right() -> None:
     assert all(one.nodes == one.size for block in found[0] for one in block)
     assert {len(some) for some in by_size(found[0]).values()} == {4}
     assert all(one.drafting < one.seconds for some in by_size(found[1]).values() for one in some)
+
+
+def test_rounds_are_timed_once_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftproof.engine.prefill.TOGETHER", 1)     # each joins in another round
+    engine = dp.load("demo", drafter="none")
+    asked = [engine.requests.tokens("One day, a dog") for _ in range(3)]
+    (found,) = rounds(engine, [Noise(engine.target.vocab_size)], asked, Sampling(), [[0, 2]], 3)
+    assert [[one.size for one in block] for block in found] == [[n] * 3 for n in (0, 2, 2, 0)]
+    assert all(one.seconds > 0 and one.nodes == one.size for block in found for one in block)
 
 
 def test_a_machine_is_timed_at_every_batch_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

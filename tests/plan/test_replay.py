@@ -26,7 +26,7 @@ from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round
 from draftproof.model.target import Target
-from draftproof.plan.machine import Probe, Timed
+from draftproof.plan.machine import LIKELIEST, Probe, Timed
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import Virtual, replay
@@ -95,20 +95,31 @@ def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float,
         assert rows > 1 or seconds > sum(rounds) - 1e-6
 
 
-def test_behind_rejected_nodes_it_is_as_behind_the_same_token_in_another_text() -> None:
-    """Of a tree 5 - (6 - 9), 7, 8 the text has 5, 6; another text has 7; none has 8."""
+def test_what_the_target_said_is_known_behind_accepted_nodes_alone() -> None:
+    """Of a tree 5 - (6 - 9), 7 the text has 5, 6; another text, which comes later, has 7."""
     known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 3
              for number in (1, 2)]  # fmt: skip
     texts = [Text([4, 5, 6, 7], 1, Sampling(), None, known[0]),
              Text([1, 7, 9, 2], 1, Sampling(), None, known[1])]
     played = PlayedDrafter(texts, TokenRecycling())
-    tree = TokenTree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 0, 1]]), 2)
-    nothing = Successors(tree, torch.zeros(1, 5, 1), torch.zeros(1, 5, 1))
+    assert played.wants_top == TokenRecycling.wants_top
+    tree = TokenTree(torch.tensor([[5, 6, 7, 9]]), torch.tensor([[-1, 0, 0, 1]]), 2)
+    nothing = Successors(tree, torch.zeros(1, 4, 1), torch.zeros(1, 4, 1))
     commit = Commit([0], torch.tensor([[5, 6]]), torch.tensor([[0, 1]]), torch.tensor([2]), None,
                     nothing)  # fmt: skip
     seen = played._successors(commit, [(0, 1)])
-    assert seen.tree.tokens.tolist() == [[5, 6, 7, ABSENT, 9]]
-    assert seen.tokens[0, [0, 1, 2, 4], 0].tolist() == [11, 12, 21, 22]
+    assert seen.tree.tokens.tolist() == [[5, 6, ABSENT, ABSENT]]
+    assert seen.tokens[0, [0, 1], 0].tolist() == [11, 12]
+
+
+def test_finding_likely_successors_costs_what_it_was_timed_to_cost() -> None:
+    timed = tuple(Timed(LIKELIEST, False, 1, nodes, 0.5 * (1 + nodes)) for nodes in (0, 2))
+    for name, seconds in (("recycling", 2.5), ("merged heads", 1.0)):   # these as a whole
+        own = (*timed, Timed("merged heads", False, 1, 0, 0.0))
+        budget = Virtual(Fixed(2), replace(ONE, drafts=own), name, False, 0, wants_top=True)
+        budget.nodes = 2.0
+        budget.record(Round(2, 1, [], 1, 0.0))
+        assert budget.total == seconds
 
 
 def test_a_prompt_read_beside_a_round_costs_its_tokens_alone() -> None:

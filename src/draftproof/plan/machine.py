@@ -22,8 +22,9 @@ SHARE_OF_BANDWIDTH, SHARE_OF_COMPUTE = 0.75, 0.5
 """What good kernels reach of a data sheet's figures."""
 
 
-ALLOWED = ""
-"""Stands for a drafter that drafts nothing of what it may."""
+ALLOWED, LIKELIEST = "", "likeliest"
+"""Stand for a drafter that drafts nothing of what it may, and for one that costs nothing but to
+find the likeliest successors of every node."""
 
 
 class Timed(NamedTuple):

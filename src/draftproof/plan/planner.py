@@ -26,9 +26,9 @@ from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.plan.limits import break_even, ceiling, entropy, trees
-from draftproof.plan.machine import Machine, Size, read_machine
+from draftproof.plan.machine import LIKELIEST, Machine, Size, read_machine
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
-from draftproof.plan.probe import probe
+from draftproof.plan.probe import Noise, probe
 from draftproof.plan.published import Bracket, brackets
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
@@ -226,6 +226,10 @@ class Planner:
         prompts = [text.tokens[: text.prompt] for text in self.texts[config.temperatures[0]]]
         most = max((one.default_budget for one in self.drafters.values()), default=0)
         heavy = {name: one for name, one in self.drafters.items() if not is_light(name)}
+        if top := max((one.wants_top for name, one in self.drafters.items() if name not in heavy),
+                      default=0):  # fmt: skip
+            heavy[LIKELIEST] = Noise(target.vocab_size, top=top)
+            heavy[LIKELIEST].default_budget = most
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), heavy,
                      self.progress)
 

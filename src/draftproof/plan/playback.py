@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,22 +45,14 @@ class Playback(Drafter):
 
 
 class PlayedDrafter(Playback):
-    """A drafter that runs as ever; what the target would have told it comes from the recording.
-
-    What it would say behind a rejected token is what it said behind that token in another text.
-    """
+    """A drafter that runs as ever; what the target would have told it comes from the recording,
+    which says nothing of rejected tokens."""
 
     def __init__(self, texts: Sequence[Text], inner: Drafter) -> None:
         super().__init__(texts, inner)
-        self.inner = inner
-        self.elsewhere: dict[int, dict[int, int]] = {}      # by token: text and place in `top`
-        self.starts, count = list[int](), 0
+        self.inner, self.wants_top = inner, inner.wants_top
         if inner.wants_top:
-            for number, text in enumerate(texts):
-                self.starts.append(count)
-                for token in text.tokens:
-                    self.elsewhere.setdefault(token, {})[number] = count
-                    count += 1
+            self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # places in `top`
             known = [text.likeliest for text in texts if text.likeliest is not None]
             self.top = [torch.cat(some) for some in list(zip(*known, strict=True))[:2]]
 
@@ -88,19 +81,13 @@ class PlayedDrafter(Playback):
         self.spent += time.perf_counter() - start
 
     def _successors(self, commit: Commit, begun: Sequence[tuple[int, int]]) -> Successors:
-        """Behind accepted nodes as it was, behind others as elsewhere; begun: text and place."""
+        """Behind accepted nodes as it was; nothing behind others. begun: texts and places."""
         assert commit.successors is not None
-        tree, places = commit.successors.tree, list[list[int]]()
-        accepted = zip(commit.nodes.tolist(), commit.count.tolist(), strict=True)
-        for line, (number, start), (nodes, count) in zip(
-            tree.tokens.tolist(), begun, accepted, strict=True
-        ):
-            found = [self.elsewhere.get(token, {}) for token in line]
-            places.append([next((at for text, at in one.items() if text != number), -1)
-                           for one in found])  # fmt: skip
-            for ahead, node in enumerate(nodes[:count]):
-                places[-1][node] = self.starts[number] + start + ahead
-        at = torch.tensor(places, device=tree.tokens.device)
+        tree = commit.successors.tree
+        at = torch.full_like(tree.tokens, -1)
+        for row, (number, start) in enumerate(begun):
+            nodes = commit.nodes[row, : int(commit.count[row])]
+            at[row, nodes] = self.starts[number] + start + torch.arange(len(nodes))
         known = replace(tree, tokens=torch.where(at < 0, ABSENT, tree.tokens))
         return Successors(known, *(some[at.clamp(min=0)] for some in self.top))
 

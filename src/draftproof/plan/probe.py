@@ -34,12 +34,13 @@ Progress = Callable[[str], None]
 
 class Noise(Drafter):
     """Chains of tokens that nobody would choose; they cost nothing. silent: it may, and does not.
+    top: the successors it wants of each node.
     """
 
     name = "noise"
 
-    def __init__(self, vocab_size: int, silent: bool = False) -> None:
-        self.vocab_size, self.silent = vocab_size, silent
+    def __init__(self, vocab_size: int, silent: bool = False, top: int = 0) -> None:
+        self.vocab_size, self.silent, self.wants_top = vocab_size, silent, top
 
     def propose(self, frontier: Frontier) -> TokenTree:
         if self.silent:
@@ -51,16 +52,17 @@ class Noise(Drafter):
 
 
 class Turns(Budget):
-    """Sizes that take turns."""
+    """Sizes that take turns, once there are so many rows."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.most, self.left, self.done = max(sizes), list(sizes), list[Round]()
+    def __init__(self, sizes: Sequence[int], rows: int) -> None:
+        self.most, self.left, self.done, self.rows = max(sizes), list(sizes), list[Round](), rows
 
     def choose(self, state: State) -> int:
-        return self.left.pop() if self.left else 0
+        return self.left.pop() if self.left and state.rows == self.rows else 0
 
     def record(self, done: Round) -> None:
-        self.done.append(done)
+        if done.rows == self.rows:
+            self.done.append(done)
 
 
 class Seen(NamedTuple):
@@ -78,9 +80,10 @@ def run(
     sizes: Sequence[int],
 ) -> Iterator[Seen]:  # fmt: skip
     """Rounds of these sizes, the last first, of all prompts side by side."""
-    budget = Turns(sizes)
+    budget = Turns(sizes, len(prompts))
     running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
-    limit = min(engine.target.context - max(map(len, prompts)), sum(sizes) + len(sizes) + 2)
+    most = sum(sizes) + len(sizes) + len(prompts) + 2
+    limit = min(engine.target.context - max(map(len, prompts)), most)
     steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
                            sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
     count = 0
