@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,11 @@ from workers import ENGINES, Missing
 HERE = Path(__file__).parent
 GGUF_TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_K_M"}
 OPENVINO_FORMATS = {16: "fp16", 8: "int8", 4: "int4"}
+EDITS = (
+    "Rename the variables so that they say what they hold.", "Add type hints to every variable.",
+    "Let it raise ValueError if an argument is None.", "Add a comment above each step.",
+)
+"""What --edits asks for of HumanEval's functions, in turn."""
 PROBE = 24
 """New tokens of the runs that choose the number of threads."""
 NAMES = {False: "plain", True: "speculating"}
@@ -244,7 +250,7 @@ def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
 
 
 def read_prompts(given: argparse.Namespace) -> list[list[int]]:
-    """Token ids of prompts from all over a JSONL file, gzipped or not; --chat wraps them."""
+    """Token ids of prompts from all over a JSONL file, gzipped or not, in a chat if asked for."""
     from transformers import AutoTokenizer
 
     tokenizer, file = AutoTokenizer.from_pretrained(given.model), given.prompts
@@ -252,6 +258,10 @@ def read_prompts(given: argparse.Namespace) -> list[list[int]]:
         rows = [json.loads(line) for line in lines if line.strip()]
     rows = rows[:: max(1, len(rows) // given.limit)][: given.limit]
     texts = [row.get("prompt") or row.get("text") or row["turns"][0] for row in rows]
+    if given.edits:
+        solved = [text + row["canonical_solution"] for text, row in zip(texts, rows, strict=True)]
+        texts = [f"```python\n{code}```\n{change} Give the whole function again."
+                 for code, change in zip(solved, cycle(EDITS), strict=False)]
     if given.chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -270,6 +280,7 @@ def options(cores: int) -> argparse.Namespace:
     add("--prompts", type=Path, required=True, help="JSONL (or .gz): prompt, text or turns")
     add("--limit", type=int, default=8, help="prompts")
     add("--chat", action="store_true", help="in the model's chat template")
+    add("--edits", action="store_true", help="of HumanEval: functions to change, in a chat")
     add("--bits", type=int, nargs="+", choices=(16, 8, 4), default=[16, 8, 4])
     add("--new-tokens", type=int, default=128)
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
@@ -290,6 +301,7 @@ def main() -> None:
     """Measure, print, write."""
     cores = psutil.cpu_count(logical=False) or 1
     given = options(cores)
+    given.chat = given.chat or given.edits
     prompts, load = read_prompts(given), psutil.getloadavg()[0]
     found: list[Contestant] = []
     missing: list[str] = []
