@@ -72,7 +72,7 @@ def _kernels() -> str:
     found, told = kernels(), library().reason
     if found is None:
         return f"none: torch's operators do everything; {told}"
-    layers = "linear layers in bfloat16 and 8 bits, " if found.linears else ""
+    layers = "linear layers in bfloat16, 8 and 4 bits, " if found.linears else ""
     others = f"{layers}attention, norms, gates, noise and lookup"
     return f"{library().build}: {others}" + (f"; {told}" if told else "")
 
