@@ -19,6 +19,7 @@ from draftproof.native.kernels import kernels
 from draftproof.training import train_run
 from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import locked
+from draftproof.training.heads import FrozenTarget
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import train
 
@@ -109,8 +110,12 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
 def test_the_target_writes_its_own_texts_for_several_heads(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU by a packed copy, so that what learns keeps its layers as they were."""
-    packed = []
+    """On a CPU a packed copy writes and reads; what learns keeps its layers as they were."""
+    packed, readers = [], []
+
+    def frozen(*args: Any) -> FrozenTarget:
+        readers.append(args[-1] is not None and args[-1].quantization.kind == "int8")
+        return FrozenTarget(*args)
 
     def seen(*args: Any, **options: Any) -> Any:
         engine = load(*args, **options)
@@ -119,11 +124,12 @@ def test_the_target_writes_its_own_texts_for_several_heads(
         return engine
 
     monkeypatch.setattr(train_run, "load", seen)
+    monkeypatch.setattr(train_run, "FrozenTarget", frozen)
     own = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
     first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
     second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
     assert first.progress and not second.progress and first.progress[-1].tokens == 800
-    assert packed == [kernels() is not None]
+    assert packed == [kernels() is not None] and readers == 2 * packed
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     assert record["counted"] >= 750
     assert "target wrote" in (tmp_path / "two" / "README.md").read_text()

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from training_helpers import Recorder, head_of, ruled, trainable, trainer_of, written
+from training_helpers import Recorder, head_of, ruled, target, trainable, trainer_of, written
 
 from draftproof.drafters.base import DraftHead
+from draftproof.drafters.losses import head_loss
 from draftproof.errors import BadInput
 from draftproof.training.config import TrainConfig
+from draftproof.training.heads import read, slices
 from draftproof.training.rows import Batches
 
 KINDS = ("medusa", "redrafter")
@@ -130,6 +132,22 @@ def test_slices_of_a_batch_give_the_gradient_of_the_batch(monkeypatch: pytest.Mo
     monkeypatch.setattr("draftproof.training.heads.CACHED", 1)             # a row at a time
     assert torch.allclose(trainable(sliced).backward(even, 1.0), loss)
     assert torch.allclose(gradients(one), gradients(sliced), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_and_padding_cost_nothing_and_change_nothing(kind: str) -> None:
+    batch = written().batch(range(4), 32)
+    counted = torch.arange(32)
+    some = batch._replace(weights=((counted > 11) & (counted < 23)).float().expand(4, 32))
+    whole, cut = head_of(kind), head_of(kind)
+    with torch.no_grad():
+        features = read(target(), some, whole, logits=False)
+    loss = head_loss(whole, features, target())
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.allclose(trainable(cut).backward(some, 1.0), loss)
+    assert torch.allclose(gradients(whole), gradients(cut), atol=1e-12)
+    ((part, share),) = slices(features, cut, target())
+    assert share == 1 and part.tokens.shape[1] == 23 - (12 - cut.steps - 1)
 
 
 def test_the_rate_rises_to_the_wanted_one_and_falls_to_zero() -> None:

@@ -81,7 +81,7 @@ class SelfGenerateConfig:
     rows_at_a_time: int = _own(32, "Rows it writes side by side.", metavar="B",
                                flags=("--batch-size",), type=int)  # fmt: skip
     quantize: str | None = _own(
-        None, "Weights it writes with on a CPU; int8 where that is quicker.", metavar="KIND")
+        None, "Weights it writes and reads with on a CPU; int8 where quicker.", metavar="KIND")
     file: Path | None = option(  # noqa: RUF009
         None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
         metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip

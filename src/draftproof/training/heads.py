@@ -31,11 +31,15 @@ class Evaluation(NamedTuple):
 class FrozenTarget:
     """What is trained: the head learns, the target only reads.
 
-    The head computes in bfloat16 where the target does, on weights kept in float32.
+    The head computes in bfloat16 where the target does, on weights kept in float32. reader: the
+    target in fewer bits, to read texts with; None: itself.
     """
 
-    def __init__(self, head: DraftHead, target: Target, objective: str) -> None:
+    def __init__(
+        self, head: DraftHead, target: Target, objective: str, reader: Target | None = None
+    ) -> None:
         self.head, self.target, self.objective = head, target, objective
+        self.reader = reader or target
 
     def param_groups(self) -> list[dict[str, Any]]:
         """What to optimise: "params", and perhaps a "factor" of the learning rate."""
@@ -44,7 +48,7 @@ class FrozenTarget:
     def backward(self, batch: Batch, share: float) -> Tensor:
         """Add the gradient of `share` times the loss, and return that."""
         with torch.no_grad():
-            features = read(self.target, batch, self.head, self.objective != "ce")
+            features = read(self.reader, batch, self.head, self.objective != "ce")
         return backward(self.head, features, self.target, self.objective, share)
 
     @torch.no_grad()
@@ -52,7 +56,7 @@ class FrozenTarget:
         """Loss and accuracy on batches that were not trained on."""
         scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
         for batch in batches:
-            features = read(self.target, batch, self.head, self.objective != "ce")
+            features = read(self.reader, batch, self.head, self.objective != "ce")
             for part, weight in slices(features, self.head, self.target):
                 with autocast(self.target):
                     mean = float(head_loss(self.head, part, self.target, self.objective))
@@ -95,7 +99,8 @@ def backward(
 def slices(
     features: Features, head: DraftHead, target: Target
 ) -> Iterator[tuple[Features, float]]:
-    """A few rows at a time, in the dtype the head computes with, and their share of the loss."""
+    """A few rows at a time, in the dtype the head computes with, and their share of the loss;
+    without the tokens before and behind what is in it that no step of the head needs."""
     dtype = features.hidden.dtype if _half(target) else next(head.parameters()).dtype
     hidden = features.hidden.to(dtype)
     memory = CACHED if target.device.type == "cpu" else MEMORY
@@ -103,7 +108,9 @@ def slices(
     rows = max(1, memory // (4 * known * features.tokens.shape[1]))
     total = features.weights.sum().clamp(min=1e-6)
     for start in range(0, len(features.tokens), rows):
-        here = slice(start, start + rows)
+        some = slice(start, start + rows)
+        counted = (features.weights[some] > 0).any(0).nonzero().flatten().tolist() or [0]
+        here = some, slice(max(0, counted[0] - head.steps - 1), counted[-1] + 1)
         weights = features.weights[here]
         logits = features.logits[here] if features.logits is not None else None
         part = Features(features.tokens[here], hidden[here], weights, logits)

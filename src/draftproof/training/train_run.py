@@ -150,10 +150,9 @@ class _Run:
             drafter = {"assistant_model": own.assistant_model} if own.assistant_model else {
                 "drafter": "none"}  # fmt: skip
             if model.device.type == "cpu":
-                quick = "int8" if slow_because("int8", model.dtype) is None else None
                 engine = load(
                     self.run.model, dtype=model.dtype, tokenizer=self.codec.tokenizer,
-                    quantize=own.quantize or quick, **drafter,
+                    quantize=self._packed(), **drafter,
                 )
                 writer: Writer = partial(by_engine, engine)
             elif own.assistant_model or own.quantize:
@@ -169,6 +168,15 @@ class _Run:
                             self.callback.wrote)  # fmt: skip
         return [texts.examples(held_out) for held_out in (False, True)]
 
+    def _packed(self) -> str | None:
+        """What a CPU writes and reads texts with: what was asked for, or 8 bits if those are
+        quicker."""
+        own, model = self.run.self_generate, self.model
+        if model.device.type != "cpu":
+            return None
+        quick = "int8" if slow_because("int8", model.dtype) is None else None
+        return own.quantize or quick if own else quick
+
     def _askable(self, document: Document) -> Document:
         """The same one. Raises BadInput if no prompt can be made of it."""
         prompt_of(document, self.codec)
@@ -177,7 +185,9 @@ class _Run:
     def fit(self) -> None:
         """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
         out, joint, objective = self.run.out, self.run.joint, self.config.objective
-        frozen = FrozenTarget(self.head, self.target, objective)
+        packed = self._packed() if joint is None else None
+        reader = self.target.quantized(packed) if packed else None
+        frozen = FrozenTarget(self.head, self.target, objective, reader)
         if joint is None:
             self._stage(frozen, out)
         else:
