@@ -85,7 +85,7 @@ def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
     strayed = Astray(target) if rank else target  # and rank 1 would choose something else
     texts["astray"] = written(strayed, guess)
     texts["hasty"] = written(strayed, draft, budget=dp.Adaptive(6, debt=3.0 + rank))
-    inside = {"heads": cache.layers[0].keys.shape[1], "fast": target._fast is not None,
+    inside = {"heads": cache.layers[0].keys.shape[1], "fast": target.fast is not None,
               "trees": target.reads_trees}
     return {"texts": texts, "inside": inside}
 

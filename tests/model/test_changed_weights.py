@@ -101,9 +101,9 @@ def test_adapters_that_were_there_may_be_switched(options: dict[str, Any]) -> No
 
 def test_nothing_is_copied_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(fresh("llama").float(), quantize="int8")
-    fast, model = engine.target._fast, engine.target.model
+    fast, model = engine.target.fast, engine.target.model
     engine.generate([PROMPT], max_new_tokens=4)
-    assert engine.target._fast is fast and engine.target.model is model
+    assert engine.target.fast is fast and engine.target.model is model
 
 
 @pytest.mark.parametrize("change, says", [

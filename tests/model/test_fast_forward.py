@@ -78,9 +78,9 @@ def readings(target: Target, tokens: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fast_forward_reads_what_the_model_reads(family: str) -> None:
     fast = Target(model(family))
-    assert fast._fast is not None
+    assert fast.fast is not None
     plain = Target(model(family))
-    plain._fast = None
+    plain.fast = None
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     for ours, theirs in zip(readings(fast, tokens), readings(plain, tokens), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
@@ -90,7 +90,7 @@ def test_a_fast_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         "draftproof.model.layers.norm_of", lambda norm: lambda inputs: inputs * norm.weight
     )
-    assert Target(model("llama"))._fast is None
+    assert Target(model("llama")).fast is None
 
 
 def test_float64_and_hooked_models_keep_their_own_forward() -> None:

@@ -74,7 +74,7 @@ def packed(family: str, cache: str | None = None) -> Target:
 def fused(own: transformers.PreTrainedModel, **options: Any) -> Target:
     pack_linears(own)
     target = Target(own, **options)
-    assert target._fast is not None and target._fast.fused is not None
+    assert target.fast is not None and target.fast.fused is not None
     return target
 
 
@@ -105,7 +105,7 @@ def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
 ) -> None:
     own, stock = packed(family, cache), Target(model(family), kv_cache=cache)
     exact = Target(model(family, torch.float32))
-    stock._fast = exact._fast = None
+    stock.fast = exact.fast = None
     truth = readings(exact)
     ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (own, stock))
     assert 0 < ours < 1.25 * theirs < 0.1
@@ -129,7 +129,7 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
     slot."""
     target, stock = packed(family), Target(model(family))
     exact = Target(model(family, torch.float32))
-    stock._fast = exact._fast = None
+    stock.fast = exact.fast = None
     text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
     drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
     tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
@@ -190,7 +190,7 @@ def test_layers_may_differ_in_width() -> None:
         layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
         setattr(mlp, name, layer)
     stock = Target(copy.deepcopy(own))
-    stock._fast = None
+    stock.fast = None
     found, wanted = readings(fused(own)), readings(stock)
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
@@ -212,13 +212,13 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
     family: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = packed(family)
-    assert target.skips_absent and target._fast is not None and target._fast.fused is not None
+    assert target.skips_absent and target.fast is not None and target.fast.fused is not None
     dice = torch.Generator().manual_seed(2)
     prompt, drafted = (torch.randint(96, (4, size), generator=dice) for size in (90, 11))
     drafted[0, 4] = 500                             # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
     tree, read, widths = TokenTree.shaped(drafted, SHAPE), [], list[tuple[int, ...]]()
-    own = target._fast.fused._forward
+    own = target.fast.fused._forward
 
     def noted(*asked: Any) -> Any:
         # of the tokens
@@ -235,7 +235,7 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
                     # nor may what nobody wrote change a bit
                     store[row, :, length:] = torch.nan
             with monkeypatch.context() as patch:
-                patch.setattr(target._fast.fused, "_forward", noted)
+                patch.setattr(target.fast.fused, "_forward", noted)
                 if not spared:
                     patch.setattr("draftproof.model.fused_forward._Present.of", lambda *asked: None)
                 reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
@@ -295,5 +295,5 @@ def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     halves = (narrow, transformers.MistralForCausalLM(sliding))
     for other in (model("llama", torch.float32), *(one.bfloat16().eval() for one in halves)):
         pack_linears(other)
-        fast = Target(other)._fast
+        fast = Target(other).fast
         assert fast is not None and fast.fused is None

@@ -231,11 +231,11 @@ def test_what_was_not_kept_is_forgotten(kind: str) -> None:
 def test_the_fast_forward_reads_what_the_model_reads(kind: str) -> None:
     """Both write through the same layers; in float32, where codes fall alike but for a few."""
     own = Target(fresh("llama").float(), kv_cache=kind)
-    assert own._fast is not None
+    assert own.fast is not None
     shape = TreeShape.from_digits(["0", "1", "10", "11", "110"])
     tree = TokenTree.shaped(torch.arange(6)[None], shape)
     fast = own.read(tree, own.new_cache(1, CAPACITY)).logits
-    own._fast = None
+    own.fast = None
     plain = own.read(tree, own.new_cache(1, CAPACITY)).logits
     torch.testing.assert_close(fast, plain, rtol=0.02, atol=0.02)
 

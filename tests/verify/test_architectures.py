@@ -76,7 +76,7 @@ class Shortsighted(Target):
 def test_a_mistake_in_reading_trees_is_found(mistake: type[Target]) -> None:
     def around(target: Target) -> Target:
         other = copy.copy(target)
-        other.__class__, other._fast = mistake, None
+        other.__class__, other.fast = mistake, None
         return other
 
     found = examine("llama", around)

@@ -227,7 +227,7 @@ class EncoderDecoder(Target):
         logits = out.logits[:, -last:] if last else out.logits
         return Reading(logits, torch.stack(states, 2) if states else None)
 
-    def _find_layout(self) -> Layout:
+    def find_layout(self) -> Layout:
         """What the decoder stores of its own text, learnt from one forward."""
         name = type(self.model).__name__
         self._positions = True                                # masks carry the positions of keys
@@ -254,14 +254,14 @@ class EncoderDecoder(Target):
         states: list[Any] = [() for _ in shapes]
         return Layout(shapes, states, windows, logits.shape[-1], own[0].keys.dtype)
 
-    def _examine(self, fast: Any) -> None:
+    def examine(self, fast: Any) -> None:
         try:
-            super()._examine(None)
+            super().examine(None)
         except UnsupportedModel:
             self.together = False       # it may be the mask over the encoder's output alone
             alone = self._check_sources
             self._check_sources = alone[:1] * 2
-            super()._examine(None)
+            super().examine(None)
             self._check_sources = alone
 
 

@@ -34,13 +34,13 @@ def compiled(target: Target, backend: str = "inductor") -> Target:
     inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast
     forward, or if compiled it does not agree with the model's own.
     """
-    if target._fast is None or target._fast.native:
+    if target.fast is None or target.fast.native:
         why = "is read by kernels that are compiled already"
-        why = why if target._fast is not None else "has no fast forward, which is what is compiled"
+        why = why if target.fast is not None else "has no fast forward, which is what is compiled"
         raise UnsupportedModel(f"{target.name} {why}; leave --compile out")
     other = target.around(target.model)
-    assert other._fast is not None
-    other._fast.compile(backend)
+    assert other.fast is not None
+    other.fast.compile(backend)
     with torch.inference_mode():
         text = torch.arange(10, device=target.device) % target.vocab_size
         error = CheckedRead.of(target, text, CHECK_TREE, together=True).error(other)

@@ -45,19 +45,19 @@ def check(target: Target) -> None:
     verdict = known.read() if known is not None else None
     if verdict is None:
         with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
-            target._layout = target._find_layout()
-            target.vocab_size = target._layout.vocab
-            target._examine(_fast_forward(target))
-            facts |= {"layout": target._layout.as_json(), "reads_trees": target.reads_trees,
-                      "fast": target._fast is not None, "fused": target.skips_absent,
+            target.layout = target.find_layout()
+            target.vocab_size = target.layout.vocab
+            target.examine(_fast_forward(target))
+            facts |= {"layout": target.layout.as_json(), "reads_trees": target.reads_trees,
+                      "fast": target.fast is not None, "fused": target.skips_absent,
                       "steps": target.steps}
     else:
         facts = verdict[0]
-        target._layout, target.steps = Layout.from_json(facts["layout"]), facts["steps"]
-        target.vocab_size, target.reads_trees = target._layout.vocab, facts["reads_trees"]
-        target._fast = _fast_forward(target) if facts["fast"] else None
-        if target._fast is not None and not facts["fused"]:
-            target._fast.fused = None
+        target.layout, target.steps = Layout.from_json(facts["layout"]), facts["steps"]
+        target.vocab_size, target.reads_trees = target.layout.vocab, facts["reads_trees"]
+        target.fast = _fast_forward(target) if facts["fast"] else None
+        if target.fast is not None and not facts["fused"]:
+            target.fast.fused = None
     if (target.has_states or target.encodes) and not alone:
         what = "an encoder's output" if target.encodes else "states"
         raise UnsupportedModel(
@@ -75,7 +75,7 @@ def _fast_forward(target: Target) -> FastForward | None:
     """The fast forward of a target, unexamined, if it is of a family that has one."""
     if not (target.group.alone and FastForward.fits(target.model)):
         return None
-    return FastForward(target.model, target._layout.windows, target.context)
+    return FastForward(target.model, target.layout.windows, target.context)
 
 
 def examine(target: Target, fast: FastForward | None) -> None:
@@ -84,7 +84,7 @@ def examine(target: Target, fast: FastForward | None) -> None:
     chains exactly.
     """
     model, tolerance = target.model, target.tolerance
-    target._fast = None
+    target.fast = None
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         tolerance *= STEPS
     quantized: Any = getattr(model.config, "quantization_config", None)
@@ -117,11 +117,11 @@ def examine(target: Target, fast: FastForward | None) -> None:
     # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
     # precision blurs
     target.reads_trees = bool(target.group.number(on_tree <= max(tolerance, 3 * on_chain)))
-    enough, target._fast = max(tolerance, 3 * on_tree), fast
+    enough, target.fast = max(tolerance, 3 * on_tree), fast
     if fast is not None and fast.fused is not None and not tree.error(target) <= enough:
         fast.fused = None
     if fast is not None and fast.fused is None and not tree.error(target) <= enough:
-        target._fast = None
+        target.fast = None
 
 
 class CheckedRead(NamedTuple):

@@ -35,7 +35,7 @@ def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
     found, name = kernels(), type(target.model).__name__
     own = "the model's own forward in transformers"
-    own = own if target._fast is None else "torch's operators in a short forward"
+    own = own if target.fast is None else "torch's operators in a short forward"
     if target.skips_absent:
         return f"our {library().build} kernels, a read in one call"
     if any(getattr(one, "native", None) is not None for one in target.model.modules()):

@@ -82,8 +82,8 @@ class Target:
         self.tolerance = tolerance_of(model)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.steps = True               # states may go on by single tokens
-        self._fast: FastForward | None = None
-        self._layout: Layout            # this, vocab_size and reads_trees are what the check finds
+        self.fast: FastForward | None = None
+        self.layout: Layout            # this, vocab_size and reads_trees are what the check finds
         self.vocab_size: int
         self.reads_trees: bool
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
@@ -110,7 +110,7 @@ class Target:
         """Of one row, for the check at load."""
         return self.plain_cache(1, size)
 
-    def _find_layout(self) -> Layout:
+    def find_layout(self) -> Layout:
         return layout_of(self.model)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -133,7 +133,7 @@ class Target:
         other = copy.copy(self)
         other.__dict__.pop("native", None)
         other.model = model
-        other._fast = self._fast.of(model) if self._fast is not None else None
+        other.fast = self.fast.of(model) if self.fast is not None else None
         return other
 
     def refresh(self) -> None:
@@ -143,7 +143,7 @@ class Target:
         if model is None or not self.group.alone:
             return
         check_state(model, self.name, self.dtype, self.device)
-        if self._fast is None and self._original is None:
+        if self.fast is None and self._original is None:
             return
         now = Snapshot.of(model, matrices=self._original is not None)
         if self._seen.same(now):
@@ -152,11 +152,11 @@ class Target:
             self.model = quantized(model, self.quantization.kind)
         self.__dict__.pop("native", None)
         with torch.inference_mode():
-            if self._fast is not None and now.modules == self._seen.modules:
-                self._fast = self._fast.of(self.model)
-            elif self._fast is not None:
+            if self.fast is not None and now.modules == self._seen.modules:
+                self.fast = self.fast.of(self.model)
+            elif self.fast is not None:
                 fits = FastForward.fits(self.model)
-                self._examine(self._fast.of(self.model) if fits else None)
+                self.examine(self.fast.of(self.model) if fits else None)
         self._seen = now
 
     def lighter(self, text: Sequence[int]) -> Target | None:
@@ -176,8 +176,8 @@ class Target:
         """The first `count` layers of this target as a target of its own, behind the same final
         norm and head."""
         other = self.around(first_layers(self.model, count))
-        shapes, states = self._layout.shapes[:count], self._layout.states[:count]
-        other._layout = self._layout._replace(shapes=shapes, states=states)
+        shapes, states = self.layout.shapes[:count], self.layout.states[:count]
+        other.layout = self.layout._replace(shapes=shapes, states=states)
         other._original, other._seen = None, Snapshot.of(other.model)
         return other
 
@@ -185,7 +185,7 @@ class Target:
     def skips_absent(self) -> bool:
         """Whether nodes that are not there cost nothing, so that rows of a batch may as well have
         different numbers of them."""
-        return self._fast is not None and self._fast.fused is not None
+        return self.fast is not None and self.fast.fused is not None
 
     @property
     def weights(self) -> object:
@@ -196,7 +196,7 @@ class Target:
     def has_states(self) -> bool:
         """Whether layers keep states, as recurrent and convolutional ones do: chains are read, and
         what waits is read again."""
-        return any(self._layout.states)
+        return any(self.layout.states)
 
     @property
     def position_bytes(self) -> tuple[int, int]:
@@ -217,8 +217,8 @@ class Target:
         if isinstance(cache, StateCache):
             return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
         tokens = tree.tokens[:, first:] if first else tree.tokens
-        if self._fast is not None:
-            logits, hidden = self._fast(tokens, tree, first, cache, last_only, hidden_layers)
+        if self.fast is not None:
+            logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
             return Reading(self._scaling.apply(logits), hidden)
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
@@ -254,7 +254,7 @@ class Target:
         out: Any = self.model(
             input_ids=tokens.clamp(0, self.vocab_size - 1), attention_mask=masks,
             position_ids=positions, use_cache=True, output_hidden_states=bool(hidden_layers),
-            **{self._layout.cache_name: cache},
+            **{self.layout.cache_name: cache},
             **({"logits_to_keep": last} if last and self._trims else {})
         )
         states = [out.hidden_states[layer] for layer in hidden_layers]
@@ -272,7 +272,7 @@ class Target:
         end. What rows lack before the root is read and committed, at most `width` tokens with the
         root. The cache is bounded: no row of the prefix is longer.
         """
-        fused = self._fast.fused if self._fast is not None else None
+        fused = self.fast.fused if self.fast is not None else None
         if fused is None or not fused.takes(max(width, steps), cache):
             return None
         # what is drafted need not be rounded as it is read
@@ -310,7 +310,7 @@ class Target:
         """[..., V] logits of hidden states behind the final norm, scaled or capped where the
         model's own are; raw: as the head has them."""
         # packed weights know no gradients
-        packed = self._fast if torch.is_inference_mode_enabled() else None
+        packed = self.fast if torch.is_inference_mode_enabled() else None
         head = packed.head if packed is not None else self.model.get_output_embeddings()
         # DeepSpeed's want three dimensions
         wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])
@@ -322,7 +322,7 @@ class Target:
         """The tables between tokens and hidden states as our kernels read them, for draft heads;
         what is small is copied."""
         plain = self._scaling == LogitScaling(None, None, None)
-        return Tables.of(self._fast) if plain and self._fast is not None else None
+        return Tables.of(self.fast) if plain and self.fast is not None else None
 
     def _masks(
         self, tree: TokenTree, lengths: Tensor, span: int, first: int
@@ -333,7 +333,7 @@ class Target:
             return with_positions(seen, tree, lengths, first) if self._positions else seen
 
         kinds: dict[str, Tensor | None] = {
-            kind: mask(kind, window) for kind, window in self._layout.windows.items()
+            kind: mask(kind, window) for kind, window in self.layout.windows.items()
         }
         if len(kinds) < 2:
             return next(iter(kinds.values()), None)
@@ -341,10 +341,10 @@ class Target:
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
         """One that holds keys and values as the model computes them."""
-        layout, how = self._layout, (rows, size, self._layout.dtype, self.device, layer)
+        layout, how = self.layout, (rows, size, self.layout.dtype, self.device, layer)
         if not self.has_states:
             return KVCache.empty(layout.shapes, *how)
         return StateCache.for_states(layout.shapes, layout.states, *how, self.steps)
 
-    def _examine(self, fast: FastForward | None) -> None:
+    def examine(self, fast: FastForward | None) -> None:
         examine(self, fast)
