@@ -15,7 +15,9 @@ from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.token_recycling import BEST, DEPTH, READ, TokenRecycling
+from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
+from draftproof.engine.stats import State
 
 Best = dict[int, float]
 pytestmark = pytest.mark.usefixtures("lookup")
@@ -157,7 +159,8 @@ class Ask(Drafter):
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
 def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
-    """The best after every node read in rounds, not in prompts; nothing to who does not ask."""
+    """The best after every node of drafts, not in prompts or plain rounds; nothing to who does not
+    ask."""
     drafter = Ask(wants)
     reads: list[Any] = []
 
@@ -181,6 +184,29 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
         if one is not None:
             assert torch.equal(one.tokens, logits.sort(-1, descending=True).indices[..., :wants])
             assert torch.equal(one.tree.tokens, tree.tokens)
+
+
+class Third(Budget):
+    """Drafts in each third round."""
+
+    most, rounds = 3, 0
+
+    def choose(self, state: State) -> int:
+        self.rounds += 1
+        return 3 * (self.rounds % 3 == 0)
+
+
+class Nothing(Ask):
+    def propose(self, frontier: Frontier) -> TokenTree:
+        return TokenTree.root(frontier.prefix.root)
+
+
+def test_what_plain_rounds_and_empty_drafts_tell_is_kept_apart() -> None:
+    """Both are of one node, and told later; the target's best tokens are known of one kind."""
+    drafter = Nothing(3)
+    Engine(target(), drafter, budget=Third()).generate(prompts(1, seed=1), max_new_tokens=14)
+    told = [(one.tokens.shape[1], one.successors is not None) for one in drafter.commits[1:]]
+    assert told == [(2, False), (1, True)] * 4 + [(1, False)]
 
 
 def test_it_keeps_to_its_depth() -> None:

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_that_one_node_does_not_pay_says_nothing_of_eight(tokens: int) -> None:
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_one_short_text_of_a_cold_engine_loses_little(alpha: float, draft: float) -> None:
-    assert statistics.mean(runs(alpha, draft, 48)) < 1.04
+    assert statistics.mean(runs(alpha, draft, 48)) < 1.05
 
 
 SPITEFUL: dict[str, Luck] = {
@@ -155,7 +156,7 @@ def test_a_slow_machine_is_not_a_slow_drafter() -> None:
     one, budget = world(0.85, 0.05), Adaptive(8)
     one.noise = lambda dice: 1.0 if one.written < 500 else 3.0
     assert one.run(budget, 1500).per_token < 0.4
-    assert budget.now.mean[0] == pytest.approx(0.03, rel=0.1)
+    assert budget.now.mean[0] == pytest.approx(0.03, rel=0.2)
 
 
 def test_a_drafter_that_becomes_slow_is_given_up() -> None:
@@ -170,23 +171,54 @@ def test_a_drafter_slower_than_the_target_is_tried_and_left() -> None:
     assert 0 < sum(size > 0 for size in one.sizes) < 16 and one.per_token < 1.016
 
 
-@pytest.mark.parametrize("which", [0, 1, 2, 4])
+@pytest.mark.parametrize(("which", "drafts"), [(0, 1), (1, 1), (2, 1), (4, 1), (30, 3)])
 @pytest.mark.parametrize("steps", [5.0, 100.0])
-def test_a_machine_that_stood_still_for_a_moment_drafts_on(which: int, steps: float) -> None:
-    """One of the first drafts took far too long, by no fault of the drafter's."""
+def test_a_machine_that_stood_still_for_a_moment_drafts_on(
+    which: int, drafts: int, steps: float
+) -> None:
+    """One of the first drafts, or several, took far too long, by no fault of the drafter's."""
     for seed in range(4):
-        one, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps])
+        one, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps] * drafts)
         one.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
         budget = Adaptive(8)
         begun, written = one.run(budget, 300).time, one.written
         one.run(budget, 1000)
-        assert (one.time - begun) / (one.written - written) < 0.38
+        assert (one.time - begun) / (one.written - written) < (0.38 if drafts == 1 else 0.4)
 
 
 def test_a_plain_round_is_measured_now_and_then() -> None:
-    sizes = world(0.9, 0.05).run(Adaptive(8), 4000).sizes
+    """Seldom, and more seldom the better it is known."""
+    sizes = world(0.9, 0.05).run(Adaptive(8), 9000).sizes
     plain = [place for place, size in enumerate(sizes[:-1]) if size == 0 and place > 2]
-    assert plain and all(place >= STALE for place in plain) and len(plain) < 8
+    apart = [later - place for place, later in pairwise(plain)]
+    assert plain[0] < 40 and apart == sorted(apart) and 96 < apart[-1] <= STALE + 1
+
+
+def test_a_first_plain_round_that_was_slow_is_not_what_plain_rounds_take() -> None:
+    """What a machine does once, at its first round, would make any draft seem quick."""
+    one = world(0.2, 0.2, noise=lambda dice: 3.0 if not one.sizes else 1.0)
+    assert one.run(Adaptive(8), 400).per_token < 1.03
+
+
+def test_a_drafter_that_seldom_finds_something_is_known_by_what_it_costs_then() -> None:
+    """Most of its rounds are as cheap as plain ones, and those in which it drafts too dear."""
+    one, found = world(0.0, 0.0), random.Random(3)
+    one.costs = lambda size, _: 1 + (1.5 if size and found.random() < 0.3 else 0.02 * (size > 0))
+    assert one.run(Adaptive(8), 3000).per_token < 1.02
+
+
+@pytest.mark.parametrize(("good", "bad", "most"), [(0.95, 0.5, 0.77), (0.97, 0.3, 0.88)])
+def test_what_was_gained_may_be_lost_again(good: float, bad: float, most: float) -> None:
+    """A draft model whose drafts are good and bad by passages, on short texts, of which it reads
+    each prompt first: two misses are a debt of three plain steps, and no reason to stop."""
+    dice = random.Random(1)
+    passages = [dice.random() < 0.8 for _ in range(400)]
+    luck: Luck = lambda written, depth, size: (  # noqa: E731
+        good if passages[(written + depth) // 10] else bad)
+    budget, one = Adaptive(10), world(luck, 0.36, noise=busy, prompt=120, setup=2.5)
+    for _ in range(48):
+        one.run(budget, 64)
+    assert one.per_token < most
 
 
 @pytest.mark.parametrize(("alpha", "draft", "prompt", "setup", "most"),

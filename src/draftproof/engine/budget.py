@@ -1,27 +1,27 @@
 """How much to draft in a round: a fixed number, or one that follows what drafting costs and gives.
 
-What drafting loses meanwhile is a debt in plain steps: it stops where the debt reaches a limit, a
-share of plain decoding's time repays it, and what does not seem to pay waits for that.
+What drafting loses is a debt in plain steps, which its gains and a share of plain decoding's time
+repay. It stops where the debt reaches a limit, and what does not seem to pay waits for no debt.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
+from itertools import compress, pairwise
+from math import inf
 
 from draftproof.engine.stats import Round, State
 from draftproof.errors import BadInput
 
-MARGIN = 1.02       # drafting must promise so many times the tokens per second of plain decoding
 DEBT = 3.0          # plain steps that may be lost,
+CREDIT = 12.0       # and of those that were gained before, how many may be lost again,
 RATE = 0.01         # and the share of plain decoding's time that repays them
 KEPT = 0.98         # what is left of counts after a draft
-MEMORY = 16         # rounds over which seconds are averaged
 POOL = 4.0          # rounds that the prior of a node's acceptance counts for
-STALE = 256         # rounds without a plain one after which a plain round is measured again
+MEMORY = 16         # rounds over which seconds are averaged, and for which it rests
+STALE = 128         # rounds without a plain one after which a plain round is measured again
 CATCH_UP = 8        # more unread tokens per row than this have a cost of their own
 
 
@@ -30,10 +30,12 @@ class Budget(ABC):
     probabilities, their distribution) never depend on its answers.
 
     most: bounds the answers. floor: no path is drafted further that is less likely to be accepted.
+    rest: plain rounds to come for which it need not be asked.
     """
 
     most: int
     floor: float = 0.0
+    rest: int = 0
 
     @abstractmethod
     def choose(self, state: State) -> int:
@@ -61,20 +63,18 @@ class Costs:
 
     def __init__(self, sizes: Sequence[int], like: Costs | None = None) -> None:
         self.sizes, self.like, self.since_plain = sizes, like, 0
-        self.mean, self.seen = [0.0] * len(sizes), [0] * len(sizes)
-        self.late = [False] * len(sizes)
+        self.mean, self.seen, self.late = [0.0] * len(sizes), [0] * len(sizes), False
 
     def add(self, index: int, seconds: float) -> None:
         """Twice as long as supposed is believed only the second time in a row."""
         known = self.mean[index] or (self.estimate(index) if self.mean[0] else seconds)
-        doubted, self.late[index] = self.late[index], seconds > 2 * known
-        if self.late[index] and not doubted:
+        doubted, self.late = self.late, seconds > 2 * known
+        if self.late and not doubted:
             return
         self.seen[index] += 1
-        sudden = self.late[index] or seconds < known / 2
-        rounds = min(self.seen[index], MEMORY) * (4 if seconds > known else 1)  # others compute too
-        weight = 1 if sudden or self.seen[index] == 1 else 1 / rounds
-        self.mean[index] += weight * (seconds - self.mean[index])
+        sudden = self.late or seconds < known / (1 if self.seen[index] < 3 else 2)  # first: warm-up
+        rounds = 1 if sudden else min(self.seen[index], MEMORY)
+        self.mean[index] += (min(seconds, 2 * known) - self.mean[index]) / rounds
         if index == 0 and self.like is not None and self.seen[0] == 2:
             factor = self.mean[0] / self.like.mean[0]
             pairs = zip(self.mean, self.like.mean, strict=True)
@@ -85,16 +85,14 @@ class Costs:
         the first node costs is half to draft at all, unless the second is measured."""
         if self.mean[index]:
             return self.mean[index]
-        known = [one for one in range(1, len(self.sizes)) if self.mean[one]]
-        if len(known) < 2:
-            near = known[0] if known else 0
-            added = max(0.0, self.mean[near] - self.mean[0]) / 2        # half of it by the nodes
-            each = max(self.mean[0] / MEMORY, added / max(1, self.sizes[near]))
-            return self.mean[near] + (self.sizes[index] - self.sizes[near]) * each
-        right = min(max(1, bisect_left(known, index)), len(known) - 1)
-        low, high = known[right - 1 : right + 1]
-        slope = (self.mean[high] - self.mean[low]) / (self.sizes[high] - self.sizes[low])
-        return max(self.mean[0], self.mean[low] + slope * (self.sizes[index] - self.sizes[low]))
+        known = [one for one in zip(self.sizes, self.mean, strict=True) if one[1]]
+        plain, (size, mean) = self.mean[0], known[-1]
+        each = max(plain / MEMORY, (mean - plain) / 2 / max(1, size))
+        if len(known) > 2:
+            right = min(max(2, bisect_left(known, (self.sizes[index],))), len(known) - 1)
+            (size, mean), (larger, longer) = known[right - 1 : right + 1]
+            each = (longer - mean) / (larger - size)
+        return max(plain, mean + each * (self.sizes[index] - size))
 
 
 class Adaptive(Budget):
@@ -107,76 +105,56 @@ class Adaptive(Budget):
     def __init__(self, most: int, *, debt: float = DEBT, rate: float = RATE, floor: float = 0.1,
                  sizes: Sequence[int] | None = None) -> None:
         if min(most, debt, rate) < 0:
-            given = f"a budget of {most} draft tokens, a debt of {debt} and a rate of {rate}"
+            given = f"{most} draft tokens, a debt of {debt} and a rate of {rate}"
             raise BadInput(f"{given} were given; none may be negative")
         self.most, self.floor, self.limit, self.rate = most, floor, debt, rate
         self.sizes = tuple(sizes) if sizes is not None else presets(most)
-        self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds,
-        self.middles = [(low + 1 + high) / 2 for low, high in pairwise(self.sizes)]  # mean number
-        self.step_of = [0, *(i for i, width in enumerate(self.widths) for _ in range(width))]
+        self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds
         self.accepted, self.offered = [0.0] * len(self.widths), [0.0] * len(self.widths)
         self.hits, self.tries, self.chain = 0.0, 0.0, True    # of all nodes; only chains so far
-        self.owed = self.spent = self.earned = 0.0  # debt at the last plain round, and from then on
-        self.setups = self.per_unread = 0.0     # debt by catching up; seconds per token caught up
-        self.costs: dict[tuple[int, int], Costs] = {}
-        self.now, self.unread = Costs(self.sizes), 0     # of the coming round
-        self.plan: tuple[int, float, float] | None = None   # a size, its seconds per token, tokens
-
-    @property
-    def debt(self) -> float:
-        """Plain steps by which drafting is behind plain decoding, as plain steps are now."""
-        return self.owed + (self.spent / self.now.mean[0] - self.earned if self.spent else 0.0)
-
-    def as_json(self) -> dict[str, Any]:
-        """What was learned, for `learned`."""
-        costs = [[*shape, one.mean, one.seen] for shape, one in self.costs.items()]
-        names = ("most", "sizes", "accepted", "offered", "hits", "tries", "chain", "per_unread")
-        return {name: getattr(self, name) for name in names} | {"costs": costs}
-
-    @classmethod
-    def learned(cls, found: Mapping[str, Any]) -> Adaptive:
-        """One that begins with what another had learned, as `as_json` wrote it."""
-        made = cls(found["most"], sizes=found["sizes"])
-        for name in ("accepted", "offered", "hits", "tries", "chain", "per_unread"):
-            setattr(made, name, found[name])
-        for rows, context, mean, seen in found["costs"]:
-            one = made.costs[rows, context] = Costs(made.sizes)
-            one.mean, one.seen = list(mean), list(seen)
-            made.now = one
-        return made
+        self.costs: dict[tuple[int, int], Costs] = {}           # by rows and context
+        self.now, self.unread = Costs(self.sizes), 0            # of the coming round
+        self.debt, self.repaid = 0.0, rate                      # plain steps; per plain step
+        self.per_unread, self.setup = 0.0, 0.0  # seconds per token caught up; plain steps so spent
 
     def choose(self, state: State) -> int:
-        self.unread = state.unread if state.unread > CATCH_UP * state.rows else 0
-        shape = (state.rows - 1).bit_length(), (state.context >> 9).bit_length()
-        now, left = self.costs.get(shape), state.remaining
-        if now is None:
-            now = self.costs[shape] = Costs(self.sizes, self.now if self.now.seen[0] else None)
-        if now is not self.now:
-            self._settle()
-            self.now, self.plan = now, None
-        if now.seen[0] < 2 or now.since_plain >= STALE or left <= 1 or not self.widths:
+        if self.rest:
             return 0
-        if self.plan is None or self.plan[2] > left:
-            self.plan = self._best(left)
-        catch_up, (size, price, _) = self.unread * self.per_unread, self.plan
-        if (price + catch_up / left) * MARGIN >= now.mean[0]:
-            return size if not self.debt and catch_up < left * now.mean[0] else 0
-        return size if self.debt < self.limit + (0 if catch_up else self.setups) else 0
+        rows, context, left, unread = state
+        shape = (rows - 1).bit_length(), (context >> 9).bit_length()
+        if shape not in self.costs:
+            self.costs[shape] = Costs(self.sizes, self.now if self.now.seen[0] else None)
+        now = self.now = self.costs[shape]
+        self.unread = unread if unread > CATCH_UP * rows else 0
+        measured = now.since_plain < min(STALE, MEMORY * (now.seen[0] - 1))     # and not long ago
+        if not measured or left <= 1 or not self.widths:
+            return 0
+        price, size = self._best(left)
+        plain, catch_up = now.mean[0], self.unread * self.per_unread
+        gain = plain / (price + catch_up / left)
+        self.repaid = self.rate * min(1.0, gain) ** 2    # what pays less is tried less
+        allowed = self.limit if gain > 1 + self.rate else 0.0 if catch_up < left * plain else -inf
+        if self.debt < allowed + (0 if catch_up else self.setup):
+            return size
+        self.rest = min(MEMORY, int(left))
+        return 0
 
-    def _best(self, left: float) -> tuple[int, float, float]:
-        """No size is tried before one at least half as large was measured."""
-        measured = max(size for size, mean in zip(self.sizes, self.now.mean, strict=True) if mean)
-        tokens = [min(one, left) for one in self._tokens()]
-        known = [i for i, size in enumerate(self.sizes) if i == 1 or 0 < size <= 2 * measured + 1]
-        price, best = min((self.now.estimate(index) / tokens[index], index) for index in known)
-        return self.sizes[best], price, tokens[best]
+    def _best(self, left: float) -> tuple[float, int]:
+        """Seconds per token of the best size, and that; of those at most twice a measured one."""
+        known = max(compress(self.sizes, self.now.mean))
+        return min(
+            (self.now.estimate(index) / min(tokens, left), size)
+            for index, (size, tokens) in enumerate(zip(self.sizes, self._tokens(), strict=True))
+            if index == 1 or 0 < size <= 2 * known + 1
+        )
 
     def _tokens(self) -> list[float]:
         """Tokens per row of a round of each size, by how often nodes of each number were accepted;
         for numbers seldom drafted that falls geometrically (chains) or as 1 / number."""
         ratio, chance, before, total = (self.hits + 2) / (self.tries + 3), 1.0, 0.0, [1.0]
-        for accepted, offered, width, middle in zip(self.accepted, self.offered, self.widths,
-                                                    self.middles, strict=True):
+        for size, width, accepted, offered in zip(self.sizes, self.widths, self.accepted,
+                                                  self.offered, strict=False):
+            middle = size + (width + 1) / 2
             chance *= ratio ** (middle - before) if self.chain or not before else before / middle
             chance = (accepted / width + POOL * chance) / (offered + POOL)
             total.append(total[-1] + width * chance)
@@ -184,39 +162,36 @@ class Adaptive(Budget):
         return total
 
     def record(self, done: Round) -> None:
-        if done.size > 0:
-            self._count(done)
+        self.rest = max(0, self.rest - 1)
+        if self.rest:
+            self.debt -= self.repaid
+            return
         now, index = self.now, self.sizes.index(done.size)
         now.since_plain = now.since_plain + 1 if index else 0
+        if index:
+            self._count(done)
         if index and self.unread and done.seconds:
             each = max(0.0, done.seconds - now.estimate(index)) / self.unread
             known = self.per_unread or each
             self.per_unread = known + (min(each, 4 * known) - known) / 4
-            self.spent += self.unread * self.per_unread
-            self.setups += self.unread * self.per_unread / now.mean[0]
+            self.setup = self.unread * self.per_unread / now.mean[0]
+            self.debt += self.setup
         elif done.seconds:
             now.add(index, done.seconds)
-        self.spent += now.estimate(index)
-        self.earned += (1 + self.rate) * done.emitted / done.rows
-        if index == 0 or self.debt < 0:
-            self._settle()
-
-    def _settle(self) -> None:
-        """The debt by the plain step as it was measured; less than none is none."""
-        self.owed, self.spent, self.earned = max(0.0, self.debt), 0.0, 0.0
-        self.setups = min(self.setups, self.owed)
+        steps = now.estimate(index) / now.mean[0] if index else 1.0
+        debt = self.debt + steps - (1 + self.repaid) * done.emitted / done.rows
+        self.debt = max(-CREDIT, min(CREDIT, debt))             # a machine may have stood still
 
     def _count(self, done: Round) -> None:
-        steps, ends = bisect_left(self.sizes, done.size), done.rows
-        drafted = [done.rows] * steps + [0] * (len(self.offered) - steps)
+        """Which nodes were accepted, by the size that added them."""
         self.accepted = [KEPT * count for count in self.accepted]
-        self.offered = [KEPT * old + new for old, new in zip(self.offered, drafted, strict=True)]
+        self.offered = [KEPT * count + done.rows * (done.size > below)
+                        for count, below in zip(self.offered, self.sizes, strict=False)]
         for node in done.accepted:
-            self.accepted[self.step_of[node]] += 1
-            ends -= node == done.size
-        self.hits = KEPT * self.hits + len(done.accepted)
-        self.tries = KEPT * self.tries + len(done.accepted) + ends
-        self.chain, self.plan = self.chain and done.chain, None
+            self.accepted[bisect_left(self.sizes, node) - 1] += 1
+        hits, ends = len(done.accepted), done.rows - done.accepted.count(done.size)
+        self.hits, self.tries = KEPT * self.hits + hits, KEPT * self.tries + hits + ends
+        self.chain = self.chain and done.chain
 
 
 def presets(most: int) -> tuple[int, ...]:

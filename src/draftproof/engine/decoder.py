@@ -77,11 +77,13 @@ class Decoder:
             with self.clock.verify:
                 reading, prompts = self.prompts.beside(tree, self.batch.view, joining)
             accepted = self.batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
-            top, places = self.drafter.wants_top, self.batch.places
+            top, places = self.drafter.wants_top * (frontier.budget > 0), self.batch.places
             commit = Commit.of(places, tree, reading, accepted, top, self.ops)
-            if self.observes:
+            if self.observes and frontier.budget:
                 with self.clock.draft:
                     self.drafter.observe(commit)
+            elif self.observes:                     # kept for later: not worth a clock
+                self.drafter.observe(commit)
             done = self._deliver(frontier, tree, reading, commit, accepted)
         self.budget.record(done if joining else done._replace(seconds=self.clock.decide.took))
         if joining:
@@ -130,7 +132,7 @@ class Decoder:
         for row in rows:
             longest = max(longest, len(row.prompt) + len(row.tokens))
             remaining += row.limit - len(row.tokens)
-        if self.budget.most:
+        if self.budget.most and not self.budget.rest:
             state = State(len(rows), longest, remaining / len(rows), self.drafter.unread())
             nodes = self.budget.choose(state)
         if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:

@@ -73,9 +73,13 @@ class Deferred(DrafterWrapper):
         return self.inner.unread(pending + len(self.pending))
 
     def observe(self, commit: Commit) -> None:
-        if self.pending and (len(self.pending) == TOGETHER or self.pending[0].rows != commit.rows):
-            self.flush()
-        if commit.tokens.shape[1] == 1 and not self.proposed:
+        alone = commit.tokens.shape[1] == 1 and not self.proposed
+        if alone and self.pending:
+            first = self.pending[0]
+            alike = first.rows == commit.rows and bool(first.successors) == bool(commit.successors)
+            if len(self.pending) == TOGETHER or not alike:
+                self.flush()
+        if alone:
             self.pending.append(commit)
             return
         self.flush()

@@ -16,7 +16,7 @@ import torch
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.plain import Plain
-from draftproof.engine.budget import Adaptive, Fixed, presets
+from draftproof.engine.budget import Adaptive, Costs, Fixed, presets
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import RoundStats
@@ -176,7 +176,7 @@ class Planner:
             budget = Adaptive(drafter.default_budget) if size == AUTO else Fixed(int(size))
             runs.append(replay(self.plain, drafter, texts, budget, self.machine, batch, name, seed))
             if isinstance(budget, Adaptive):
-                self.learned.setdefault(name, budget.as_json())
+                self.learned.setdefault(name, learned(budget))
         seconds, done = sorted(runs, key=itemgetter(0))[len(runs) // 2]
         plain = self._plain_seconds(heat, batch) if name != PLAIN else seconds
         for one in done:
@@ -272,6 +272,27 @@ class Planner:
             return 0.0 if drafter.model is self.plain.target else size_of(drafter.model).bytes
         heads = getattr(drafter, "head", None)
         return float(sum(one.nbytes for one in heads.parameters())) if heads is not None else 0.0
+
+
+LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
+
+
+def learned(budget: Adaptive) -> dict[str, Any]:
+    """What `begin_with` needs, as JSON."""
+    costs = [[*shape, one.mean, one.seen] for shape, one in budget.costs.items()]
+    found = {name: getattr(budget, name) for name in LEARNED}
+    return {"most": budget.most, "sizes": budget.sizes, "costs": costs} | found
+
+
+def begin_with(found: Mapping[str, Any]) -> Adaptive:
+    """A budget that begins with what another had learned."""
+    budget = Adaptive(found["most"], sizes=found["sizes"])
+    for name in LEARNED:
+        setattr(budget, name, found[name])
+    for rows, context, mean, seen in found["costs"]:
+        budget.now = budget.costs[rows, context] = one = Costs(budget.sizes)
+        one.mean, one.seen = list(mean), list(seen)
+    return budget
 
 
 def is_light(name: str) -> bool:

@@ -93,7 +93,7 @@ class Virtual(Budget):
     def _beside(self, done: Round) -> float:
         """What a round takes longer with a drafter that was not timed here as a whole."""
         machine, rows, found = self.machine, done.rows, 0.0
-        if self.wants_top:
+        if self.wants_top and done.size:
             found += machine.draft(LIKELIEST, self.sampled, rows, self.nodes, 0.0)
         if done.size and self.sampled:
             found += machine.allowed(self.sampled, rows, self.ahead, self.nodes)

@@ -11,10 +11,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from draftproof.engine.budget import Adaptive
 from draftproof.errors import BadInput
 from draftproof.plan.machine import as_json as machine_json
-from draftproof.plan.planner import AUTO, PLAIN, Plan, Prediction
+from draftproof.plan.planner import AUTO, PLAIN, Plan, Prediction, begin_with
 from draftproof.plan.published import told
 
 EVEN = 0.05
@@ -105,7 +104,7 @@ def read_start(file: Path) -> dict[str, Any]:
         if name == PLAIN or judged(found["best"]["speed_up"]) != "pays":
             return {"drafter": "none"}
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
-        return {kind: name, "budget": Adaptive.learned(found["start"][name])}
+        return {kind: name, "budget": begin_with(found["start"][name])}
     except OSError as error:
         why = f"there is no plan {file}"
         raise BadInput(f"{why}; draftproof plan --json FILE writes one") from error
