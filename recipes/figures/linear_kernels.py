@@ -4,8 +4,8 @@
         [--repeats 5]
 
 Copies of a layer that no cache holds (400 MB) are read in turn; the fastest twentieth of the calls
-counts, so that other programs disturb little. In 4 bits, scales and minima (a quarter more) are not
-counted as weights.
+counts, so that other programs disturb little. In 4 bits, steps, bases and scales (a seventh more)
+are not counted as weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from draftproof.native.build import LEVELS, able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import GROUP, Linear, grouped, interleaved, nibbles, rounded
+from draftproof.native.structures import BLOCK, GROUP, Linear, interleaved, nibbles, rounded
 
 ROWS = (1, 2, 4, 8, 16)
 SPAN = 400_000_000
@@ -28,7 +28,8 @@ SPAN = 400_000_000
 
 def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, object]]:
     """Copies of a layer, each with the tensors it reads."""
-    scale, group = rounded(torch.rand(outputs)), torch.rand(outputs, -(-inputs // GROUP)).half()
+    scale, step = rounded(torch.rand(outputs)), torch.full((outputs, -(-inputs // GROUP)), 17)
+    scales = torch.rand(outputs, -(-inputs // BLOCK))
     makers: dict[int, Callable[[], tuple[Linear, object]]] = {
         16: lambda: _kept(interleaved(torch.randn(outputs, inputs).bfloat16(), 2),
                           lambda w: Linear.of(w, None, None, inputs, outputs)),
@@ -37,8 +38,7 @@ def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, objec
             lambda w: Linear.of(w, scale, None, inputs, outputs),
         ),
         4: lambda: _kept(
-            (nibbles(torch.randint(0, 15, (outputs, inputs), dtype=torch.uint8)),
-             grouped(group, group)),
+            nibbles(torch.randint(0, 15, (outputs, inputs)), step, step - 17, scales),
             lambda both: Linear.of_4_bits(*both, None, inputs, outputs),
         ),
     }

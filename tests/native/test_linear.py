@@ -10,7 +10,7 @@ from torch import Tensor
 from draftproof.errors import BadInput
 from draftproof.native.build import BUILDS, LEVELS, able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
+from draftproof.native.structures import Linear, interleaved, nibbles, rounded
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (40, 1040), (1200, 48), (32, 2100),
           (100, 4224)]  # fmt: skip
@@ -153,27 +153,30 @@ def in_4_bits(
 def test_4_bits_are_those_of_the_definition_on_every_level(
     found: Kernels, outputs: int, size: int
 ) -> None:
-    """Scales of any sign, and minima; inputs of which one is loud; the largest sums there are."""
+    """Scales of any sign; inputs of which one is loud; the largest sums there are."""
     dice = torch.Generator().manual_seed(5)
-    groups = -(-size // 32)
-    codes = torch.randint(0, 16, (outputs, size), generator=dice, dtype=torch.uint8)
+    groups, blocks = -(-size // 32), -(-size // 256)
+    codes = torch.randint(0, 16, (outputs, size), generator=dice)
     inputs = torch.randn(21, size, generator=dice).bfloat16()
-    inputs[4], inputs[5], codes[1], inputs[6, size // 2] = 1, -1, 15, 1000
-    scales = (torch.randn(outputs, groups, generator=dice) / 10).half()
-    minima = (torch.rand(outputs, groups, generator=dice) - 0.5).half()
-    weights = nibbles(codes), grouped(scales, minima)
+    inputs[4], inputs[5], codes[1], codes[2], inputs[6, size // 2] = 1, -1, 15, 0, 1000
+    steps = torch.randint(1, 18, (outputs, groups), generator=dice)
+    bases = (torch.rand(outputs, groups, generator=dice) * (256 - 15 * steps)).long()
+    steps[1], bases[:3] = 17, 0
+    scales = torch.randn(outputs, blocks, generator=dice).half()
+    weights = nibbles(codes, steps, bases, scales)
     whole = in_4_bits(found, weights, outputs, inputs)
     first = Kernels(opened(able(LEVELS[-1])[0]))
     assert torch.equal(whole, in_4_bits(first, weights, outputs, inputs))
-    scale, least = (one.double().repeat_interleave(32, 1)[:, :size] for one in (scales, minima))
-    dense = codes * scale + least
-    padded = torch.nn.functional.pad(inputs.float(), (0, -size % 32)).view(21, groups, 32)
+    step, base = (one.repeat_interleave(32, 1)[:, :size] for one in (steps, bases))
+    scale = scales.double().repeat_interleave(256, 1)[:, :size]
+    dense = (codes * step + base - 128) * scale
+    padded = torch.nn.functional.pad(inputs.float(), (0, -size % 128)).view(21, -1, 128)
     largest = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     numbers = (padded * (127 / largest) + 128.5).floor() - 128
     rounded_ = (numbers * (largest.double() / 127)).view(21, -1)[:, :size]
     wanted = rounded_ @ dense.t()
     spread = rounded_.norm(dim=1, keepdim=True) * dense.norm(dim=1)
-    assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 100).all())
+    assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 1000).all())
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (2, 16)):
         some = slice(start, start + many)
         assert torch.equal(in_4_bits(found, weights, outputs, inputs[some]), whole[some]), many

@@ -22,7 +22,6 @@ from draftproof.model.copies import shallow_copy
 from draftproof.model.kept import kept
 from draftproof.model.packed_linear import PackedLinear, PackedSlice, put, together
 from draftproof.model.quantized_linear import (
-    GROUP,
     Int4Linear,
     Int8Linear,
     QuantizedLinear,
@@ -30,6 +29,7 @@ from draftproof.model.quantized_linear import (
     slow_because,
 )
 from draftproof.native.pages import release
+from draftproof.native.structures import GROUP
 
 KINDS = ("int8", "int4", "fp8")
 """8-bit weights and activations; 4-bit weights; 8-bit floats, on accelerators alone."""

@@ -12,11 +12,17 @@ from torch import Tensor
 
 from draftproof.model.packed_linear import JointLinear
 from draftproof.native.kernels import linear_kernels
-from draftproof.native.structures import Linear, grouped, interleaved, nibbles, rounded
+from draftproof.native.structures import (
+    BLOCK,
+    GROUP,
+    STRIP,
+    Linear,
+    interleaved,
+    nibbles,
+    rounded,
+)
 
-GROUP = 32
-"""Weights that share a scale in 4 bits."""
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Weights converted at a time, so that a large table needs no second copy."""
 EXACT = 1024
 """Products of two 8-bit numbers that float32 sums exactly, in any order: 1024 * 127 * 127 < 2^24.
@@ -118,25 +124,19 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """Weights in 4 bits with a scale and an offset per `GROUP` of inputs.
+    """Weights in 4 bits: of the codes of 8 bits 16 evenly spaced ones for each group of inputs,
+    with a scale for each block of them.
 
     By our kernel where there is one, which reads activations in bfloat16, and these in 8 bits with
-    a scale per token and group. Else row by row with weights widened anew.
+    a scale per token and part. Else row by row with weights widened anew.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight.shape[1], len(weight), True)
-        codes, scales = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
-        self.scales, self.bias = torch.cat(scales, 1), bias                # [groups, outputs, 2]
-        all_codes = torch.cat(codes)
-        if self.kernels is not None:
-            scale, offset = self.scales.float().transpose(0, 1).unbind(2)   # [outputs, groups]
-            self.weight = nibbles(all_codes)
-            self.scales = grouped(scale.half(), (offset - 8 * scale).half())
-            self.padded_bias = None if bias is None else rounded(bias.bfloat16())
-        else:
-            pairs = all_codes.view(len(weight), -1, 2)
-            self.weight = pairs[..., 0] | pairs[..., 1] << 4               # [outputs, inputs / 2]
+        parts = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
+        self.weight, self.scales = nibbles(*(torch.cat(part) for part in parts))
+        self.bias = bias
+        self.padded_bias = None if bias is None else rounded(bias.bfloat16())
         self._connect()
 
     def _connect(self) -> None:
@@ -148,19 +148,13 @@ class Int4Linear(QuantizedLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.kernels is not None and self.native is not None:
             return self.kernels.multiply(self.native, inputs.bfloat16()).to(inputs.dtype)
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(self.scales.dtype)
-        outputs = self._by_rows(rows).to(inputs.dtype)
+        rows = inputs.reshape(-1, inputs.shape[-1]).bfloat16().float()
+        weight = _widened(self.weight, self.scales, self.in_features, self.out_features)
+        # a row at a time: no library's blocking can then mix one row's sums with another's
+        sums = torch.stack([weight @ row for row in rows]) if len(rows) else rows @ weight.T
+        outputs = sums.to(inputs.dtype)
         outputs = outputs if self.bias is None else outputs + self.bias
         return outputs.view(*inputs.shape[:-1], self.out_features)
-
-    def _by_rows(self, rows: Tensor) -> Tensor:
-        """A row at a time: no library's blocking can then mix one row's sums with another's."""
-        codes = torch.stack([self.weight & 15, self.weight >> 4], -1)
-        codes = codes.view(self.out_features, -1, GROUP)
-        # [outputs, groups, 1]
-        scale, offset = self.scales.float().transpose(0, 1)[..., None].unbind(2)
-        weight = ((codes - 8.0) * scale + offset).view(self.out_features, -1)
-        return torch.stack([weight @ row for row in rows.float()]) if len(rows) else rows @ weight.T
 
 
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
@@ -190,16 +184,42 @@ def _chunks(weight: Tensor, columns: int | None = None) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(weight), rows)]
 
 
-def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes 0..15 [outputs, inputs]; scale and offset of each group, [groups, outputs, 2] bfloat16.
+def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, steps, bases and scales, as `nibbles` wants them: the widest group of a block has
+    steps of up to 17. The step that covers a group, or one less, whichever errs less."""
+    inputs = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -inputs % BLOCK)).view(len(weight), -1, BLOCK // GROUP,
+                                                              GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)                # [outputs, blocks, groups of one]
+    far = torch.maximum((high - low) / (15 * 17), torch.maximum(high, -low) / 127).amax(-1)
+    scale = far.clamp(min=1e-7).half()
+    groups, low, high = (one / scale.float().view(*scale.shape, *[1] * (one.dim() - 2))
+                         for one in (groups, low, high))
+    found: list[Tensor] = []
+    for less in (0, 1):
+        step = (((high - low) / 15).ceil_() - less).clamp_(1, 17)
+        base = ((high + low) / 2 - 7.5 * step + 128).round_().clamp_(min=0).minimum(255 - 15 * step)
+        codes = ((groups - (base - 128)[..., None]) / step[..., None]).round_().clamp_(0, 15)
+        error = codes * step[..., None] + (base - 128)[..., None] - groups
+        new = [codes, step, base, error.square_().sum(-1)]
+        if found:
+            better = new[3] < found[3]
+            masks = (better[..., None], better, better, better)
+            new = [torch.where(*one) for one in zip(masks, new, found, strict=True)]
+        found = new
+    codes, step, base = (one.to(torch.uint8).flatten(1) for one in found[:3])
+    count = -(-inputs // GROUP)
+    return codes[:, :inputs], step[:, :count], base[:, :count], scale
 
-    w = (code - 8) * scale + offset.
-    """
-    grouped = weight.float().view(len(weight), -1, GROUP)
-    # [outputs, groups]
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
-    offset = (low + 8 * scale.float()).bfloat16()
-    codes = ((grouped - offset[..., None]) / scale[..., None]).round_().clamp_(-8, 7) + 8
-    both = torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
-    return codes.view(weight.shape).to(torch.uint8), both
+
+def _widened(weights: Tensor, scales: Tensor, inputs: int, outputs: int) -> Tensor:
+    """[outputs, inputs] float32 what `nibbles` were made of."""
+    strips, groups = weights.shape[:2]
+    packed, behind = weights[..., : -2 * STRIP], weights[..., -2 * STRIP :]
+    codes = packed.reshape(strips, groups, GROUP // 8, STRIP, 4)
+    codes = torch.stack([codes & 15, codes >> 4], -2).permute(0, 3, 1, 2, 4, 5)
+    both = behind.reshape(strips, groups, STRIP, 2).transpose(1, 2)[..., None].float()
+    steps, bases = both.unbind(3)
+    eight = codes.reshape(strips, STRIP, groups, GROUP) * steps + bases - 128
+    unit = scales.float().transpose(1, 2).repeat_interleave(BLOCK // GROUP, 2)[..., :groups, None]
+    return (eight * unit).view(strips * STRIP, -1)[:outputs, :inputs]

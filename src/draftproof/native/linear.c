@@ -1,6 +1,9 @@
 /* Linear layers in bfloat16, 8 and 4 bits: by tiles where the processor has them, else by vectors.
  * */
 #define _GNU_SOURCE
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
+#endif
 #include "linear_vectors.h"
 #if TILES
 #include "linear_tiles.h"
@@ -89,7 +92,7 @@ static void copied(const Product *of, const bf16 *x, int64_t size, int64_t padde
 static void prepare(const Product *of, int64_t row) {
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, from = first_row(of, chunk);
     int64_t beside = first_row(of, chunk + 1) - from, size = of->layer->size;
-    int64_t inputs = of->kind == BFLOAT16 ? 2 : of->kind == INT8 ? 4 : 8;       /* in a word */
+    int64_t inputs = of->kind == BFLOAT16 ? 2 : 4;                              /* in a word */
     const bf16 *x = of->inputs + row * size;
     float factor = 0, most = of->kind == INT8 ? largest_input(x, size) : 0;
     if (of->kind == INT8) of->scales[row] = most, of->offset[row] = 0;
@@ -102,23 +105,26 @@ static void prepare(const Product *of, int64_t row) {
         const bf16 *here = x + b * inputs;
         if (of->kind == BFLOAT16) copied(of, here, some, padded, to);
         else if (of->kind == INT8)
-            of->offset[row] += 128 * coded(here, some, padded, factor, WIDE_CODES, to);
-        else
-            for (int64_t i = 0; i < padded; i += GROUP) {
-                int64_t group = i < some ? some - i < GROUP ? some - i : GROUP : 0;
-                float *unit = of->scales + (row * of->count + b + i / inputs) / GROUP_WORDS * 2;
-                float top = largest_input(here + i, group), times = top > 0 ? 127.0f / top : 0;
-                unit[0] = top / 127.0f;
-                unit[1] = unit[0] * (float)coded(here + i, group, GROUP, times, 0, to + i / 4);
+            of->offset[row] -= 128 * coded(here, some, padded, factor, WIDE_CODES, to);
+        else {
+            int64_t part = (row * of->stretch + b) / PART, group = part * (PART / GROUP_WORDS);
+            most = largest_input(here, some), factor = most > 0 ? 127.0f / most : 0;
+            of->scales[part] = most / 127.0f, of->offset[part] = 0;
+            for (int64_t i = 0; i < padded; i += GROUP_WORDS * 4, group++) {
+                of->sums[group] = coded(here + i, some - i, GROUP_WORDS * 4, factor, 0, to + i / 4);
+                of->offset[part] -= 128 * of->sums[group];
             }
+        }
     }
 }
 
 /* Room, this thread's own, to lay the inputs out in. */
 static void room(Product *of) {
-    int64_t scales = of->rows * (of->kind == INT4 ? of->count / GROUP_WORDS * 2 : 1);
-    of->scales = scratch(scales + of->rows * (1 + of->stretch * of->width));
-    of->offset = (int32_t *)(of->scales + scales), of->words = of->offset + of->rows;
+    int64_t slots = of->rows * (of->kind == INT4 ? of->stretch / PART : 1);
+    int64_t groups = of->kind == INT4 ? slots * (PART / GROUP_WORDS) : 0;
+    of->scales = scratch(2 * slots + groups + of->rows * of->stretch * of->width);
+    of->offset = (int32_t *)(of->scales + slots), of->sums = of->offset + slots;
+    of->words = of->sums + groups;
 }
 
 /* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait
@@ -127,11 +133,12 @@ static void room(Product *of) {
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads) {
     Product of = {.layer = layer, .inputs = inputs, .out = out, .rows = rows, .block = BLOCK,
-            .width = 2};
+            .width = 2, .line = LINE};
     int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
-    of.kind = layer->groups ? INT4 : layer->scale ? INT8 : BFLOAT16;
-    of.count = layer->padded / (of.kind == INT4 ? 8 : of.kind == INT8 ? 4 : 2);
+    of.kind = layer->blocks ? INT4 : layer->scale ? INT8 : BFLOAT16;
+    of.count = layer->padded / (of.kind == BFLOAT16 ? 2 : 4);
     if (of.kind == INT8) of.width = 1 + WIDE_CODES;
+    if (of.kind == INT4) of.block = PART, of.width = 1, of.line = GROUP_BYTES / GROUP_WORDS;
 #if TILES
     if (by_tiles(&of)) of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
             together = TILE_STRIPS;

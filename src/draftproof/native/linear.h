@@ -4,16 +4,17 @@
 #include "tiles.h"
 
 /* Weights lie in strips of 32 outputs, and in words of 32 bits: two inputs of an output in
- * bfloat16, four in 8 bits, eight in 4 bits. A line is one word of each output of a strip. */
+ * bfloat16, four in 8 bits. A line is one word of each output of a strip. */
 enum { STRIP = 32, SIDES = STRIP / LANES, LINE = STRIP * (int)sizeof(int32_t) };
-enum { BFLOAT16, INT8, INT4, KINDS };
-/* In 4 bits, GROUP inputs share a scale and a minimum. */
-enum { GROUP = 32, GROUP_WORDS = 4 };
-/* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache.
- * */
-enum { MOST = 12, CHUNKS = 8, ROWS = 128 };
+enum { BFLOAT16, INT8, INT4, UNPACKED, KINDS };
+/* In 4 bits, weights are some of the codes of 8 bits, 16 evenly spaced ones for each group, and
+ * words are what these would have. BLOCK words share a scale, and PART words of inputs. */
+enum { GROUP_WORDS = 8, BEHIND = GROUP_WORDS / 2 * LINE, GROUP_BYTES = BEHIND + 2 * STRIP };
+/* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache;
+ * up to FEW with weights of 4 bits as they lie. */
+enum { MOST = 12, CHUNKS = 8, ROWS = 128, FEW = LANES == 16 ? 9 : MOST };
 /* Kernels run over BLOCK words of up to STRIPS strips, which stay in the first cache. */
-enum { BLOCK = 64, STRIPS = 4 };
+enum { BLOCK = 64, STRIPS = 4, PART = 32 };
 
 /* AVX2 without VNNI multiplies codes of 8 bits in 16: first and third, then second and fourth. */
 #if AVX2 && !defined(__AVXVNNI__)
@@ -30,10 +31,10 @@ typedef struct {
     bf16 *out;
     int64_t kind, rows, chunks;
     int64_t count, stretch;             /* words of a row of weights; rounded up to whole blocks */
-    int64_t block, width;               /* words of a block; of inputs for one of weights */
+    int64_t block, width, line;         /* words of a block; of inputs for one of weights; bytes */
     int32_t *words;                     /* inputs: as float, codes, or wide codes */
-    float *scales;                      /* of a row, or in 4 bits twice for each group of a row */
-    int32_t *offset;                    /* 8 bits: 128 times the sum of a row's codes */
+    float *scales;                      /* of a row, in 4 bits of a part of a row */
+    int32_t *offset, *sums;             /* of its codes times -128; in 4 bits, of a group's */
 } Product;
 
 static inline int64_t first_row(const Product *of, int64_t chunk) {
@@ -42,7 +43,7 @@ static inline int64_t first_row(const Product *of, int64_t chunk) {
 
 /* Weights of a strip from a word on. */
 static inline const char *weights_at(const Product *of, int64_t strip, int64_t word) {
-    return (const char *)of->layer->weights + (strip * of->count + word) * LINE;
+    return (const char *)of->layer->weights + (strip * of->count + word) * of->line;
 }
 
 /* Inputs of a chunk of `some` rows, which begins at row `from`, from a whole block of words on. */
@@ -54,7 +55,7 @@ static inline int32_t *inputs_at(const Product *of, int64_t from, int64_t some, 
 static inline lanes output_of(const Product *of, lanes sum, int64_t row, int64_t start) {
     const Linear *layer = of->layer;
     if (of->kind == INT8)
-        sum = number((bits)sum - of->offset[row]) * loaded(layer->scale + start) * of->scales[row];
+        sum = number((bits)sum + of->offset[row]) * loaded(layer->scale + start) * of->scales[row];
     return layer->bias ? sum + wide(layer->bias + start) : sum;
 }
 

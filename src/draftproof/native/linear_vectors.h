@@ -7,9 +7,7 @@
 
 /* Words of LANES outputs: bfloat16 numbers one and two; codes of 8 bits as they are or, where wide,
  * first and third, second and fourth; those of 4 bits in the lower and the upper half of bytes. */
-typedef struct {
-    bits even, odd;
-} Weight;
+typedef struct { bits even, odd; } Weight;
 
 ALWAYS Weight weight_of(const int kind, const char *from) {
     bits w;
@@ -55,64 +53,113 @@ ALWAYS lanes added(const int kind, lanes sum, Weight weight, const int32_t *inpu
 #endif
 }
 
-/* The sum of a group in 4 bits as a number. */
-ALWAYS lanes group_sum(lanes sum) {
-#if AVX2 && !defined(__AVXVNNI__)
-    sum = (lanes)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#endif
-    return number((bits)sum);
+/* What lies behind a group in 4 bits: steps, 17 at most, and bases of LANES outputs. Codes times
+ * the step plus the base have 8 bits. */
+typedef uint16_t shorts __attribute__((vector_size(4 * LANES)));
+typedef uint8_t octets __attribute__((vector_size(4 * LANES)));
+typedef struct { shorts step; octets base; } Group;
+
+ALWAYS Group group_of(const char *behind) {
+    words both = (words)wide((const bf16 *)behind), pair = both | both >> 16;
+    words upper = (words)((shorts)pair >> 8);
+    return (Group){(shorts)(pair & 0x00ff00ff), (octets)((pair & 0xff00ff00) | upper)};
 }
 
-/* Words `word` to `word + count` of a strip times those of a chunk, which begins at row `from`.
- * Memory is asked for the weights at `ahead`, `step` bytes a word. */
+ALWAYS Weight unpacked(Weight w, Group group) {
+    return (Weight){(bits)((octets)((shorts)w.even * group.step) + group.base),
+                    (bits)((octets)((shorts)w.odd * group.step) + group.base)};
+}
+
+/* A sum goes on over a group: a sum with its codes times its step, and that of the inputs' codes
+ * times its base. */
+ALWAYS lanes grouped(lanes sum, lanes small, Group group, int32_t codes) {
+    bits base = (bits)group.base & 0xff;
+#if WIDE_CODES
+    small = (lanes)_mm256_madd_epi16((__m256i)small, (__m256i)group.step);
+    bits more = (bits)_mm256_madd_epi16((__m256i)base, _mm256_set1_epi32(codes));
+    return (lanes)((bits)sum + (bits)small + more);
+#else
+    return (lanes)((bits)sum + (bits)small * ((bits)group.step & 0xff) + base * codes);
+#endif
+}
+
+/* Words `word` to `word + count` of a strip, which lie at `weights`, times those of a chunk, which
+ * begins at row `from`. Memory is asked for the weights at `ahead`, `step` bytes a word. */
 typedef struct {
     int64_t from, strip, word, count, step;
-    const char *ahead;
+    const char *weights, *ahead;
 } Stretch;
 
-/* For R rows, V vectors of outputs at a time, so that all sums stay in registers: on from `to`. */
-ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *of,
-        const Stretch *at, lanes (*to)[SIDES]) {
-    const int width = kind == INT8 ? 1 + WIDE_CODES : 2, together = kind == INT4 ? GROUP_WORDS : 1;
-    int64_t groups = of->count / GROUP_WORDS, step = at->step;
-    const char *ahead = at->ahead;
-    for (int side = 0; side < SIDES; side += V) {
-        const int32_t *inputs = inputs_at(of, at->from, R, at->word);
-        const char *weights = weights_at(of, at->strip, at->word) + side * sizeof(bits);
-        lanes sum[MOST][4];
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
-                sum[r][v] = kind == INT4 ? (lanes){} : to[r][side + v];
-        for (int64_t done = 0; done < at->count; done += together) {
-            _Pragma("GCC unroll 4") for (int word = 0; word < together; word++) {
-                Weight weight[4];
-                _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
-                    weight[v] = weight_of(kind, weights + v * sizeof(bits));
-                __builtin_prefetch(ahead);
-                if (step > 64) __builtin_prefetch(ahead + 64);
-                _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-                    _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
-                        sum[r][v] = added(kind, sum[r][v], weight[v], inputs + r * BLOCK * width);
-                inputs += width, weights += LINE, ahead += step;
-            }
-            if (kind != INT4) continue;
-            int64_t group = (at->word + done) / GROUP_WORDS;
-            const float *units = of->scales + (at->from * groups + group) * 2;
-            const uint16_t *scales = of->layer->groups + (at->strip * groups + group) * 2 * STRIP;
-            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
-                int64_t start = (side + v) * LANES;
-                lanes scale = from_half(scales + start), least = from_half(scales + STRIP + start);
-                _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-                    const float *unit = units + 2 * r * groups;
-                    lanes y = fused(scale * unit[0], group_sum(sum[r][v]), to[r][side + v]);
-                    to[r][side + v] = fused(least, (lanes){} + unit[1], y);
-                    sum[r][v] = (lanes){};
-                }
+/* Words in 4 bits become words in 8 bits. */
+static void unpack(Stretch *at, const char *from, char *to) {
+    for (int64_t done = 0; done < at->count; done += GROUP_WORDS, from += GROUP_BYTES - LINE) {
+        for (int64_t i = 0; i < GROUP_WORDS * at->step; i += 64) __builtin_prefetch(at->ahead + i);
+        at->ahead += GROUP_WORDS * at->step;
+        for (int side = 0; side < SIDES; side++, from += sizeof(bits), to += sizeof(bits)) {
+            Group group = group_of(from + BEHIND - side * LANES * 2);
+            _Pragma("GCC unroll 4") for (int word = 0; word < GROUP_WORDS / 2; word++) {
+                Weight w = unpacked(weight_of(INT4, from + word * LINE), group);
+                memcpy(to + 2 * word * LINE, &w.even, sizeof w.even);
+                memcpy(to + (2 * word + 1) * LINE, &w.odd, sizeof w.odd);
             }
         }
-        if (kind == INT4) continue;
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) to[r][side + v] = sum[r][v];
+        to += (GROUP_WORDS - 1) * LINE;
+    }
+}
+
+#define EACH_SUM \
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) \
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+
+/* For R rows, V vectors of outputs at a time, so that all sums stay in registers: on from `to`. In
+ * 4 bits a part of the inputs is summed as whole numbers: of words in 8 bits that were unpacked
+ * before, or here, or for very few rows of those in 4 bits, group by group. */
+ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *of,
+        const Stretch *at, lanes (*to)[SIDES]) {
+    const int packed = kind == INT4, parted = packed || kind == UNPACKED;
+    const int late = packed && (WIDE_CODES || R < 4), groups = PART / GROUP_WORDS;
+    const int width = packed || kind == BFLOAT16 ? 2 : kind == INT8 ? 1 + WIDE_CODES : 1;
+    int64_t run = packed ? GROUP_WORDS / 2 : at->count, across = parted ? PART : BLOCK * width;
+    int64_t step = at->step * (1 + packed), more = step > 64 ? 64 : 0;
+    int64_t parts = of->stretch / PART, blocks = (of->count + BLOCK - 1) / BLOCK;
+    const uint16_t *scales = of->layer->blocks + (at->strip * blocks + at->word / BLOCK) * STRIP;
+    const char *ahead = at->ahead;
+    for (int side = 0; side < SIDES; side += V) {
+        const char *weights = at->weights + side * sizeof(bits);
+        int64_t done = 0;
+        do {                                            /* loops would keep sums in memory */
+            const int32_t *inputs = inputs_at(of, at->from, R, at->word + done);
+            int64_t part = at->from * parts + (at->word + done) / PART, g = 0;
+            lanes sum[MOST][4];
+            EACH_SUM sum[r][v] = parted ? (lanes)((bits){} + of->offset[part + r * parts])
+                    : to[r][side + v];
+            do {
+                Group group[4];
+                lanes small[MOST][4];
+                EACH_SUM small[r][v] = (lanes){};
+                _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+                    if (packed) group[v] = group_of(weights + BEHIND + (v - side) * LANES * 2);
+                for (int64_t word = 0; word < run; word++) {
+                    Weight weight[4];
+                    _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
+                        weight[v] = weight_of(kind, weights + v * sizeof(bits));
+                        if (packed && !late) weight[v] = unpacked(weight[v], group[v]);
+                    }
+                    __builtin_prefetch(ahead), __builtin_prefetch(ahead + more);
+                    EACH_SUM if (late)
+                        small[r][v] = added(kind, small[r][v], weight[v], inputs + r * across);
+                    else sum[r][v] = added(kind, sum[r][v], weight[v], inputs + r * across);
+                    inputs += width, weights += LINE, ahead += step;
+                }
+                if (!packed) continue;
+                __builtin_prefetch(ahead - 64), weights += 2 * STRIP;
+                EACH_SUM if (late) sum[r][v] = grouped(sum[r][v], small[r][v], group[v],
+                        of->sums[(part + r * parts) * groups + g]);
+            } while (packed && ++g < groups);
+            EACH_SUM to[r][side + v] = parted ? fused(from_half(scales + (side + v) * LANES)
+                    * of->scales[part + r * parts], number((bits)sum[r][v]), to[r][side + v])
+                    : sum[r][v];
+        } while (packed && (done += PART) < at->count);
     }
 }
 
@@ -126,20 +173,22 @@ ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *
     static void NAME##_##R(const Product *of, const Stretch *at, lanes (*to)[SIDES]) {          \
         stretch_of(KIND, R, SIDES_OF(R), of, at, to);                                           \
     }
-#define KERNELS(R) KERNEL(bfloat16, BFLOAT16, R) KERNEL(int8, INT8, R) KERNEL(int4, INT4, R)
+#define KERNELS(R) KERNEL(bfloat16, BFLOAT16, R) KERNEL(int8, INT8, R) KERNEL(int4, INT4, R) \
+    KERNEL(eight, UNPACKED, R)
 EACH(KERNELS)
-#define BFLOAT16_OF(R) bfloat16_##R,
-#define INT8_OF(R) int8_##R,
-#define INT4_OF(R) int4_##R,
+#define ALL(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8, \
+    NAME##_9, NAME##_10, NAME##_11, NAME##_12}
 static void (*const kernels[KINDS][MOST])(const Product *, const Stretch *, lanes (*)[SIDES]) = {
-    {EACH(BFLOAT16_OF)}, {EACH(INT8_OF)}, {EACH(INT4_OF)},
+    ALL(bfloat16), ALL(int8), ALL(int4), ALL(eight)
 };
 
 /* The outputs of strips `first` to `last`, at most STRIPS, for chunks `top` to `bottom`, at most
  * CHUNKS. Each pass over a block of weights asks memory for as much of the next block. */
 static void panel(const Product *of, int64_t first, int64_t last, int64_t top, int64_t bottom) {
-    int64_t row = first_row(of, top), end = first_row(of, bottom), passes = 0;
+    int64_t row = first_row(of, top), end = first_row(of, bottom);
+    int64_t wider = of->kind == INT4 && !WIDE_CODES && end - row > FEW, passes = wider;
     lanes sums[STRIPS][ROWS][SIDES];
+    char held[BLOCK * LINE] __attribute__((aligned(64)));
     for (int64_t s = first; s < last; s++)
         memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t c = top; c < bottom; c++)
@@ -147,15 +196,20 @@ static void panel(const Product *of, int64_t first, int64_t last, int64_t top, i
     for (int64_t b = 0; b < of->count; b += BLOCK)
         for (int64_t s = first; s < last; s++) {
             int64_t some = of->count - b < BLOCK ? of->count - b : BLOCK;
-            const char *next = s + 1 < last ? weights_at(of, s + 1, b)
-                    : weights_at(of, first, b + BLOCK);
-            Stretch at = {.strip = s, .word = b, .count = some, .step = LINE / passes,
-                    .ahead = next};
+            Stretch at = {.strip = s, .word = b, .count = some, .step = of->line / passes,
+                    .weights = weights_at(of, s, b), .ahead = s + 1 < last
+                            ? weights_at(of, s + 1, b) : weights_at(of, first, b + BLOCK)};
+            const char *from = wider ? held : at.weights;
+            if (wider) unpack(&at, at.weights, held);
             for (int64_t c = top; c < bottom; c++) {
                 int64_t beside = first_row(of, c + 1) - first_row(of, c);
                 at.from = first_row(of, c);
-                kernels[of->kind][beside - 1](of, &at, sums[s - first] + (at.from - row));
-                at.ahead += SIDES / SIDES_OF(beside) * some * at.step;
+                for (int64_t w = 0; w < some; w += at.count) {
+                    lanes (*to)[SIDES] = sums[s - first] + (at.from - row);
+                    at.word = b + w, at.count = wider ? PART : some, at.weights = from + w * LINE;
+                    kernels[of->kind + wider][beside - 1](of, &at, to);
+                    at.ahead += SIDES / SIDES_OF(beside) * at.count * at.step;
+                }
             }
         }
     finish(of, first, last, row, end, sums);

@@ -18,8 +18,8 @@ up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
-GROUP = 32
-"""Inputs of a layer of 4 bits that share a scale and a minimum."""
+GROUP, PART, BLOCK = 32, 128, 256
+"""Weights of 4 bits that share a step and a base; activations, and weights, that share a scale."""
 
 
 def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
@@ -40,7 +40,7 @@ class Read(ctypes.Structure):
 class Linear(ctypes.Structure):
     """A linear layer; as in model.h."""
 
-    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("groups"))
+    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("blocks"))
 
     @classmethod
     def of(
@@ -53,12 +53,11 @@ class Linear(ctypes.Structure):
 
     @classmethod
     def of_4_bits(
-        cls, weights: Tensor, groups: Tensor, bias: Tensor | None, size: int, outputs: int
+        cls, weights: Tensor, scales: Tensor, bias: Tensor | None, size: int, outputs: int
     ) -> Linear:
-        """weights as `nibbles` made them: each is scale * code + minimum. groups: float16 scales
-        and minima of `GROUP` inputs, as `grouped` made them. The caller keeps them alive."""
+        """weights and scales as `nibbles` made them. The caller keeps them alive."""
         places = (weights.data_ptr(), None, None if bias is None else bias.data_ptr())
-        return cls(*places, size, size + -size % GROUP, outputs, groups.data_ptr())
+        return cls(*places, size, size + -size % PART, outputs, scales.data_ptr())
 
 
 class Norm(ctypes.Structure):
@@ -179,20 +178,20 @@ def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
 
 
-def nibbles(codes: Tensor) -> Tensor:
-    """uint8 weights of 4 bits as the kernels read them, of codes [outputs, inputs] of 0 to 15,
-    rounded up with zeros."""
-    outputs, inputs = codes.shape
-    padded = F.pad(codes.to(torch.uint8), (0, -inputs % GROUP, 0, -outputs % STRIP))
+def nibbles(codes: Tensor, steps: Tensor, bases: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (step * code + base - 128) * scale of 4 bits, and their scales, as the kernels read
+    them: of codes [outputs, inputs] up to 15, steps and bases [outputs, groups] up to 17 and 255,
+    and scales [outputs, blocks], rounded up with zeros."""
+    more = -len(codes) % STRIP
+    padded = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % PART, 0, more))
     halves = padded.view(len(padded) // STRIP, STRIP, -1, GROUP // 8, 2, 4)
-    packed = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-    return enlarge(torch.empty(packed.shape, dtype=torch.uint8)).copy_(packed)
-
-
-def grouped(scales: Tensor, minima: Tensor) -> Tensor:
-    """Scales and minima [outputs, groups] as the kernels read them, rounded up with zeros."""
-    both = F.pad(torch.stack([scales, minima], -1), (0, 0, 0, 0, 0, -len(scales) % STRIP))
-    return both.view(len(both) // STRIP, STRIP, -1, 2).permute(0, 2, 3, 1).contiguous()
+    packed = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    beyond = (0, 0, 0, packed.shape[1] - steps.shape[1], 0, more)
+    both = F.pad(torch.stack([steps, bases], -1).to(torch.uint8), beyond)
+    behind = both.view(len(packed), STRIP, -1, 2).transpose(1, 2).flatten(2)
+    weights = torch.cat([packed, behind], 2)
+    ordered = F.pad(scales.half(), (0, 0, 0, more)).view(len(packed), STRIP, -1)
+    return enlarge(torch.empty_like(weights)).copy_(weights), ordered.transpose(1, 2).contiguous()
 
 
 def rounded(numbers: Tensor) -> Tensor:
