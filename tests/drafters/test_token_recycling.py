@@ -17,7 +17,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.token_recycling import BEST, DEPTH, READ, TokenRecycling
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import State
+from draftproof.engine.stats import Round, State
 
 Best = dict[int, float]
 pytestmark = pytest.mark.usefixtures("lookup")
@@ -159,8 +159,7 @@ class Ask(Drafter):
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
 def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
-    """The best after every node of drafts, not in prompts or plain rounds; nothing to who does not
-    ask."""
+    """The best after every node read in rounds, not in prompts; nothing to who does not ask."""
     drafter = Ask(wants)
     reads: list[Any] = []
 
@@ -187,13 +186,15 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
 
 
 class Third(Budget):
-    """Drafts in each third round."""
+    """Drafts in each third round, and rests meanwhile."""
 
-    most, rounds = 3, 0
+    most = 3
 
     def choose(self, state: State) -> int:
-        self.rounds += 1
-        return 3 * (self.rounds % 3 == 0)
+        return 3
+
+    def record(self, done: Round) -> None:
+        self.rest = self.rest - 1 if self.rest else 2
 
 
 class Nothing(Ask):
@@ -202,11 +203,11 @@ class Nothing(Ask):
 
 
 def test_what_plain_rounds_and_empty_drafts_tell_is_kept_apart() -> None:
-    """Both are of one node, and told later; the target's best tokens are known of one kind."""
+    """Both are of one node, and told later; the target's best tokens are unknown while it rests."""
     drafter = Nothing(3)
     Engine(target(), drafter, budget=Third()).generate(prompts(1, seed=1), max_new_tokens=14)
     told = [(one.tokens.shape[1], one.successors is not None) for one in drafter.commits[1:]]
-    assert told == [(2, False), (1, True)] * 4 + [(1, False)]
+    assert told == [(1, True), (2, False)] * 4 + [(1, True)]
 
 
 def test_it_keeps_to_its_depth() -> None:

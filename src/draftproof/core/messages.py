@@ -121,7 +121,8 @@ class Commit:
     """What became true of `rows`: tokens [b, D] at `nodes` [b, D] of the tree, `count` [b] of them.
 
     hidden: [b, D, T, H] the target's states at these tokens, at the drafter's layers; or None.
-    successors: what came out behind every node of a draft, if the drafter asks; or None.
+    successors: what came out behind every node read, if the drafter asks and the budget does
+        not rest, but for prompts; or None.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 

@@ -40,8 +40,8 @@ class Drafter(ABC):
     reads_every_state: bool = False
     """It wants hidden states of every token of a prompt, and not of the last one alone."""
     wants_top: int = 0
-    """How many of the likeliest tokens at each node it wants in `Commit.successors`, of rounds for
-    which it was asked."""
+    """How many of the likeliest tokens at each node it wants in `Commit.successors`; not while
+    drafting rests."""
     has_kv_cache: bool = False
     """It keeps keys and values of its own tree: `Commit.nodes` must number that tree's nodes."""
     default_budget: int = 5

@@ -77,7 +77,7 @@ class Decoder:
             with self.clock.verify:
                 reading, prompts = self.prompts.beside(tree, self.batch.view, joining)
             accepted = self.batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
-            top, places = self.drafter.wants_top * (frontier.budget > 0), self.batch.places
+            top, places = self.drafter.wants_top * (not self.budget.rest), self.batch.places
             commit = Commit.of(places, tree, reading, accepted, top, self.ops)
             if self.observes and frontier.budget:
                 with self.clock.draft:

@@ -89,11 +89,12 @@ class Virtual(Budget):
         self.total += seconds
         heard = seconds * self.dice.choice(self.machine.noise)
         self.inner.record(done._replace(seconds=0.0 if prompts else heard))
+        self.rest = self.inner.rest
 
     def _beside(self, done: Round) -> float:
         """What a round takes longer with a drafter that was not timed here as a whole."""
         machine, rows, found = self.machine, done.rows, 0.0
-        if self.wants_top and done.size:
+        if self.wants_top and not self.rest:
             found += machine.draft(LIKELIEST, self.sampled, rows, self.nodes, 0.0)
         if done.size and self.sampled:
             found += machine.allowed(self.sampled, rows, self.ahead, self.nodes)
