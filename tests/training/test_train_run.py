@@ -135,6 +135,14 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     assert "target wrote" in (tmp_path / "two" / "README.md").read_text()
 
 
+def test_a_target_that_is_quantised_already_reads_as_it_is(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_run, "is_quantized", lambda model: True)
+    monkeypatch.setattr(train_run.Target, "quantized", None)
+    assert run(source, tmp_path / "heads", dtype="bfloat16", steps=2).losses
+
+
 def test_chats_that_the_template_refuses_are_skipped_or_refused(
     source: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.device import Device, versions
 from draftproof.model.loading import PreTrainedModel
+from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
@@ -174,7 +175,8 @@ class _Run:
         own, model = self.run.self_generate, self.model
         if model.device.type != "cpu":
             return None
-        quick = "int8" if slow_because("int8", model.dtype) is None else None
+        packs = slow_because("int8", model.dtype) is None and not is_quantized(model)
+        quick = "int8" if packs else None
         return own.quantize or quick if own else quick
 
     def _askable(self, document: Document) -> Document:
