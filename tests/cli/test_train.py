@@ -29,6 +29,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("medusa", ("--heads", "2", "--layers", "2"), 2),
         ("medusa", ("--heads", "3", "--own-projection"), 3),
         ("redrafter", ("--horizon", "2"), 2),
+        ("redrafter", ("--horizon", "2", "--own-projection"), 2),
         ("redrafter", ("--horizon", "2", "--exit-dim", "40"), 2),
     ],
 )

@@ -79,6 +79,31 @@ def test_a_fresh_head_begins_near_the_target() -> None:
     assert all(torch.equal(again[name], weight) for name, weight in head.state_dict().items())
 
 
+def test_least_squares_find_a_law_between_hidden_states() -> None:
+    """Texts whose every hidden state is P [h; s; 1] of the one before give P; else nothing moves.
+
+    Of tokens that are not in the loss they may be anything."""
+    tables, rng = Tables(), torch.Generator().manual_seed(0)
+    head = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double()
+    law = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double().input_proj
+    torch.nn.init.normal_(law.weight, std=0.2, generator=rng)
+    tokens = torch.randint(90, (20, 30), generator=rng)
+    states = head.advance(tables.embed(tokens), None)
+    hidden = [random(20, 8, seed=2)]
+    for place in range(1, 30):
+        hidden.append(law(torch.cat([hidden[-1], states[:, place]], -1)))
+    weights = torch.ones(tokens.shape)
+    hidden[12], weights[:, 13:15] = random(20, 8, seed=3), 0.0      # the law is broken around here
+    features = Features(tokens, torch.stack(hidden, 1)[:, :, None].detach(), weights)
+    head.solve(iter([features]), tables)
+    torch.testing.assert_close(head.input_proj.weight, law.weight, atol=2e-2, rtol=0)
+    torch.testing.assert_close(head.input_proj.bias, law.bias, atol=2e-2, rtol=0)
+    fresh, wide = (ReDrafterHead.fresh(tables) for _ in range(2))
+    wide.solve(iter([features]), tables)                            # as published: no projection
+    pairs = zip(wide.parameters(), fresh.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
 def test_the_head_that_was_given_stays_as_it_is() -> None:
     """Decoding copies, in half precision too: packing must not reach the user's weights."""
     tables = Tables(vocab=256, hidden=64, dtype=torch.bfloat16)

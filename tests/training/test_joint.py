@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(
     both, plain = both_of(distil=False), both_of(distil=False)
     batch = written().batch(range(6), 32)
     loss = both.backward(batch, 0.5)
-    features = plain._features(batch)
+    features = plain.features(batch)
     labels = features.tokens[:, 1:]
     assert features.logits is not None
     text = -features.logits[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]

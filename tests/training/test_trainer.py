@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from training_helpers import Recorder, head_of, ruled, target, trainable, traine
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.losses import head_loss
 from draftproof.errors import BadInput
+from draftproof.training import heads
 from draftproof.training.config import TrainConfig
 from draftproof.training.heads import read, slices
 from draftproof.training.rows import Batches
 
-KINDS = ("medusa", "redrafter")
+KINDS = ("medusa", "redrafter", "shared redrafter")
 
 
 def same(one: DraftHead, other: DraftHead) -> bool:
@@ -59,6 +61,33 @@ def test_a_run_that_dies_and_goes_on_ends_at_the_same_bits(tmp_path: Path, kind:
     assert again.losses == [] and same(resumed, whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cpu_reads_each_text_once(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all epochs, evaluations and the first solution; where there is no room, as before."""
+    head, recorder = head_of(kind), Recorder()
+    subject, read = trainable(head), list[int]()
+    features = subject.reader.features
+
+    def counted(tokens: Tensor, *others: Any, **more: Any) -> Any:
+        read.append(len(tokens))
+        return features(tokens, *others, **more)
+
+    monkeypatch.setattr(subject.reader, "features", counted)
+    trainer_of(tmp_path / "kept", subject, recorder, steps=None, epochs=3).fit()
+    texts = [*written().rows, *written(8, seed=99).rows]
+    assert sum(read) == len({tuple(row.tolist()) for row, _ in texts})
+    if kind == "shared redrafter":
+        assert recorder.read_batches[-1][0] == recorder.read_batches[-1][1] > 0
+    else:
+        assert recorder.read_batches == []
+    monkeypatch.setattr(heads, "KEPT", 0)
+    again = head_of(kind)
+    trainer_of(tmp_path / "again", trainable(again), steps=None, epochs=3).fit()
+    assert same(head, again)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(
     tmp_path: Path, number: signal.Signals
@@ -95,7 +124,7 @@ def test_other_settings_and_torn_checkpoints_are_refused(tmp_path: Path) -> None
 def test_minutes_become_steps_once_and_nothing_is_learnt_meanwhile(tmp_path: Path) -> None:
     head, fresh = head_of("medusa"), head_of("medusa")
     trainer = trainer_of(tmp_path, trainable(head), steps=None, minutes=0.05)
-    trainer.steps = trainer._planned_steps()
+    trainer.steps = trainer._planned_steps(0)
     assert trainer.steps >= 12 and same(head, fresh)
     trainer._save()
     resumed = trainer_of(tmp_path, trainable(head_of("medusa")), steps=None, minutes=0.05)
@@ -156,3 +185,14 @@ def test_the_rate_rises_to_the_wanted_one_and_falls_to_zero() -> None:
     assert max(rates) == pytest.approx(1.0) and rates.index(max(rates)) == 20
     assert rates[:20] == sorted(rates[:20]) and rates[20:] == sorted(rates[20:], reverse=True)
     assert 0 < rates[0] < 0.1 and 0 <= rates[-1] < 1e-3
+
+
+def test_what_nobody_says_follows_from_the_target() -> None:
+    """Published: a rate of 0.001 for a width of 4096; less for steps of few rows."""
+    wide = TrainConfig(batch=8, accumulate=4).for_target(4096, 256, 4096)
+    assert (wide.learning_rate, wide.length, wide.draft_vocab) == (1e-3, 256, None)
+    few = TrainConfig(batch=4).for_target(256, 8192, 49152)
+    assert few.learning_rate == pytest.approx(8e-3 / 8**0.5)
+    assert (few.length, few.draft_vocab) == (512, 8192)
+    given = TrainConfig(learning_rate=0.1, length=64, draft_vocab=49152)
+    assert given.for_target(256, 8192, 49152) == given

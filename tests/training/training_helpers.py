@@ -60,9 +60,10 @@ def ruled(count: int = 40, seed: int = 0) -> Rows:
 
 def head_of(kind: str) -> DraftHead:
     """A fresh head, in float64 so that sums in another order agree."""
-    head = MedusaHead.fresh(target(),
-                            3) if kind == "medusa" else ReDrafterHead.fresh(target(), steps=3)
-    return head.to(torch.float64)
+    if kind == "medusa":
+        return MedusaHead.fresh(target(), 3).to(torch.float64)
+    shared = kind == "shared redrafter"
+    return ReDrafterHead.fresh(target(), steps=3, share_lm_head=shared).to(torch.float64)
 
 
 def trainable(head: DraftHead, objective: str = "ce") -> FrozenTarget:
@@ -76,6 +77,7 @@ class Recorder:
         self.losses: list[float] = []
         self.evaluations: list[Evaluation] = []
         self.notes: list[str] = []
+        self.read_batches: list[tuple[int, int]] = []
         self.progress: list[Progress] = []
         self.begun, self.stop_at = (0, 0), stop_at
 
@@ -84,6 +86,9 @@ class Recorder:
 
     def wrote(self, progress: Progress) -> None:
         self.progress.append(progress)
+
+    def read(self, batches: int, of: int) -> None:
+        self.read_batches.append((batches, of))
 
     def planned(self, step: int, steps: int) -> None:
         self.begun = (step, steps)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Method = StrEnum("Method", ["medusa", "redrafter"])
 _text, _medusa = partial(opt.option, "Text"), partial(opt.option, "Medusa")
-_redrafter = partial(opt.option, "ReDrafter")
+_redrafter, _head = partial(opt.option, "ReDrafter"), partial(opt.option, "Head")
 opt.OPTIONS |= {"config": opt.options_of(TrainConfig), "own": opt.options_of(SelfGenerateConfig)}
 
 Trained = Annotated[Method, typer.Argument(help="medusa or redrafter.", show_default=False)]
@@ -37,18 +37,17 @@ SelfGenerate = Annotated[
     bool, _text(None, "Let the target write the texts, from their beginnings.", "--self-generate")
 ]
 Heads = Annotated[int | None, _medusa("K", "Heads; 5.", "--heads")]
-Layers = Annotated[int, _medusa("N", "Blocks per head; 1. For redrafter as well.", "--layers")]
-OwnProjection = Annotated[
-    bool, _medusa(None, "A projection per head instead of the target's.", "--own-projection")
-]
+Layers = Annotated[int, _head("N", "Residual blocks; of Medusa for each head.", "--layers")]
+ShareHead = Annotated[
+    bool | None, _head(None, "Project with the target's LM head, or with weights of its own; "
+                             "shared unless there is an --exit-dim.",
+                       "--share-lm-head/--own-projection")
+]  # fmt: skip
 Joint = Annotated[
     bool, _medusa(None, "Then the backbone as well (Medusa-2): another model.", "--joint")
 ]
 Horizon = Annotated[int | None, _redrafter("K", "Tokens ahead; 5.", "--horizon")]
 ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", "--exit-dim")]
-ShareHead = Annotated[
-    bool, _redrafter(None, "Project with the target's own LM head.", "--share-lm-head")
-]
 
 
 @opt.with_options(own=None, config=None, engine=("dtype", "device"))
@@ -56,23 +55,24 @@ def train(
     method: Trained, model: opt.Model, data: Data, out: Out, own: dict[str, Any],
     config: dict[str, Any], engine: dict[str, Any], held_out: HeldOut = None, chat: Chat = False,
     strict: Strict = False, self_generate: SelfGenerate = False, heads: Heads = None,
-    layers: Layers = 1, own_projection: OwnProjection = False, joint: Joint = False,
-    horizon: Horizon = None, exit_dim: ExitDim = None, share_lm_head: ShareHead = False,
+    layers: Layers = 1, share_lm_head: ShareHead = None, joint: Joint = False,
+    horizon: Horizon = None, exit_dim: ExitDim = None,
 ) -> None:  # fmt: skip
     """Train draft heads: Medusa or ReDrafter, on texts or on what the model itself writes."""
     from draftproof.drafters.medusa import MedusaHead
     from draftproof.drafters.redrafter import ReDrafterHead
     from draftproof.training import train_run
 
-    of_medusa = {"--heads": heads, "--own-projection": own_projection, "--joint": joint}
-    of_redrafter = {"--horizon": horizon, "--exit-dim": exit_dim, "--share-lm-head": share_lm_head}
+    of_medusa = {"--heads": heads, "--joint": joint}
+    of_redrafter = {"--horizon": horizon, "--exit-dim": exit_dim}
     is_medusa = method is Method.medusa
     for name, value in (of_redrafter if is_medusa else of_medusa).items():
         if value:
             other = "redrafter" if is_medusa else "medusa"
             raise BadInput(f"{name} is an option of {other}, not of {method.value}; leave it out")
     make: train_run.MakeHead
-    shape: dict[str, Any] = {"share_lm_head": not own_projection if is_medusa else share_lm_head}
+    shared = exit_dim is None if share_lm_head is None else share_lm_head
+    shape: dict[str, Any] = {"share_lm_head": shared}
     if is_medusa:
         form = {"heads": 5 if heads is None else heads}
         make = partial(MedusaHead.fresh, num_heads=form["heads"], num_layers=layers, **shape)
@@ -110,6 +110,9 @@ class Screen(Progress):
     def wrote(self, progress: Written) -> None:
         speed = f"{progress.speed:,.0f} tokens/s"
         self.show_bar("writing", progress.tokens, progress.of, speed)
+
+    def read(self, batches: int, of: int) -> None:
+        self.show_bar("reading", batches, of)
 
     def planned(self, step: int, steps: int) -> None:
         self.note(f"{steps} steps" if not step else f"going on at step {step} of {steps}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
@@ -155,6 +155,10 @@ class DraftHead(nn.Module, ABC):
         FR-Spec (arXiv 2502.14856): rare tokens cost more than they earn.
         """
         raise BadInput(f"{self.kind} heads have no draft vocabulary; leave --draft-vocab out")
+
+    def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
+        """Begin with weights found in closed form from what the target made of these texts, in
+        order. Default: nothing, and nothing is read."""
 
     def count(self, first: Tensor, second: Tensor) -> int:
         """Learn what is counted: in the training text, tokens `second` [N] followed `first` [N].

@@ -9,7 +9,7 @@ Shape letters beyond the usual: W beams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -32,6 +32,8 @@ WIDTH, LENGTH = 2, 5
 """Beams when nobody says, and drafted tokens of each; quickest on a CPU."""
 NODES = 12
 """Draft tokens per row and round when nobody says."""
+RIDGE = 1e-3
+"""Of the least squares that training begins with, in shares of the inputs' mean square."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,37 @@ class ReDrafterHead(DraftHead):
         return logits
 
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
+        for context, state in self._steps(features, vocabulary):
+            logits, known = self.logits(context, state), self.token_map is not None
+            yield logits if known else base.over_vocabulary(logits, vocabulary.vocab_size)
+
+    @torch.no_grad()
+    def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
+        """The input projection that predicts the target's next hidden states, by least squares.
+
+        Of the hidden state h of token t and the recurrence's state s behind token t + 1 + step,
+        P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps."""
+        if self.config.exit_dim == 2 * self.config.hidden_size:
+            return                                                      # it has no such projection
+        covariance, moments = torch.zeros(()), torch.zeros(())
+        for features in texts:
+            hidden = features.hidden[:, :, 0].to(self.input_proj.weight.dtype)
+            for step, (context, state) in enumerate(self._steps(features, vocabulary)):
+                counted = features.weights[:, step + 2 :] > 0
+                inputs = torch.cat([context, state, torch.ones_like(state[..., :1])], -1)[counted]
+                outputs = hidden[:, step + 1 : -1][counted]
+                covariance = covariance + inputs.T @ inputs
+                moments = moments + inputs.T @ outputs
+        if covariance.dim():
+            ridge = RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+            found = torch.linalg.solve((covariance + ridge).double(), moments.double()).T
+            self.input_proj.weight[: len(found)] = found[:, :-1].to(self.input_proj.weight)
+            self.input_proj.bias[: len(found)] = found[:, -1].to(self.input_proj.bias)
+
+    def _steps(
+        self, features: Features, vocabulary: Vocabulary
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each step the hidden states [B, S - 2 - i, H] and the recurrence's, teacher-forced."""
         context = features.hidden[:, :, 0].to(self.projection.weight.dtype)     # same at every step
         with torch.no_grad():
             embedded = vocabulary.embed(features.tokens).to(context.dtype)
@@ -166,9 +199,7 @@ class ReDrafterHead(DraftHead):
             rows = max(context.shape[1] - 2 - step, 0)
             consumed = embedded[:, step + 1 : step + 1 + rows]                  # token t + 1 + step
             state = self.advance(consumed, None if state is None else state[:, :rows])
-            logits = self.logits(context[:, :rows], state)
-            known = self.token_map is not None
-            yield logits if known else base.over_vocabulary(logits, vocabulary.vocab_size)
+            yield context[:, :rows], state
 
     def limit_vocabulary(self, tokens: Tensor, vocabulary: Vocabulary) -> None:
         self.token_map, own = tokens.to(vocabulary.device), self.projection

@@ -15,6 +15,8 @@ from draftproof.training.texts import DataConfig
 
 _loop, _own = partial(option, panel="Training"), partial(option, panel="Text")
 _number, _real = int | None, float | None
+DRAFTED = 8192
+"""Tokens of the draft vocabulary, if nobody says, of a target that knows four times as many."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class TrainConfig:
     objective: str = _loop("ce", "ce; or distilled from the target: kl, tv, nla, lk.",
                            metavar="NAME", type=str)  # fmt: skip
     draft_vocab: int | None = _loop(
-        None, "Draft only the N commonest tokens of the training text.", metavar="N",
-        type=_number)  # fmt: skip
+        None, "Draft only the N commonest tokens of the training text; 8192 of 32768 or more.",
+        metavar="N", type=_number)  # fmt: skip
     length: int | None = _loop(None, "Tokens per row; 512 if the target reads so many.",
                                metavar="N", type=_number)  # fmt: skip
     batch: int = _loop(4, "Rows per batch.", metavar="B", type=int)
@@ -57,10 +59,15 @@ class TrainConfig:
         if self.objective not in ("ce", "kl", "tv", "nla", "lk"):
             raise BadInput(f"objective was {self.objective!r}; choose one of ce, kl, tv, nla, lk")
 
-    def for_target(self, hidden_size: int, context: int) -> TrainConfig:
-        """With a length, and a rate: the published 0.001 for a width of 4096, more below."""
-        rate = self.learning_rate or min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75)
-        return replace(self, learning_rate=rate, length=self.length or min(512, context))
+    def for_target(self, hidden_size: int, context: int, vocab_size: int) -> TrainConfig:
+        """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
+        and steps of 32 rows, more for less width, less by the root for fewer rows."""
+        rows, few = self.batch * self.accumulate, self.draft_vocab
+        usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75) * min(1, rows / 32) ** 0.5
+        if few is None and vocab_size >= 4 * DRAFTED:
+            few = DRAFTED
+        return replace(self, learning_rate=self.learning_rate or usual, draft_vocab=few,
+                       length=self.length or min(512, context))  # fmt: skip
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate at a step, as a share of the highest."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.losses import Scores, head_loss, score
 from draftproof.model.target import Target
-from draftproof.training.rows import Batch
+from draftproof.training.rows import Batch, Batches
 
 CACHED, MEMORY = 1 << 24, 1 << 30
 """Bytes of logits made at a time: what a CPU's caches hold, and a small part of other memories."""
+KEPT = 2 << 30
+"""Bytes of hidden states that a CPU keeps, so as to read each text once and not in every epoch."""
+FITTED = 100_000
+"""Tokens in the loss from which a head's first weights are solved."""
 
 
 class Evaluation(NamedTuple):
@@ -40,6 +45,44 @@ class FrozenTarget:
     ) -> None:
         self.head, self.target, self.objective = head, target, objective
         self.reader = reader or target
+        self._states, self._kept = dict[bytes, Tensor](), 0
+
+    @torch.no_grad()
+    def begin(self, batches: Batches, said: Callable[[int, int], None]) -> int:
+        """Let the head solve for its first weights, if it can. Returns how many batches it read.
+
+        said: hears how many, and of how many."""
+        some, read = batches.sample(FITTED), 0
+
+        def features() -> Iterator[Features]:
+            nonlocal read
+            for read, batch in enumerate(some, 1):
+                yield self.features(batch)
+                said(read, len(some))
+
+        self.head.solve(features(), self.target)
+        return read
+
+    @torch.no_grad()
+    def features(self, batch: Batch) -> Features:
+        """What the target makes of a batch. A CPU reads row by row and keeps the hidden states."""
+        logits = self.objective != "ce"
+        if logits or self.target.device.type != "cpu":
+            return read(self.reader, batch, self.head, logits)
+        pairs, width = zip(batch.tokens, batch.sizes, strict=True), max(batch.sizes)
+        hidden = pad_sequence([self._state(row[:size]) for row, size in pairs], batch_first=True)
+        return Features(batch.tokens[:, :width], hidden, batch.weights[:, :width], None)
+
+    def _state(self, tokens: Tensor) -> Tensor:
+        """[S, T, H] the hidden states behind the tokens [S] of a text."""
+        name = tokens.int().numpy().tobytes()
+        if name in self._states:
+            return self._states[name]
+        weights, layers = torch.ones(1, len(tokens)), self.head.hidden_layers
+        hidden = self.reader.features(tokens[None], weights, hidden_layers=layers).hidden[0].clone()
+        if self._kept + hidden.nbytes <= KEPT:
+            self._states[name], self._kept = hidden, self._kept + hidden.nbytes
+        return hidden
 
     def param_groups(self) -> list[dict[str, Any]]:
         """What to optimise: "params", and perhaps a "factor" of the learning rate."""
@@ -47,17 +90,14 @@ class FrozenTarget:
 
     def backward(self, batch: Batch, share: float) -> Tensor:
         """Add the gradient of `share` times the loss, and return that."""
-        with torch.no_grad():
-            features = read(self.reader, batch, self.head, self.objective != "ce")
-        return backward(self.head, features, self.target, self.objective, share)
+        return backward(self.head, self.features(batch), self.target, self.objective, share)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         """Loss and accuracy on batches that were not trained on."""
         scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
         for batch in batches:
-            features = read(self.reader, batch, self.head, self.objective != "ce")
-            for part, weight in slices(features, self.head, self.target):
+            for part, weight in slices(self.features(batch), self.head, self.target):
                 with autocast(self.target):
                     mean = float(head_loss(self.head, part, self.target, self.objective))
                     scores = scores.add(score(self.head, part, self.target))

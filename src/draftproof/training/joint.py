@@ -8,7 +8,7 @@ lossless afterwards.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.config import JointConfig
 from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
-from draftproof.training.rows import Batch
+from draftproof.training.rows import Batch, Batches
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
@@ -50,7 +50,7 @@ class HeadsAndBackbone(FrozenTarget):
         teacher = self._original_logits(batch) if self.config.distil else None
         _set_dropout(self.adapted, True)
         with autocast(self.target):
-            features = self._features(batch)
+            features = self.features(batch)
             loss = (_text_loss(features) if teacher is None else _kl(features, teacher)) * share
         _set_dropout(self.adapted, False)
         hidden = features.hidden.detach().requires_grad_()
@@ -68,7 +68,7 @@ class HeadsAndBackbone(FrozenTarget):
         size = sum(batch.loss_tokens for batch in batches)
         for batch in batches:
             with autocast(self.target):
-                features, teacher = self._features(batch), self._original_logits(batch)
+                features, teacher = self.features(batch), self._original_logits(batch)
                 original = _text_loss(replace(features, logits=teacher))
                 losses = _text_loss(features), original, _kl(features, teacher)
             for name, loss in zip(figures, losses, strict=True):
@@ -90,15 +90,19 @@ class HeadsAndBackbone(FrozenTarget):
         merged: PreTrainedModel = self.adapted.merge_and_unload()
         return merged.eval()
 
-    def _features(self, batch: Batch) -> Features:
+    def features(self, batch: Batch) -> Features:
         """With gradients, where they are on."""
         return read(self.target, batch, self.head, logits=True)
+
+    def begin(self, batches: Batches, said: Callable[[int, int], None]) -> int:
+        """The head has learnt already."""
+        return 0
 
     @torch.no_grad()
     def _original_logits(self, batch: Batch) -> Tensor:
         """[B, S, V] of the target before it learnt anything."""
         with self.adapted.disable_adapter(), autocast(self.target):
-            return _logits(self._features(batch))
+            return _logits(self.features(batch))
 
 
 def _logits(features: Features) -> Tensor:

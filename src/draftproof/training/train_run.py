@@ -83,7 +83,8 @@ class _Run:
         if tokenizer is None:
             raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
         self.codec, self.head = Codec(tokenizer), make_head(self.target)
-        self.config = run.config.for_target(self.target.hidden_size, self.target.context)
+        sizes = self.target.hidden_size, self.target.context, self.target.vocab_size
+        self.config = run.config.for_target(*sizes)
         self.length = self.config.length or 0
         if self.length > self.target.context:
             most = f"{self.target.name} reads at most {self.target.context} tokens"
@@ -114,8 +115,9 @@ class _Run:
             if not len(rows):
                 why = f"the data has nothing to {purpose}: no text of 3 tokens or more"
                 raise BadInput(why + hint)
-        if self.config.draft_vocab is not None:
-            common = self.train.commonest(self.config.draft_vocab)
+        few = self.config.draft_vocab
+        if few is not None and few < self.target.vocab_size:
+            common = self.train.commonest(few)
             self.head.limit_vocabulary(common, self.target)
             share = self.held_out.share_of(common)
             known = f"{len(common):,} tokens are drafted"

@@ -39,6 +39,7 @@ class Callback(Protocol):
 
     def note(self, text: str) -> None: ...
     def wrote(self, progress: Progress) -> None: ...
+    def read(self, tokens: int, of: int) -> None: ...
     def planned(self, step: int, steps: int) -> None: ...
     def stepped(self, step: int, loss: float, speed: float) -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
@@ -79,7 +80,10 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step. Raises KeyboardInterrupt, after saving, if told to stop."""
         if not self.steps:
-            self.steps = self._planned_steps()
+            start = time.perf_counter()
+            read = self.trainable.begin(self.batches, self.callback.read)
+            self.seconds = time.perf_counter() - start
+            self.steps = self._planned_steps(read)
             self._save()
         self.callback.planned(self.step, self.steps)
         with self._signals(), self.log.open("a") as log:
@@ -137,24 +141,30 @@ class Trainer:
         self.callback.evaluated(self.step, self.evaluation)
         return self.evaluation
 
-    def _planned_steps(self) -> int:
-        """How many; of minutes, by trying how many steps and evaluations this machine makes."""
+    def _planned_steps(self, read: int) -> int:
+        """How many; of minutes, by trying how many steps and evaluations this machine makes.
+
+        read: batches that were read to begin with."""
         if self.config.steps is not None:
             return self.config.steps
         if self.config.minutes is None:
             return max(1, round(self.config.epochs * len(self.batches) / self.config.accumulate))
-        seconds, spent = 60 * self.config.minutes, list[float]()
+        seconds, part = 60 * self.config.minutes - self.seconds, self.config.accumulate
+        epoch, first, again = max(1, len(self.batches) // part), list[float](), list[float]()
         most = min(TRIAL_SECONDS, seconds / 10)
-        while len(spent) < 3 or (len(spent) < TRIAL and sum(spent) < most):
-            start = time.perf_counter()
-            self._backward(len(spent))
-            nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
-            spent.append(time.perf_counter() - start)
-            self._optimizer.zero_grad(set_to_none=True)                  # nothing is learnt here
+        while len(first) < 3 or (len(first) < TRIAL and sum(first + again) < most):
+            for spent in (first, again):                 # what was read once may be kept
+                start = time.perf_counter()
+                self._backward((epoch - 1 - len(first)) % epoch)
+                nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
+                spent.append(time.perf_counter() - start)
+                self._optimizer.zero_grad(set_to_none=True)              # nothing is learnt here
         start = time.perf_counter()
         self.trainable.evaluate(self.held_out)
-        left = seconds - sum(spent) - (EVALUATIONS + 1) * (time.perf_counter() - start)
-        return max(EVALUATIONS, int(left / (sum(spent[1:]) / len(spent[1:]))))
+        left = seconds - sum(first + again) - (EVALUATIONS + 1) * (time.perf_counter() - start)
+        fresh, known = (sum(spent[1:]) / len(spent[1:]) for spent in (first, again))
+        unread = min(max(0, epoch - read // part), left / fresh)
+        return max(EVALUATIONS, int(unread + (left - unread * fresh) / known))
 
     def _save(self) -> None:
         """Write the checkpoint; whatever happens meanwhile, there is always a whole one."""
