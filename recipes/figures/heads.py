@@ -14,7 +14,7 @@ from run import Row
 
 import draftproof as dp
 from draftproof.bench.workloads import GENERAL, STORIES, read_questions
-from draftproof.engine.load import HEADS
+from draftproof.engine.named_drafters import HEADS
 from draftproof.engine.stats import RoundStats
 from draftproof.model.loading import resolve
 

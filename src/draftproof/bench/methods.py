@@ -9,7 +9,8 @@ from draftproof.bench.inflate import load_inflated
 from draftproof.bench.measure import PLAIN, OurEngine
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Engine
-from draftproof.engine.load import HEADS, load
+from draftproof.engine.load import load
+from draftproof.engine.named_drafters import HEADS
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import pack_linears
 

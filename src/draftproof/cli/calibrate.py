@@ -41,7 +41,8 @@ def calibrate(
     from draftproof.drafters.checkpoints import is_head, read_head, write_head
     from draftproof.drafters.medusa import MedusaHead
     from draftproof.engine.engine import Engine
-    from draftproof.engine.load import HEADS, load
+    from draftproof.engine.load import load
+    from draftproof.engine.named_drafters import HEADS
     from draftproof.model import loading
     from draftproof.training import calibrate as calibration
     from draftproof.training.rows import prompt_of

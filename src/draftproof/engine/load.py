@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,14 +18,11 @@ from draftproof.drafters.draft_other_tokenizer import OtherTokenizer
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
-from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.deferred import SourceText
 from draftproof.engine.engine import Engine
+from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import (
     BadInput,
@@ -47,24 +43,6 @@ from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 
 log = logging.getLogger("draftproof")
-
-
-def training_free() -> Drafter:
-    """The default drafter, which fits any model: lookup, suffixes and token recycling, merged."""
-    return Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])
-
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "none": Plain,
-    "prompt-lookup": PromptLookup,
-    "suffix": SuffixDrafter,
-    "recycling": TokenRecycling,
-    "portfolio": training_free,
-}
-"""Drafters that need nothing but their name."""
-DEFAULT = "portfolio"
-HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
-"""Draft heads embedded in the package, trained for the demo model."""
 
 
 PUBLISHED = (eagle3, dflash)
@@ -135,7 +113,8 @@ def _drafter(
         raise BadInput(f"{asked}, and there is none; name one, or leave that out")
     if isinstance(named, Drafter):
         return named
-    return SourceText.around(_by_name(str(named or DEFAULT), target, config.tree), target)
+    name = str(named or default_name(target))
+    return SourceText.around(_by_name(name, target, config.tree), target)
 
 
 def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:

@@ -1,0 +1,49 @@
+"""The drafters that need no file of the user's, by name, and which of them drafts by default."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.plain import Plain
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.model.loading import PreTrainedModel
+from draftproof.model.target import Target
+
+
+def training_free() -> Drafter:
+    """Lookup, suffixes and token recycling, merged: it fits any model."""
+    return Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": Plain,
+    "prompt-lookup": PromptLookup,
+    "suffix": SuffixDrafter,
+    "recycling": TokenRecycling,
+    "portfolio": training_free,
+}
+"""Drafters that need nothing but their name."""
+HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
+"""Draft heads embedded in the package, trained for the demo model."""
+SHIPPED = {"3b87f8e27335e67f": "smollm2-135m-redrafter"}
+"""Draft heads in the package that drafts of these weights begin with, by `weights_key`."""
+
+
+def default_name(target: Target) -> str:
+    """What drafts when nobody says: the training-free ones, and heads made for these weights."""
+    own = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
+    return f"{own}+portfolio" if own else "portfolio"
+
+
+def weights_key(model: PreTrainedModel) -> str:
+    """A name for the weights of a model in any precision: of its last norm, which every format
+    keeps as it is."""
+    vectors = [weight for _, weight in model.named_parameters() if weight.dim() == 1]
+    if not vectors:
+        return ""
+    return hashlib.sha256(vectors[-1].detach().float().cpu().numpy().tobytes()).hexdigest()[:16]

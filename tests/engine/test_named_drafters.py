@@ -1,0 +1,50 @@
+"""The default drafter: what the package has for these weights is found, in any precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from drafting import texts
+from tiny import fresh, prompts
+
+from draftproof import Sampling, load
+from draftproof.drafters.checkpoints import is_head, write_head
+from draftproof.drafters.portfolio import Portfolio
+from draftproof.drafters.redrafter import ReDrafterHead
+from draftproof.engine import named_drafters
+from draftproof.engine.named_drafters import SHIPPED, weights_key
+from draftproof.model.loading import resolve
+from draftproof.model.target import Target
+
+
+def test_weights_have_one_name_in_any_precision() -> None:
+    model = fresh("llama").to(torch.bfloat16)
+    torch.nn.init.normal_(model.model.norm.weight)
+    key = weights_key(model)
+    quantized = Target(model.float()).quantized("int8").model
+    assert key == weights_key(model) == weights_key(quantized) != ""
+    model.model.norm.weight.data[3] += 1
+    assert weights_key(model) != key
+
+
+def test_what_is_shipped_is_in_the_package() -> None:
+    assert SHIPPED and all(is_head(resolve(name)) for name in SHIPPED.values())
+
+
+def test_heads_made_for_the_weights_draft_with_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh("llama")
+    write_head(ReDrafterHead.fresh(Target(model), share_lm_head=True), tmp_path)
+    monkeypatch.setitem(named_drafters.SHIPPED, weights_key(model), str(tmp_path))
+    found = {}
+    for name in (None, "portfolio", "none"):
+        found[name] = engine = load(model, drafter=name)
+        drafter = engine.drafter
+        members = drafter.members if isinstance(drafter, Portfolio) else ()
+        assert ("redrafter" in [one.name for one in members]) == (name is None)
+    asked, sampling = prompts(3, 5), Sampling(temperature=0.7, seed=3)
+    written = [texts(one, asked, max_new_tokens=20, sampling=sampling) for one in found.values()]
+    assert written[0] == written[1] == written[2]
