@@ -54,6 +54,12 @@ def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -
     assert len(figures) == 8 and all(one.same == one.texts > 0 for one in figures)
 
 
+def test_nobody_named_any_the_default_is_measured(folders: tuple[str, str]) -> None:
+    _, methods = load_methods(folders[0], [], [])
+    assert [one.name for one in methods] == ["plain", "portfolio"]
+    assert isinstance(methods[1].engine.drafter, dp.Portfolio)
+
+
 @pytest.mark.parametrize(("drafters", "given", "why"), [
     (["suffix", "suffix"], {}, "suffix was given twice"),
     (["suffix", "medusa+recycling"], {"quantize_draft": "int8"}, "--quantize-draft is for"),

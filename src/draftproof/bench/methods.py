@@ -10,7 +10,7 @@ from draftproof.bench.measure import PLAIN, OurEngine
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
-from draftproof.engine.named_drafters import HEADS
+from draftproof.engine.named_drafters import HEADS, default_name
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import pack_linears
 
@@ -19,7 +19,7 @@ def load_methods(
     model: str, drafters: Sequence[str], assistants: Sequence[str], inflate: str | None = None,
     **options: Any,
 ) -> tuple[Engine, list[OurEngine]]:
-    """Plain decoding, and each drafter and draft model around the same target.
+    """Plain decoding, and each drafter and draft model, or the default, around the same target.
 
     options: of `load`. Returns the plain engine, too. Raises BadInput for names that do not fit.
     """
@@ -36,7 +36,7 @@ def load_methods(
         pack_linears(source)
     plain = load(source, drafter="none", **own)
     methods = [OurEngine(PLAIN, plain)]
-    for name in names:
+    for name in names or [default_name(plain.target)]:
         asked = options | {"assistant_model" if name in assistants else "drafter": name}
         asked |= {"quantize_draft": None} if name in light else {}
         if name.startswith("self-") and own["quantize"] is not None:    # drafts by the original

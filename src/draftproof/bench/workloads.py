@@ -21,10 +21,11 @@ STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
 
 
 def built_in(model: str) -> tuple[list[str], Path]:
-    """The drafters and prompts to measure a model with when nobody names any."""
+    """The drafters, if others than its default, and prompts to measure a model with when nobody
+    names any."""
     if resolve(model) == str(embedded("demo")):
         return ["portfolio", "medusa", "redrafter", "demo-draft"], STORIES
-    return ["portfolio"], GENERAL
+    return [], GENERAL
 
 
 class Question(NamedTuple):

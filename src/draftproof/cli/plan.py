@@ -73,7 +73,8 @@ def plan(
     console.print(report.table(found))
     console.print("\n".join(report.notes(found)), style="dim", markup=False)
     if json_ is not None:
-        options = {"assistant_model": assistants, "drafter": drafters, **engine}
+        names = [name for name in named if name not in assistants]
+        options = {"assistant_model": assistants, "drafter": names, **engine}
         json_.write_text(report.as_json(found, options), encoding="utf-8")
     if plots is not None:
         plots.mkdir(exist_ok=True)
