@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_helpers import Recorder, saved_model
 
 from draftproof.drafters.medusa import MedusaHead
@@ -15,6 +16,7 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model.device import processor
 from draftproof.model.packed_linear import JointLinear
+from draftproof.model.quantized_linear import slow_because
 from draftproof.native.kernels import kernels
 from draftproof.training import train_run
 from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
@@ -72,6 +74,7 @@ def test_the_folder_decodes_and_says_where_it_comes_from(source: Path, finished:
     assert same_text(str(source / "tiny"), finished)
     card = (finished / "README.md").read_text()
     record = json.loads((finished / "training.json").read_text())
+    assert record["read_in"] == ("float32" if slow_because("int8", torch.float32) else "int8")
     digest = record["settings"]["data"]["texts.jsonl"]
     for words in ("base_model: tiny", "`tiny`", "texts.jsonl", digest, "licence", "12 steps",
                   "torch", processor()):

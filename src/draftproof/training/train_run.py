@@ -92,6 +92,7 @@ class _Run:
         made = {"method": self.head.kind, "weights": fingerprint(self.model)}
         self.settings = {**made, **run.settings(self.config)}
         self.stages: list[Trainer] = []
+        self.packed: str | None = None                          # the bits that texts are read in
 
     def is_complete(self) -> bool:
         """Whether this run is done; raises BadInput if another was done here."""
@@ -189,8 +190,8 @@ class _Run:
     def fit(self) -> None:
         """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
         out, joint, objective = self.run.out, self.run.joint, self.config.objective
-        packed = self._packed() if joint is None else None
-        reader = self.target.quantized(packed) if packed else None
+        self.packed = self._packed() if joint is None else None
+        reader = self.target.quantized(self.packed) if self.packed else None
         frozen = FrozenTarget(self.head, self.target, objective, reader)
         if joint is None:
             self._stage(frozen, out)
@@ -229,6 +230,7 @@ class _Run:
             "training_seconds": round(sum(stage.seconds for stage in self.stages), 1),
             "held_out": last.evaluation._asdict() if last.evaluation else {},
             "held_out_rows": len(self.held_out), "machine": Device(self.target.device).name,
+            "read_in": self.packed or str(self.target.dtype).removeprefix("torch."),
             "versions": versions(),
         }
         with whole(out / "README.md") as part:

@@ -159,9 +159,12 @@ class Trainer:
                 nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
                 spent.append(time.perf_counter() - start)
                 self._optimizer.zero_grad(set_to_none=True)              # nothing is learnt here
+        begin = time.perf_counter()
+        self.trainable.evaluate(self.held_out)
         start = time.perf_counter()
         self.trainable.evaluate(self.held_out)
-        left = seconds - sum(first + again) - (EVALUATIONS + 1) * (time.perf_counter() - start)
+        end = time.perf_counter()
+        left = seconds - sum(first + again) - (end - begin) - EVALUATIONS * (end - start)
         fresh, known = (sum(spent[1:]) / len(spent[1:]) for spent in (first, again))
         unread = min(max(0, epoch - read // part), left / fresh)
         return max(EVALUATIONS, int(unread + (left - unread * fresh) / known))
