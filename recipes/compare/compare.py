@@ -257,7 +257,8 @@ def read_prompts(given: argparse.Namespace) -> list[list[int]]:
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
     rows = rows[:: max(1, len(rows) // given.limit)][: given.limit]
-    texts = [row.get("prompt") or row.get("text") or row["turns"][0] for row in rows]
+    texts = [row.get("prompt") or row.get("text") or (row["messages"][0]["content"]
+             if "messages" in row else row["turns"][0]) for row in rows]
     if given.edits:
         solved = [text + row["canonical_solution"] for text, row in zip(texts, rows, strict=True)]
         texts = [f"```python\n{code}```\n{change} Give the whole function again."
