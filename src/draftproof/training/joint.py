@@ -8,7 +8,7 @@ lossless afterwards.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.config import JointConfig
 from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
-from draftproof.training.rows import Batch, Batches
+from draftproof.training.rows import Batch
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
@@ -93,10 +93,6 @@ class HeadsAndBackbone(FrozenTarget):
     def features(self, batch: Batch) -> Features:
         """With gradients, where they are on."""
         return read(self.target, batch, self.head, logits=True)
-
-    def begin(self, batches: Batches, said: Callable[[int, int], None]) -> int:
-        """The head has learnt already."""
-        return 0
 
     @torch.no_grad()
     def _original_logits(self, batch: Batch) -> Tensor:
