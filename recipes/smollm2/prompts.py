@@ -30,6 +30,9 @@ TASKS = (
     "Is there a bug in this code? If so, fix it.\n\n```python\n{source}\n```",
     "{opening}",
 )
+"""What a chat asks about a function."""
+STARTS = ("{opening}\n", "from typing import List\n\n\ndef {name}(")
+"""What the target goes on with as it is, not in a chat."""
 
 
 def chat(text: str, category: str) -> Row:
@@ -74,15 +77,13 @@ def functions() -> Iterator[tuple[str, str, str, str]]:
 
 
 def code(seed: int, most: int) -> list[Row]:
-    """Two tasks for each function, and some functions to go on with as they are, not in a chat."""
+    """For each function two tasks and two starts."""
     rng, rows = random.Random(seed), []
     for name, summary, opening, source in functions():
-        for at in rng.sample(range(len(TASKS) + 2), 2):
-            if at < len(TASKS):
-                task = TASKS[at].format(name=name, summary=summary, opening=opening, source=source)
-                rows.append(chat(task, "code"))
-            else:
-                rows.append({"prompt": opening + "\n", "category": "completion"})
+        known = {"name": name, "summary": summary, "opening": opening, "source": source}
+        rows += [chat(task.format(**known), "code") for task in rng.sample(TASKS, 2)]
+        for start in STARTS:
+            rows.append({"prompt": start.format(**known), "category": "completion"})
     return rng.sample(rows, min(most, len(rows)))
 
 
@@ -90,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="with spec_bench, gsm8k")
     parser.add_argument("--out", type=Path, required=True, help="prompts.jsonl, judged.jsonl")
-    parser.add_argument("--code", type=int, default=6000)
-    parser.add_argument("--sums", type=int, default=1500)
+    parser.add_argument("--code", type=int, default=12000)
+    parser.add_argument("--sums", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     train, judged = spec_bench(asked.data / "spec_bench" / "question.jsonl")
