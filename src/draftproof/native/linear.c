@@ -191,18 +191,25 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
 }
 
+static void one_head(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
+        int64_t layers, int64_t rows, int64_t threads) {
+    memcpy(states, hidden, (size_t)(rows * blocks->size) * sizeof *states);
+    for (int64_t l = 0; l < layers; l++)
+        draftproof_residual(blocks + l, states, beside, rows, threads);
+}
+
 /* What heads with `layers` residual blocks each, blocks [heads, layers], make of hidden states
  * [rows, size]: [heads, rows, size]. Heads know nothing of each other, so threads take whole ones,
- * where there are enough of them. beside: as much room as states. */
+ * where there are enough of them: a parallel region within another makes its threads anew. beside:
+ * as much room as states. */
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
         int64_t heads, int64_t layers, int64_t rows, int64_t threads) {
-    int64_t count = rows * blocks->size, each = heads < threads ? threads : 1;
-#pragma omp parallel for num_threads(threads) \
-    if (each == 1 && heads * layers * count * blocks->size > PRODUCTS)
-    for (int64_t h = 0; h < heads; h++) {
-        bf16 *own = states + h * count;
-        memcpy(own, hidden, (size_t)count * sizeof *own);
-        for (int64_t l = 0; l < layers; l++)
-            draftproof_residual(blocks + h * layers + l, own, beside + h * count, rows, each);
-    }
+    int64_t count = rows * blocks->size;
+    for (int64_t h = 0; heads < threads && h < heads; h++)
+        one_head(blocks + h * layers, hidden, states + h * count, beside, layers, rows, threads);
+    if (heads < threads) return;
+#pragma omp parallel for num_threads(threads) if (heads * layers * count * blocks->size > PRODUCTS)
+    for (int64_t h = 0; h < heads; h++)
+        one_head(blocks + h * layers, hidden, states + h * count, beside + h * count, layers, rows,
+                1);
 }
