@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof.core.params import Sampling
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -18,3 +25,27 @@ def test_never_slower_writes_the_texts_of_plain_decoding(tmp_path: Path) -> None
     found = json.loads((tmp_path / "rows").read_text())
     assert [row["budget"] for row in found] == ["fixed 5", "adaptive"]
     assert all(row["same"] == "1/1" for row in found)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_text_written_in_many_rows_is_what_generate_writes(kind: str) -> None:
+    spec = importlib.util.spec_from_file_location("write", RECIPES / "smollm2" / "write.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(write := importlib.util.module_from_spec(spec))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    torch.manual_seed(3)
+    form = AutoConfig.for_model(kind, **sizes, initializer_range=0.5)
+    model = AutoModelForCausalLM.from_config(form).double().eval()
+    prompts, stops = [[5 + at, 9, 2 * at, 7][: 2 + at % 3] for at in range(8)], [3, 11, 17, 40]
+    wanted = [Sampling(max_new_tokens=6 + at) for at in range(8)]
+    found = {index: (new, why)
+             for index, new, why in write.GraphWriter(model, stops, 3, 20)(prompts, wanted, 3)}
+    for at, prompt in enumerate(prompts):
+        given = torch.tensor([prompt])
+        out = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False,
+                             max_new_tokens=6 + at, eos_token_id=stops, pad_token_id=0)
+        new = out[0, len(prompt) :].tolist()
+        assert found[at] == (new, "stop" if new[-1] in stops else "length")
+    assert {why for _, why in found.values()} == {"stop", "length"}

@@ -63,7 +63,7 @@ class TrainConfig:
         """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
         and steps of 32 rows, more for less width, less by the root for fewer rows."""
         rows, few = self.batch * self.accumulate, self.draft_vocab
-        usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.75) * min(1, rows / 32) ** 0.5
+        usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.5) * min(1, rows / 32) ** 0.5
         if few is None and vocab_size >= 4 * DRAFTED:
             few = DRAFTED
         return replace(self, learning_rate=self.learning_rate or usual, draft_vocab=few,

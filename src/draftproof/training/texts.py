@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,11 +112,12 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
     return train, [documents[index] for index in sorted(chosen)]
 
 
-def shuffled(size: int, *key: int) -> list[int]:
+@lru_cache(maxsize=4)
+def shuffled(size: int, *key: int) -> tuple[int, ...]:
     """The numbers below `size` in an order that depends on the key alone."""
     import numpy as np  # the command line starts without it
 
-    return [int(index) for index in np.random.default_rng(key).permutation(size)]
+    return tuple(np.random.default_rng(key).permutation(size).tolist())
 
 
 def read(
