@@ -192,7 +192,7 @@ def test_what_nobody_says_follows_from_the_target() -> None:
     wide = TrainConfig(batch=8, accumulate=4).for_target(4096, 256, 4096)
     assert (wide.learning_rate, wide.length, wide.draft_vocab) == (1e-3, 256, None)
     few = TrainConfig(batch=4).for_target(256, 8192, 49152)
-    assert few.learning_rate == pytest.approx(8e-3 / 8**0.5)
+    assert few.learning_rate == pytest.approx(4e-3 / 8**0.5)
     assert (few.length, few.draft_vocab) == (512, 8192)
     given = TrainConfig(learning_rate=0.1, length=64, draft_vocab=49152)
     assert given.for_target(256, 8192, 49152) == given

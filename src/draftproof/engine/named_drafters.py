@@ -30,10 +30,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 """Drafters that need nothing but their name."""
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
-SHIPPED = {
-    "3b87f8e27335e67f": "smollm2-135m-redrafter",
-    "88c9fbbe2593e0cb": "qwen2.5-coder-1.5b-redrafter",
-}
+SHIPPED = {"88c9fbbe2593e0cb": "qwen2.5-coder-1.5b-redrafter"}
 """Draft heads in the package that drafts of these weights begin with, by `weights_key`."""
 
 
