@@ -1,4 +1,4 @@
-"""Training text of a Llama or Qwen2 by one GPU, a thousand rows at a time: some 25,000 tokens/s.
+"""Training text of a Llama or Qwen2 by one GPU, a thousand rows at a time.
 
     python recipes/smollm2/write.py MODEL --data text/prompts.jsonl --tokens 4000000 --out own.jsonl
 
@@ -9,6 +9,7 @@ their place to the next prompt, and a step of all rows is one CUDA graph (on a C
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftproof.core.params import Sampling
+from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import SelfGenerateConfig
@@ -26,6 +28,7 @@ from draftproof.training.self_generate import Progress, SelfGeneratedText
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import fingerprint
 
+KINDS = ("llama", "qwen2")
 STEPS = 8
 """Tokens of each row between two looks at which rows have ended."""
 READ = 64
@@ -37,14 +40,20 @@ class GraphWriter:
 
     def __init__(self, model: Any, stops: Sequence[int], rows: int, length: int) -> None:
         form, device = model.config, model.device
+        rope, sliding = form.rope_parameters, getattr(form, "use_sliding_window", False)
+        if form.model_type not in KINDS or rope["rope_type"] != "default" or sliding:
+            raise BadInput(
+                f"{form.model_type} with {rope['rope_type']} positions was given; this writes with "
+                f"{' and '.join(KINDS)} of plain positions: let `draftproof train --self-generate`"
+            )
         self.heads, self.groups = form.num_attention_heads, form.num_key_value_heads
         self.size = getattr(form, "head_dim", None) or form.hidden_size // self.heads
-        self.rows, self.length, self.eps = rows, length, form.rms_norm_eps
+        self.rows, self.length = rows, length
         self.model, self.device = model.model, device
         self.table, self.stops = model.lm_head.weight, torch.tensor(sorted(stops), device=device)
         half = torch.arange(0, self.size, 2, device=device).float() / self.size
         places = torch.arange(length, device=device)
-        angles = torch.outer(places.float(), form.rope_parameters["rope_theta"] ** -half)
+        angles = torch.outer(places.float(), rope["rope_theta"] ** -half)
         self.turn = torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2).to(model.dtype)
         shape = (form.num_hidden_layers, 2, rows, self.groups, length, self.size)
         self.kv = torch.zeros(shape, dtype=model.dtype, device=device)
@@ -188,4 +197,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as error:
+        sys.exit(f"write.py: {error}")

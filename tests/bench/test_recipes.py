@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof.core.params import Sampling
+from draftproof.errors import BadInput
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -49,3 +50,6 @@ def test_text_written_in_many_rows_is_what_generate_writes(kind: str) -> None:
         new = out[0, len(prompt) :].tolist()
         assert found[at] == (new, "stop" if new[-1] in stops else "length")
     assert {why for _, why in found.values()} == {"stop", "length"}
+    other = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, head_dim=8))
+    with pytest.raises(BadInput, match="qwen3"):
+        write.GraphWriter(other, stops, 3, 20)

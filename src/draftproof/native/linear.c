@@ -205,9 +205,12 @@ static void one_head(const Linear *blocks, const bf16 *hidden, bf16 *states, bf1
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
         int64_t heads, int64_t layers, int64_t rows, int64_t threads) {
     int64_t count = rows * blocks->size;
-    for (int64_t h = 0; heads < threads && h < heads; h++)
-        one_head(blocks + h * layers, hidden, states + h * count, beside, layers, rows, threads);
-    if (heads < threads) return;
+    if (heads < threads) {
+        for (int64_t h = 0; h < heads; h++)
+            one_head(blocks + h * layers, hidden, states + h * count, beside, layers, rows,
+                    threads);
+        return;
+    }
 #pragma omp parallel for num_threads(threads) if (heads * layers * count * blocks->size > PRODUCTS)
     for (int64_t h = 0; h < heads; h++)
         one_head(blocks + h * layers, hidden, states + h * count, beside + h * count, layers, rows,
