@@ -39,7 +39,6 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model")
-    parser.add_argument("--inflate", help="as in bench: 0.5B")
     parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--assistant-model", action="append", default=[])
     parser.add_argument("--drafter", action="append", default=[])
@@ -66,10 +65,9 @@ def measure(given: argparse.Namespace) -> None:
     """Every configuration that the options name and the file lacks."""
     known = {tuple(row[name] for name in KEY) for row in rows_of(given.file)}
     name = Path(given.model).name + (f", {given.quantize}" if given.quantize else "")
-    name += f", inflated to {given.inflate}" if given.inflate else ""
     budgets = [one if one == AUTO else int(one) for one in given.budgets.split(",")]
     texts = given.prompts.stem if given.prompts else "built-in"
-    plain, methods = load_methods(given.model, given.drafter, given.assistant_model, given.inflate,
+    plain, methods = load_methods(given.model, given.drafter, given.assistant_model,
                                   quantize=given.quantize)
     gc.freeze()
     file = given.prompts or (STORIES if given.model == "demo" else GENERAL)

@@ -52,7 +52,6 @@ class Dictation:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl, or gzipped")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--inflate", help="make the model as heavy as one of, say, 0.5B")
     parser.add_argument("--limit", type=int, default=8, help="texts of each kind")
     parser.add_argument("--rounds", type=int, default=2)
 
@@ -63,7 +62,7 @@ def run(given: argparse.Namespace) -> list[Row]:
              for task in islice(make(_rows(file)), given.limit)]
     if not tasks:
         raise SystemExit("there is nothing to write; give --human-eval or --spec-bench")
-    plain, _ = load_methods(given.model, [], [], given.inflate, dtype=given.dtype)
+    plain, _ = load_methods(given.model, [], [], dtype=given.dtype)
     codec, target = plain.codec, plain.target
     seconds: dict[str, tuple[list[float], list[float], RoundStats]] = {}
     for _ in range(given.rounds):

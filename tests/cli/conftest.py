@@ -52,7 +52,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    """A file of prompts, as `plan` and `calibrate` read them."""
+    """A file of prompts, as `plan` reads them."""
     rows = [{"prompt": "Once upon"}, {"text": "One day a dog"}, {"prompt": "The cat sat on the"},
             {"turns": ["Ben had a"]}]
     file = tmp_path / "prompts.jsonl"

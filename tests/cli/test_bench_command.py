@@ -46,16 +46,6 @@ def test_everything_at_once(
     assert (out["--plots"] / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_inflated_model_says_so(call: Call, target: str, tmp_path: Path) -> None:
-    out = tmp_path / "b.json"
-    given = ("bench", target, "--drafter", "suffix", *SHORT, "--dtype=float64", "--json", str(out))
-    said = call(*given, "--inflate", "2M")
-    assert said.code == 0 and "inflated to 2M" in said.out, said.err
-    heavy = json.loads(out.read_text())["trials"][0]["tokens"]
-    call(*given)
-    assert json.loads(out.read_text())["trials"][0]["tokens"] == heavy
-
-
 def test_the_demo_brings_its_own_prompts_and_drafters(call: Call) -> None:
     said = call("bench", *SHORT)
     assert said.code == 0, said.err
@@ -96,8 +86,6 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--rounds", "0"), "rounds was 0"),
     (("--new-tokens", "0"), "new_tokens was 0"),
     (("--price-per-hour", "0"), "price_per_hour was 0"),
-    (("--inflate", "huge"), "inflate was 'huge'"),
-    (("--inflate", "10K"), "ask for more"),
     (("--drafter", "medusa-9"), "drafter was 'medusa-9'"),
     (("--drafter", "prompt-lookup", "--drafter", "prompt-lookup"), "given twice"),
     (("--category", "x"), "there is no category 'x'"),

@@ -37,7 +37,6 @@ def test_a_prompt_and_a_file_of_prompts_are_what_the_encoder_reads(
     "command",
     ["prove {model} --section bits", "plan {model}",
      "audit --hf {model} --assistant-model {model}",
-     "calibrate {model} --drafter medusa --prompts {texts} --out {out}",
      "train medusa {model} --data {texts} --out {out}"],
     ids=lambda command: command.split()[0],
 )  # fmt: skip

@@ -33,7 +33,6 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
                 "--watts", "50", "--json", str(file), "--plots", str(tmp_path), *SMALL)
     assert said.code == 0, said.err
     assert said.out.startswith("drafting ") and "not trained yet" in said.out
-    assert "nats per token" in said.out and "optimal" in said.out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     found = json.loads(file.read_text())
     names = {one["drafter"] for one in found["predictions"]}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafting import MEDUSA_TREE
 from safetensors.torch import save_file
 from tiny import VOCAB
 from torch import Tensor
@@ -85,7 +84,7 @@ def made(
     layers: int = 1, share: bool = False, bias: bool = True, rows: int | None = None,
     pairs: bool = False,
 ) -> MedusaHead:  # fmt: skip
-    form = MedusaConfig(3, layers, SIZE, VOCAB, share, bias, "org/base", rows, MEDUSA_TREE)
+    form = MedusaConfig(3, layers, SIZE, VOCAB, share, bias, "org/base", rows)
     head = MedusaHead(form).double()
     torch.manual_seed(layers)
     for parameter in head.parameters():

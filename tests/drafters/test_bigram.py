@@ -84,8 +84,6 @@ def test_gains_are_what_was_counted() -> None:
         rest = log(chance[others].sum() / usual[others].sum())
         assert bigrams.rest[first] == pytest.approx(rest, abs=1e-3)
     assert gains.max() > 1 and gains.min() < -0.3
-    some = torch.tensor([0, 39, 7, 7])
-    assert torch.equal(bigrams.table(VOCAB, HERE).all_gains(some), gains[some])
 
 
 def test_only_the_commonest_are_kept_and_none_that_came_once() -> None:

@@ -98,7 +98,7 @@ def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float,
 
 def test_what_the_target_said_is_known_behind_accepted_nodes_alone() -> None:
     """Of a tree 5 - (6 - 9), 7 the text has 5, 6; another text, which comes later, has 7."""
-    known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 3
+    known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 2
              for number in (1, 2)]  # fmt: skip
     texts = [Text([4, 5, 6, 7], 1, Sampling(), None, known[0]),
              Text([1, 7, 9, 2], 1, Sampling(), None, known[1])]

@@ -18,7 +18,6 @@ from draftproof import __version__
 from draftproof.cli import show
 from draftproof.cli.audit import audit
 from draftproof.cli.bench import bench
-from draftproof.cli.calibrate import calibrate
 from draftproof.cli.chat import chat
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
@@ -61,7 +60,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (run, chat, serve, train, calibrate, demo, plan, bench, doctor, prove, audit):
+for command in (run, chat, serve, train, demo, plan, bench, doctor, prove, audit):
     app.command()(command)
 
 

@@ -39,7 +39,6 @@ def bench(
     new_tokens: Annotated[int, _plan("N", "New tokens per prompt.")] = 128,
     rounds: Annotated[int, _plan("R", "How often each method writes each prompt.")] = 3,
     seed: Annotated[int, _plan("S", "Of the sampling.")] = 0,
-    inflate: Annotated[str | None, _plan("0.5B", "Make the model as heavy as that.")] = None,
     price_per_hour: Annotated[float | None, _plan("X", "Of this machine; adds a column.")] = None,
     json_: Annotated[Path | None, _file("FILE", "Every number and text.", "--json")] = None,
     plots: Annotated[Path | None, _file("FOLDER", "For the picture, bench.png.")] = None,
@@ -60,7 +59,7 @@ def bench(
     questions = select(rows, category or [], limit)
     with show.status("loading ...") as status:
         plain, methods = load_methods(
-            model, drafter or ([] if assistant_model else known), assistant_model or [], inflate,
+            model, drafter or ([] if assistant_model else known), assistant_model or [],
             **engine)
         fitting = that_fit(plain, questions, new_tokens)
         settings = [Setting(rows, heat) for heat in heats for rows in batches]
@@ -72,15 +71,14 @@ def bench(
         with suppress(KeyboardInterrupt):
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
     figures = report.compute(run, price_per_hour)
-    title = f"{model}, inflated to {inflate}" if inflate else model
     console = show.page()
-    console.print(report.table(figures, title))
+    console.print(report.table(figures, model))
     console.print("\n".join(report.notes(figures, about)), style="dim", markup=False)
     if json_ is not None:
         json_.write_text(report.as_json(run, figures, about), encoding="utf-8")
     if figures and plots is not None:
         plots.mkdir(exist_ok=True)
-        (plots / "bench.png").write_bytes(report.picture(figures, title))
+        (plots / "bench.png").write_bytes(report.picture(figures, model))
     if len(run.trials) < run.total:
         raise KeyboardInterrupt(f"interrupted after {len(run.trials)} of {run.total} runs")
 

@@ -36,7 +36,6 @@ def plan(
     machine: Machine = None, chat: opt.Chat = False,
     price_per_hour: Annotated[float | None, _ask("X", "Of the machine; adds a column.")] = None,
     watts: Annotated[float | None, _ask("W", "Of the machine; adds a column.")] = None,
-    inflate: Annotated[str | None, _ask("0.5B", "Make the model as heavy as that.")] = None,
     json_: Annotated[Path | None, _file("FILE", "Everything; for run --plan.", "--json")] = None,
     plots: Annotated[Path | None, _file("FOLDER", "For the picture, plan.png.")] = None,
     *, engine: dict[str, Any],
@@ -60,7 +59,7 @@ def plan(
     file = prompts or (None if logs else texts)
     rows = read_questions(file, chat) if file else []
     with show.status("loading ...") as status:
-        plain, methods = load_methods(model, drafters, assistants, inflate, **engine)
+        plain, methods = load_methods(model, drafters, assistants, **engine)
         must_decode_alone(plain, "plan")
         fitting = that_fit(plain, rows, tokens)
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []

@@ -166,10 +166,6 @@ class DraftHead(nn.Module, ABC):
         Returns how many bigrams it keeps. Default: none."""
         return 0
 
-    def given_previous(self, previous: Tensor, logits: Tensor) -> Tensor:
-        """A step's logits [P, V] given the tokens before it, [P]. Default: as they are."""
-        return logits
-
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
         """The drafter that decodes with these weights, in the dtype and place of the target."""

@@ -111,12 +111,6 @@ class BigramTable(NamedTuple):
         place = torch.where(there, place, 0)
         return torch.where(there, self.tokens[place].long(), ABSENT), place
 
-    def all_gains(self, first: Tensor) -> Tensor:
-        """[P, V] the gains of all tokens after `first` [P]."""
-        vocab_size, (tokens, place) = len(self.rest), self.of(first)
-        gains = self.rest[first][:, None].repeat(1, vocab_size + 1)         # the last is for ABSENT
-        return gains.scatter(1, tokens % (vocab_size + 1), self.gains[place])[:, :vocab_size]
-
     def children(
         self, first: Tensor, log_probs: Tensor, weights: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:

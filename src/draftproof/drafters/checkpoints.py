@@ -160,7 +160,7 @@ def _medusa(config: Config, names: Names, state: Tensors, vocabulary: Vocabulary
     ids = state.pop("token_map", None)
     rows = len(next(iter(projections.values()))) if projections else 0
     token_map = _token_map(ids, rows if projections or ids is None else len(ids), vocabulary)
-    known, tree = config.get("vocab_size"), config.get("tree") or config.get("medusa_choices")
+    known = config.get("vocab_size")
     form = MedusaConfig(
         num_heads=heads, num_layers=layers,
         hidden_size=int(state["heads.0.blocks.0.weight"].shape[1]),
@@ -168,7 +168,6 @@ def _medusa(config: Config, names: Names, state: Tensors, vocabulary: Vocabulary
         share_lm_head=not projections, bias=any(name[-1] == "bias" for name in blocks),
         base_model=_base_model(config),
         draft_vocab_size=None if token_map is None else len(token_map),
-        tree=tuple(tuple(int(rank) for rank in path) for path in tree) if tree else None,
         pairs=len(state.get("pairs.tokens", ())),
     )  # fmt: skip
     must_fit("the set of Medusa heads", form, vocabulary)

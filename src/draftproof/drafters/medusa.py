@@ -1,8 +1,8 @@
 """Medusa: heads beside the target's own, each predicting one token further (arXiv 2401.10774).
 
 `Head` is section 2.1.1. All heads read the hidden state of the last committed token; a tree pairs
-their choices (section 2.1.2): the likeliest paths of each round, a calibrated tree, or a published
-one. Bigrams, where they were counted, correct each choice by the one before.
+their choices (section 2.1.2): the likeliest paths of each round, or a published tree. Bigrams,
+where they were counted, correct each choice by the one before.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class MedusaConfig:
     num_layers: residual blocks per head. vocab_size: tokens the ids refer to. share_lm_head:
     project with the target's own table. draft_vocab_size: how many tokens they know, if not all:
     so many rows of that table, or of each own projection. base_model: the target trained for.
-    tree: the calibrated tree, rank paths in order of addition, or None. pairs: how many bigrams
-    were counted.
+    pairs: how many bigrams were counted.
     """
 
     num_heads: int
@@ -52,7 +51,6 @@ class MedusaConfig:
     bias: bool = True
     base_model: str = ""
     draft_vocab_size: int | None = None
-    tree: tuple[RankPath, ...] | None = None
     pairs: int = 0
 
     def __post_init__(self) -> None:
@@ -158,12 +156,6 @@ class MedusaHead(DraftHead):
         self.config = replace(self.config, pairs=count)
         return count
 
-    def given_previous(self, previous: Tensor, logits: Tensor) -> Tensor:
-        if self.pairs is None:
-            return logits
-        table = self.pairs.table(logits.shape[-1], logits.device)
-        return logits + WEIGHT * table.all_gains(previous).to(logits.dtype)
-
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
 
@@ -175,9 +167,8 @@ class Medusa(LastHidden):
     """Drafts a tree of the heads' likeliest choices after the last committed token.
 
     tree: rank paths in order of addition, of which a smaller budget takes the first; the name of a
-    published set; "dynamic", the most likely paths of each round; or None, the tree the heads were
-    calibrated for, else "dynamic". For a target that cannot read trees it drafts the chain of first
-    choices.
+    published set; or "dynamic", as for None, the most likely paths of each round. For a target that
+    cannot read trees it drafts the chain of first choices.
     """
 
     name = "medusa"
@@ -189,7 +180,7 @@ class Medusa(LastHidden):
         super().__init__(vocabulary)
         base.must_fit("the set of Medusa heads", head.config, vocabulary)
         self.config, trees = head.config, vocabulary.reads_trees
-        self.tree = _tree(tree if tree is not None else self.config.tree, self.config, vocabulary)
+        self.tree = _tree(tree, self.config, vocabulary)
         heads = self.config.num_heads
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
         self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES

@@ -65,8 +65,8 @@ class EngineConfig:
     budget: draft tokens per round (`--num-assistant-tokens`), or a `Budget`; None measures what
         pays, zero included.
     draft_tree: for a draft model or Medusa heads: children per node and level ("3,2,1"), a
-        published tree's name, or a `TreeShape`. None: a chain as long as the budget, or the heads'
-        own tree.
+        published tree's name, or a `TreeShape`. None: a chain as long as the budget, or the
+        likeliest paths of each round.
     acceptance: "match" gives the same text, "rejection" and "block" the same distribution.
     lossy: True, "typical", "typical:EPSILON,DELTA" or a `Typical` gives up the target's
         distribution for speed.

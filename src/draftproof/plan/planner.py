@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
@@ -25,14 +26,12 @@ from draftproof.model.packed_linear import PackedLinear
 from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
-from draftproof.plan.limits import break_even, ceiling, entropy, trees
 from draftproof.plan.machine import LIKELIEST, Machine, Size, read_machine
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import Noise, probe
 from draftproof.plan.published import Bracket, brackets
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
-from draftproof.training.calibrate import CalibrateConfig, write
 
 REPLAYS = 5
 """Of a configuration whose budget depends on the noise of its clock; the median counts."""
@@ -82,8 +81,7 @@ class Prediction:
 class Plan:
     """Everything that was found. start: per drafter what its budget has learned, for `run --plan`.
 
-    curves: by batch, seconds of a round over a plain one by drafted nodes. trees: by draft model.
-    entropy: by temperature, nats per token and the ceiling of tokens per round, if there is one.
+    curves: by batch, seconds of a round over a plain one by drafted nodes.
     """
 
     model: str
@@ -92,8 +90,6 @@ class Plan:
     texts: int
     predictions: list[Prediction] = field(default_factory=list)
     brackets: list[Bracket] = field(default_factory=list)
-    trees: dict[str, list[tuple[int, float, float, float]]] = field(default_factory=dict)
-    entropy: dict[float, tuple[float, float | None]] = field(default_factory=dict)
     curves: dict[int, dict[int, float]] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
 
@@ -147,20 +143,14 @@ class Planner:
         found = Plan(self.plain.target.name, self.config, self.machine,
                      sum(map(len, self.texts.values())))
         batches, first = self.config.batches, self.config.temperatures[0]
-        for heat, texts in self.texts.items():
+        for heat in self.texts:
             for batch in batches:
                 found.predictions.append(self.predict(PLAIN, batch, heat, 0))
                 for name, drafter in self.drafters.items():
                     self.progress(f"replaying: {name}, batch {batch}, T = {heat:g}")
                     sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
                     found.predictions += [self.predict(name, batch, heat, one) for one in sizes]
-            best = found.best(batches[0], heat).budget
-            most = ceiling(texts, best if isinstance(best, int) and best else 8) if heat else None
-            found.entropy[heat] = entropy(texts), most
         found.start = self.learned
-        if self.plain.target.reads_trees:
-            found.trees = {name: trees(self.texts[first], self.drafts[name, first])
-                           for name in self.models}
         found.curves = {batch: {nodes: self._cost(PLAIN, batch, first, nodes)
                                 for nodes in range(17)} for batch in batches}
         fastest = max(one.tokens_per_second for one in found.predictions)
@@ -210,8 +200,11 @@ class Planner:
         found = [text._replace(sampling=wanted) for text in logs]
         if prompts:
             self.progress(f"the target writes, T = {heat:g}")
-            asked = CalibrateConfig(max(8, self.config.tokens), heat)
-            found += [Text(*one) for one in write(self.plain, prompts, asked)]
+            samplings = [replace(wanted, seed=seed) for seed in range(len(prompts))]
+            done = self.plain.generate([list(prompt) for prompt in prompts], sampling=samplings,
+                                       max_new_tokens=max(8, self.config.tokens), batch_size=8)
+            found += [Text([*one, *new.tokens], len(one), sampling)
+                      for one, new, sampling in zip(prompts, done, samplings, strict=True)]
         found = [text for text in found if len(text.tokens) > text.prompt + 1]
         if not found:
             raise BadInput("the target writes nothing behind these prompts; give others")
@@ -293,6 +286,14 @@ def begin_with(found: Mapping[str, Any]) -> Adaptive:
         budget.now = budget.costs[rows, context] = one = Costs(budget.sizes)
         one.mean, one.seen = list(mean), list(seen)
     return budget
+
+
+def break_even(size: int, cost: float) -> float | None:
+    """The acceptance, the same at all positions, from which chains of `size` pay if their rounds
+    cost so many plain ones; None if none is enough."""
+    if not 1 < cost < 1 + size:
+        return 0.0 if cost <= 1 else None
+    return float(brentq(lambda rate: sum(rate**i for i in range(size + 1)) - cost, 0.0, 1.0))
 
 
 def is_light(name: str) -> bool:

@@ -54,7 +54,7 @@ class PlayedDrafter(Playback):
         if inner.wants_top:
             self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # places in `top`
             known = [text.likeliest for text in texts if text.likeliest is not None]
-            self.top = [torch.cat(some) for some in list(zip(*known, strict=True))[:2]]
+            self.top = [torch.cat(some) for some in zip(*known, strict=True)]
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)

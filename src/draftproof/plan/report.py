@@ -70,14 +70,6 @@ def table(plan: Plan) -> Table:
 def notes(plan: Plan) -> list[str]:
     """What else was found, in lines."""
     lines = [told(one) for one in plan.brackets]
-    for name, rows in plan.trees.items():
-        parts = [f"{nodes} nodes: chain {chain:.2f}, greedy tree {grown:.2f}, optimal {best:.2f}"
-                 for nodes, chain, grown, best in rows]  # fmt: skip
-        lines.append(f"tokens per round, {name}: " + "; ".join(parts))
-    for heat, (nats, most) in plan.entropy.items():
-        bound = f"; drafts that do not know its draw give at most {most or 0:.2f} tokens per round"
-        where = f"T = {heat:g}" if most is not None else "greedy, by the distribution at T = 1"
-        lines.append(f"entropy, {where}: {nats:.2f} nats per token" + bound * (most is not None))
     how = "timed here" if plan.machine.measured else "by figures, not measured"
     return [*lines, f"{plan.texts} texts of the target, replayed; rounds {how}"]
 
@@ -88,8 +80,8 @@ def as_json(plan: Plan, options: dict[str, Any]) -> str:
     body = {
         "verdict": verdict(plan), "model": plan.model, "best": asdict(best), "options": options,
         "predictions": [asdict(one) for one in plan.predictions],
-        "brackets": [one._asdict() for one in plan.brackets], "trees": plan.trees,
-        "entropy": plan.entropy, "curves": plan.curves, "start": plan.start,
+        "brackets": [one._asdict() for one in plan.brackets], "curves": plan.curves,
+        "start": plan.start,
         "machine": machine_json(plan.machine), "config": asdict(plan.config),
     }  # fmt: skip
     return json.dumps(body, indent=1) + "\n"
