@@ -39,7 +39,6 @@ class Batch:
         self.cache = target.new_cache(rows, capacity)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
         self.running: list[SequenceState] = []
-        self.whole = True               # no round stopped between committing and telling the rows
         self.padding: Tensor | None = None
         self.roots: Tensor | None = None
         self._line_up()
@@ -56,7 +55,6 @@ class Batch:
 
     def keep(self, tree: TokenTree, accepted: Accepted) -> Accepted:
         """Commit the accepted nodes to the cache; return them, of padding as of the row it has."""
-        self.whole = False
         if self.padding is not None:
             accepted = accepted.select(self.padding)
         self.view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
@@ -80,14 +78,7 @@ class Batch:
                 break
         else:
             return
-        self._stay([place for place, row in enumerate(self.running) if row.finish_reason is None])
-
-    def recover(self) -> None:
-        """After a failure that left what was committed whole: rows that have begun stay."""
-        rows = enumerate(self.running)
-        self._stay([place for place, row in rows if row.finish_reason is None and row.tokens])
-
-    def _stay(self, rows: Sequence[int]) -> None:
+        rows = [place for place, row in enumerate(self.running) if row.finish_reason is None]
         stay = {place for place in rows if place < len(rows)}
         move = [place for place in rows if place >= len(rows)]
         order = [place if place in stay else move.pop() for place in range(len(rows))]

@@ -202,7 +202,7 @@ class Decoder:
             width, count = tree.tokens.shape[1] - 1, len(out.tokens) - 1
             row.stats.record(width, out.drafted, out.reach, count, emitted, strayed)
             total += emitted
-        chain, self.batch.whole = tree.is_chain and shared is None, True
+        chain = tree.is_chain and shared is None
         return Round(frontier.budget, len(rows), nodes, total, 0.0, chain)
 
     def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:

@@ -8,9 +8,9 @@ import secrets
 import time
 from dataclasses import replace
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Body, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
@@ -18,25 +18,18 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
-from draftproof.engine.rows import messages_of, prompt_of, refuse_unhonoured, sampling_of
-from draftproof.engine.sequence import SequenceState
+from draftproof.engine.rows import messages_of, refuse_unhonoured, sampling_of
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.server import schema
-from draftproof.server.answer import Answer, Mailbox, Service, Wish, problem
-from draftproof.server.grammar import Grammars, response_rule
+from draftproof.server.answer import Answer, Service, problem
+from draftproof.server.grammar import Grammars
 from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Scheduler
-from draftproof.server.tools import Tools
+from draftproof.server.tools import Form, call_rule, form_of
 
-Sent = Annotated[dict[str, Any], Body()]
-"""A JSON object."""
-BODY = 8 << 20
-"""Bytes of a request."""
-OWN = ("response_format", "tools", "tool_choice")
-"""Fields honoured here that no file of prompts may have; all but the first in chats alone."""
+LARGEST_BODY = 8 << 20
 
 
 class Server:
@@ -49,14 +42,18 @@ class Server:
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
         timeout: float | None = None, key: str | None = None, price: float | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self.model, self.key = engine, model, key
-        plain = _plain(engine)
-        self.scheduler = Scheduler(engine, plain, rows=rows, queue=queue, length=length)
-        self.metrics = Metrics(self.scheduler, model, price, engine.prefixes)
+        self.engine, self.model, self.key, self.created = engine, model, key, int(time.time())
+        self.metrics = Metrics(model, price)
+        if engine.prefixes is not None:
+            self.metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
+                               lambda: engine.prefixes.reused if engine.prefixes else 0)
+        exact = engine.acceptance if engine.lossy is None else "match"
+        plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
+        plain.lock, plain.prefixes = engine.lock, engine.prefixes
+        self.scheduler = Scheduler(engine, plain, self.metrics, rows=rows, queue=queue,
+                                   length=length)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
-        shared = (self.scheduler, self.metrics, engine.codec, model, timeout)
-        self.service = Service(*shared, Mailbox())
-        self.created = int(time.time())
+        self.service = Service(self.scheduler, engine.codec, model, timeout)
 
     def app(self) -> FastAPI:
         """The routes."""
@@ -64,44 +61,35 @@ class Server:
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, key=self.key)         # an HTTP one would copy what is streamed
         app.exception_handler(DraftproofError)(_refusal)
-        app.exception_handler(RequestValidationError)(_misread)
-        app.post("/v1/completions", openapi_extra=schema.COMPLETION)(self.completions)
-        app.post("/v1/chat/completions", openapi_extra=schema.CHAT)(self.chat)
-        app.post("/tokenize", openapi_extra=schema.TOKENIZE)(self.tokenize)
+        app.exception_handler(RequestValidationError)(_refusal)
+        app.post("/v1/completions", response_model=None)(self.completions)
+        app.post("/v1/chat/completions", response_model=None)(self.chat)
+        app.post("/tokenize")(self.tokenize)
         app.get("/v1/models")(self.models)
-        app.get("/health")(self.health)
-        app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
+        app.get("/health", response_model=None)(self.health)
+        app.get("/metrics", response_class=PlainTextResponse)(self.metrics.text)
         app.get("/", response_class=HTMLResponse)(self.page)
         return app
 
-    async def completions(self, request: Request, body: Sent) -> Response:
+    async def completions(self, request: Request, body: schema.Completion) -> Response:
         """OpenAI's text completions."""
-        given = body.get("prompt")
-        parts = [given]
-        if isinstance(given, list) and given and not isinstance(given[0], int):
-            parts = given
-        prompts = [{**body, "prompt": one} for one in parts]
-        wish = Wish(False, **_own_wishes(body))
-        return await self._answer(request, body, [prompt_of(one, False) for one in prompts], wish)
+        return await self._answer(request, body)
 
-    async def chat(self, request: Request, body: Sent) -> Response:
+    async def chat(self, request: Request, body: schema.Chat) -> Response:
         """OpenAI's chat completions."""
-        prompt, tools = await run_in_threadpool(self._chat, body)
-        form = tools.form if tools else None
-        wish = Wish(True, form=form, **_own_wishes(body))
-        return await self._answer(request, body, [prompt], wish, tools)
+        return await self._answer(request, body)
 
-    async def tokenize(self, body: Sent) -> dict[str, Any]:
+    def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
-        if "messages" in body:
-            tokens, _ = await run_in_threadpool(self._chat, body)
-        else:
-            rows = await run_in_threadpool(self._rows, prompt_of(body, False), Sampling(), 1, 1)
-            tokens = list(rows[0].prompt)
+        codec = self.engine.codec
+        if codec is None or (body.prompt is None) == (body.messages is None):
+            raise BadInput('give a "prompt", or "messages", to a model with a tokenizer')
+        messages = messages_of(body.messages) if body.messages is not None else []
+        tokens = codec.encode_chat(messages) if messages else codec.encode(body.prompt or "")
         length = self.scheduler.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
-    async def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, Any]:
         """The one model, and the drafters that may write with it."""
         about = {"id": self.model, "object": "model", "created": self.created,
                  "owned_by": "draftproof", "max_model_len": self.scheduler.length,
@@ -114,67 +102,53 @@ class Server:
             return JSONResponse({"status": "stopping"}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def prometheus(self) -> PlainTextResponse:
-        """Prometheus' text format."""
-        return PlainTextResponse(self.metrics.text())
-
-    async def page(self) -> HTMLResponse:
+    async def page(self) -> str:
         """A page to try it."""
-        return HTMLResponse((files("draftproof.server") / "page.html").read_text())
+        return (files("draftproof.server") / "page.html").read_text()
 
-    def _chat(self, body: dict[str, Any]) -> tuple[list[int], Tools | None]:
-        """The tokens of a chat in the model's template, and the tools it may call."""
-        if "messages" not in body:
-            raise BadInput(
-                'the request has no "messages"; give a list of objects with "role" and "content"'
-            )
-        messages, codec = messages_of(body["messages"]), self.engine.codec
+    async def _answer(self, request: Request, body: schema.Request) -> Response:
+        if body.model not in (None, self.model):
+            there = f"there is no model {str(body.model)[:99]!r} here; this is {self.model}"
+            raise Unavailable(there, 404)
+        answer = await run_in_threadpool(self._read, body)
+        answer.start()
+        if body.stream:
+            return StreamingResponse(answer.events(request), media_type="text/event-stream")
+        return JSONResponse(await answer.whole(request))
+
+    def _read(self, body: schema.Request) -> Answer:
+        """A request's samples, checked; a grammar among their rules if it asks for one."""
+        rest, form = body.model_extra or {}, None
+        refuse_unhonoured(rest)
+        sampling = sampling_of(self.engine.sampling, rest)
+        if sampling.temperature and rest.get("seed") is None:   # another text each time
+            sampling = replace(sampling, seed=secrets.randbits(62))
+        rule = self.grammars.response(body.response_format)
+        if isinstance(body, schema.Chat):
+            prompt, form = self._chat(body)
+            rule = (call_rule(body, form, self.grammars) if form else None) or rule
+            prompts: list[Prompt] = [prompt]
+        else:
+            assert isinstance(body, schema.Completion)
+            given: Any = body.prompt
+            one = isinstance(given, str) or not given or isinstance(given[0], int)
+            prompts = [given] if one else given
+        sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
+        with self.engine.lock:
+            rows = self.engine.requests.read(prompts, None, sampling, body.n or 1)
+        return Answer(self.service, body, rows, form)
+
+    def _chat(self, body: schema.Chat) -> tuple[list[int], Form | None]:
+        """The tokens of a chat in the model's template, and the form of calls it may write."""
+        codec, messages = self.engine.codec, messages_of(body.messages)
         if codec is None:
             raise BadInput("a chat was given but the model has no tokenizer; give token ids")
-        tools = Tools.of(body, codec)
-        return codec.encode_chat(messages, tools.given if tools else None), tools
-
-    def _rows(
-        self, prompt: Prompt, sampling: Sampling, n: int, limit: int | None = None
-    ) -> list[SequenceState]:
-        """The samples of a prompt, checked."""
-        with self.engine.lock:
-            ((*rows,),) = self.engine.requests.read([prompt], limit, sampling, n)
-        return rows
-
-    def _sampling(self, body: dict[str, Any], chat: bool, tools: Tools | None) -> Sampling:
-        """What a request asks for beside its prompt; a grammar among it."""
-        own = OWN if chat else OWN[:1]
-        refuse_unhonoured({name: value for name, value in body.items() if name not in own})
-        rest = {name: value for name, value in body.items() if name not in ("n", "messages")}
-        sampling = sampling_of(self.engine.sampling, rest)
-        if sampling.temperature and body.get("seed") is None:   # another text each time
-            sampling = replace(sampling, seed=secrets.randbits(62))
-        rule = tools.rule(body, self.grammars) if tools else None
-        rule = rule or response_rule(body.get("response_format"), self.grammars)
-        rules = (*sampling.logits_rules, *([rule] if rule else []))
-        return replace(sampling, logits_rules=rules)
-
-    async def _answer(
-        self, request: Request, body: dict[str, Any], prompts: list[Prompt], wish: Wish,
-        tools: Tools | None = None,
-    ) -> Response:  # fmt: skip
-        if body.get("model") not in (None, self.model):
-            there = f"there is no model {str(body['model'])[:99]!r} here; this is {self.model}"
-            return problem(there, 404)
-        n, stream = _whole(body, "n", 1), body.get("stream") or False
-        options = body.get("stream_options") or {}
-        if not isinstance(stream, bool) or not isinstance(options, dict):
-            raise BadInput("stream must be true or false, and stream_options an object")
-        sampling = await run_in_threadpool(self._sampling, body, wish.chat, tools)
-        rows = [await run_in_threadpool(self._rows, prompt, sampling, n) for prompt in prompts]
-        wish = wish._replace(logprobs=sampling.logprobs, stream=stream)
-        answer = Answer(self.service, wish, rows)
-        answer.start()
-        if stream:
-            events = answer.events(bool(options.get("include_usage")))
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(await answer.whole(request))
+        if not body.tools and body.tool_choice not in (None, "none", "auto"):
+            raise BadInput("tool_choice asks for a call, and there are no tools")
+        if not body.tools or body.tool_choice == "none":
+            return codec.encode_chat(messages), None
+        tools = [one.model_dump(exclude_unset=True) for one in body.tools]
+        return codec.encode_chat(messages, tools), form_of(tools, codec)
 
 
 class Guard:
@@ -184,52 +158,27 @@ class Guard:
         self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (wrong := self._problem(Headers(scope=scope), scope)):
-            await wrong(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _problem(self, headers: Headers, scope: Scope) -> Response | None:
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        wanted = self.key.encode() if self.key is not None else given
-        if scope["path"].startswith("/v1") and not hmac.compare_digest(given, wanted):
-            return problem("the API key is missing or wrong; send it as a bearer token", 401)
-        size = headers.get("content-length", "")
-        if scope["method"] == "POST" and (not size.isdecimal() or int(size) > BODY):
-            wrong = 413 if size.isdecimal() else 411
-            return problem(f"a body needs a Content-Length of at most {BODY} bytes", wrong)
-        return None
-
-
-def _plain(engine: Engine) -> Engine:
-    """The same target, with nothing drafted: what a speed is compared with."""
-    exact = engine.acceptance if engine.lossy is None else "match"
-    plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
-    plain.lock, plain.prefixes = engine.lock, engine.prefixes
-    return plain
-
-
-def _own_wishes(body: dict[str, Any]) -> dict[str, Any]:
-    """What a request asks for that OpenAI's do not: the page does."""
-    asked = body.get("draftproof") or {}
-    drafter = asked.get("drafter") or "" if isinstance(asked, dict) else None
-    if not isinstance(drafter, str):
-        raise BadInput('"draftproof" must be an object; of "drafter", a name, and "trees"')
-    return {"drafter": drafter, "trees": bool(asked.get("trees"))}
-
-
-def _whole(body: dict[str, Any], name: str, usual: int) -> int:
-    value = usual if body.get(name) is None else body[name]
-    if type(value) is not int or value < 1:
-        raise BadInput(f"{name} was {str(value)[:99]!r}; it must be a whole number of at least 1")
-    return value
+        app: ASGIApp = self.app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            wanted = self.key.encode() if self.key is not None else given
+            size = headers.get("content-length", "")
+            if scope["path"].startswith("/v1") and not hmac.compare_digest(given, wanted):
+                why = "the API key is missing or wrong; send it as a bearer token"
+                app = problem(why, 401)
+            elif scope["method"] == "POST" and not (
+                size.isdecimal() and int(size) <= LARGEST_BODY
+            ):
+                why = f"a body needs a Content-Length of at most {LARGEST_BODY} bytes"
+                app = problem(why, 413)
+        await app(scope, receive, send)
 
 
 async def _refusal(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, BadInput):
-        return problem(str(error), 400)
-    return problem(str(error), error.status if isinstance(error, Unavailable) else 500)
-
-
-async def _misread(request: Request, error: Exception) -> JSONResponse:
-    return problem("the body must be a JSON object", 400)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+        return problem(f'"{where}": {first["msg"]}', 400)
+    status = 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
+    return problem(str(error), status)

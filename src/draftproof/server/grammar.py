@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from draftproof.core.params import LogitsProcessor, LogitsRule, RuleRequest
+from draftproof.engine.completion import first_difference
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
+from draftproof.server.schema import ResponseFormat
 
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most chat templates write it: no model can write blanks for ever."""
@@ -30,9 +32,15 @@ class Grammars:
         self._known: dict[tuple[int, ...], Any] = {}
         self._lock = Lock()
 
-    def json(self, schema: Any) -> LogitsRule:
-        """The text is JSON of this schema."""
-        return self.lark(f"start: {json_rule(schema)}")
+    def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
+        """The rule of a request's `response_format`; None where any text will do."""
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return self.lark(f"start: {json_rule({'type': 'object'})}")
+        if asked.json_schema is None:
+            raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
+        return self.lark(f"start: {json_rule(asked.json_schema.content)}")
 
     def lark(self, grammar: str) -> LogitsRule:
         """The text keeps to a grammar in llguidance's Lark. Raises BadInput if there is none."""
@@ -49,9 +57,9 @@ class Grammars:
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
-        except ImportError as error:
+        except ImportError:
             raise BadInput(
-                f"a JSON schema or a forced tool call needs {error.name}; pip install "
+                "a JSON schema or a forced tool call needs llguidance; pip install "
                 "'draftproof[server]'"
             ) from None
         tokenizer = self.codec.tokenizer if self.codec else None
@@ -79,7 +87,12 @@ class GrammarProcessor:
         self._text: list[int] = []              # what the matcher has taken
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not self._follow(input_ids[0, self.start :].tolist()):
+        text = input_ids[0, self.start :].tolist()
+        same = (first_difference(text, self._text) or len(text) + 1) - 1
+        if same < len(self._text):
+            self.matcher.rollback(len(self._text) - same)
+        self._text = text[: same + self.matcher.try_consume_tokens(text[same:])]
+        if len(self._text) < len(text):
             return scores
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self.vocab, bitorder="little")
@@ -88,45 +101,10 @@ class GrammarProcessor:
         mask = torch.from_numpy(allowed == 0).to(scores.device)
         return scores.masked_fill(mask, -torch.inf)
 
-    def _follow(self, text: list[int]) -> bool:
-        """Bring the matcher behind `text`; whether it keeps to the grammar."""
-        pairs = zip(text, self._text, strict=False)
-        same = next((place for place, (new, old) in enumerate(pairs) if new != old),
-                    min(len(text), len(self._text)))
-        if same < len(self._text):
-            self.matcher.rollback(len(self._text) - same)
-        taken = self.matcher.try_consume_tokens(text[same:])
-        self._text = text[: same + taken]
-        return len(self._text) == len(text)
 
-
-def json_rule(schema: Any) -> str:
-    """A JSON schema, or True for any object, as the right side of a rule in Lark."""
-    if schema is True:
-        schema = {"type": "object"}
-    if not isinstance(schema, dict):
-        raise BadInput(f"a JSON schema must be an object; {str(schema)[:99]!r} was given")
+def json_rule(schema: dict[str, Any]) -> str:
+    """A JSON schema as the right side of a rule in Lark."""
     try:
         return "%json " + json.dumps({**schema, "x-guidance": FORM})
-    except (TypeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"the JSON schema cannot be read: {error}") from None
-
-
-def response_rule(asked: Any, grammars: Grammars) -> LogitsRule | None:
-    """The rule of a request's `response_format`; None where any text will do."""
-    if asked is None:
-        return None
-    kind = asked.get("type") if isinstance(asked, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return grammars.json(True)
-    if kind == "json_schema":
-        inner = asked.get("json_schema")
-        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-            raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
-        return grammars.json(inner["schema"])
-    raise BadInput(
-        f"response_format was {str(asked)[:99]!r}; its type must be text, json_object or "
-        "json_schema"
-    )

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -12,8 +13,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
 from draftproof.core.params import Likely
 from draftproof.core.tree import TokenTree
 from draftproof.engine.decoder import Decoder
@@ -22,6 +21,7 @@ from draftproof.engine.row_output import RowOutput
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.native.kernels import release_workers
+from draftproof.server.metrics import Metrics
 
 Tree = list[tuple[int, int, bool, str]]
 """The nodes of a row's draft: token, parent, whether it was accepted, and who drafted it; node 0 is
@@ -31,43 +31,61 @@ the root."""
 class Progress(NamedTuple):
     """What a round brought to one sample of a request.
 
-    pieces: new text, and who drafted its tokens, or "". new: tokens, and the logprobs they had
+    pieces: new text, and who drafted its tokens, or "". tokens: new ones, and the logprobs they had
     and the likeliest in their places, if asked for. completion: with the last one. tree: what the
-    round verified, if asked for. at: when, by the performance counter.
+    round verified, if asked for.
     """
 
     sample: int
     pieces: list[tuple[str, str]]
-    new: list[int]
+    tokens: list[int]
     logprobs: list[float]
     top: list[Likely]
     completion: Completion | None
     tree: Tree | None
-    at: float
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits or runs. listener: called in the decoding thread, for each of its rows
-    in each round. trees: it wants to see them."""
+    """A request that waits or runs.
 
-    rows: list[SequenceState]
-    listener: Callable[[Progress], None]
+    hears: is called for each of its rows in each round; without `streams`, with the last alone.
+    trees: it wants to see them. told: of each sample that still runs, how many tokens, and when.
+    """
+
+    rows: Sequence[SequenceState]
+    hears: Callable[[Progress], None]
+    streams: bool = False
     trees: bool = False
-    told: dict[int, int] = field(default_factory=dict)
     cancelled: bool = False
+    begun: float = field(default_factory=time.perf_counter)
+    told: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.told = {row.params.sample: (0, self.begun) for row in self.rows}
+
+    @property
+    def running(self) -> list[SequenceState]:
+        """Its rows that have not ended."""
+        return [row for row in self.rows if row.finish_reason is None]
+
+
+News = list[tuple[Ticket, Progress]]
 
 
 class Lane:
     """One engine's running batch of at most `rows` rows of `length` tokens, and what waits for it.
 
     A request that cannot be run fails alone; if a whole round fails, what ran in it fails and the
-    next one begins anew. Where memory does not suffice, the youngest request is shed and the others
-    go on; until none runs, no more rows than these are let in.
+    next one begins anew. deliver: is given the news of each round.
     """
 
-    def __init__(self, engine: Engine, rows: int, length: int) -> None:
-        self.engine, self.rows, self.length, self.fits = engine, rows, length, rows
+    def __init__(
+        self, engine: Engine, rows: int, length: int, metrics: Metrics,
+        deliver: Callable[[News], None],
+    ) -> None:  # fmt: skip
+        self.engine, self.rows, self.length = engine, rows, length
+        self.metrics, self.deliver = metrics, deliver
         self.waiting: deque[Ticket] = deque()
         self.running: list[Ticket] = []
         self.decoder: Decoder | None = None
@@ -84,59 +102,42 @@ class Lane:
         try:
             if self.decoder is None:
                 self.decoder = self.engine.decoder(self.rows, self.length)
-            self._round(self.decoder, lock)
+            for row in _rows(one for one in self.running if one.cancelled):
+                row.finish_reason = "cancelled"
+            self.decoder.batch.retire()
+            if self.reading and self.reading[0].cancelled:
+                self.reading = None
+            with lock:
+                joining = self._next(self.decoder)
+            self.running += joining
+            self._step(self.decoder, joining)
         except Exception as error:                      # whatever it is, others are served
-            decoder, self.decoder, self.reading = self.decoder, None, None
-            if decoder is None:                                         # there is no room for it
-                self.running += [self.waiting.popleft()]
-            elif decoder.batch.whole and _is_no_memory(error):
-                with contextlib.suppress(Exception), lock:
-                    self._shed(decoder)
-                    self.decoder = decoder
-            for row in _unfinished(self.running if self.decoder is None else ()):
-                row.fail(error if isinstance(error, DraftproofError) else Unavailable(
-                    f"the round failed: {' '.join(str(error).split())[:200]}", 500))
-            self._tell()
+            if self.decoder is None:                                    # there is no room for it
+                self.running.append(self.waiting.popleft())
+            self.decoder = self.reading = None
+            why = f"the round failed: {' '.join(str(error).split())[:200]}"
+            for row in _rows(self.running):
+                row.fail(error if isinstance(error, DraftproofError) else Unavailable(why, 500))
+        self._tell()
 
-    def _shed(self, decoder: Decoder) -> None:
-        """Let the youngest request go; others that were about to join wait again."""
-        for row in _unfinished([self.running[-1]]):
-            row.fail(Unavailable(
-                "the server has no memory for so many requests at once; try again later", 503))
-        joining = [one for one in self.running[:-1] if not any(row.tokens for row in one.rows)]
-        self.fits = len(_unfinished(self.running))
-        self.running = [one for one in self.running if one not in joining]
-        self.waiting.extendleft(reversed(joining))
-        decoder.batch.recover()
+    def _next(self, decoder: Decoder) -> list[Ticket]:
+        """Take from those that wait who may join now; of long prompts, one at a time is read."""
+        waiting = [one for one in self.waiting if not one.cancelled]
+        free = self.rows - len(_rows(self.running))
+        sums = accumulate(len(one.rows) for one in waiting)
+        fitting = [one.rows for one, rows in zip(waiting, sums, strict=True) if rows <= free]
+        count = decoder.admissible(fitting) if fitting else 0
+        if count == 1 and decoder.is_long(waiting[0].rows):
+            if self.reading:
+                count = 0
+            else:
+                self.reading = waiting[0], decoder.read_beside(waiting[0].rows)
+        self.waiting = deque(waiting[count:])
+        return waiting[:count]
 
-    def _round(self, decoder: Decoder, lock: threading.Condition) -> None:
-        gone = [row for one in self.running if one.cancelled for row in one.rows
-                if row.finish_reason is None]
-        for row in gone:
-            row.finish_reason = "cancelled"
-        self.running = [one for one in self.running if not one.cancelled]
-        if self.reading and self.reading[0].cancelled:
-            self.reading = None
-        if gone:
-            decoder.batch.retire()
-        with lock:
-            waiting = [one for one in self.waiting if not one.cancelled]
-            if not self.running:
-                self.fits = self.rows
-            free = self.fits - len(_unfinished(self.running))
-            rows = accumulate(len(one.rows) for one in waiting)
-            fitting = [one.rows for one, sum_ in zip(waiting, rows, strict=True) if sum_ <= free]
-            count = decoder.admissible(fitting) if fitting else 0
-            long = count == 1 and decoder.is_long(waiting[0].rows)
-            if long and self.reading:
-                count = 0                                               # one at a time
-            joining, self.waiting = waiting[:count], deque(waiting[count:])
-        self.running += joining
-        if long and joining:
-            self.reading = joining[0], decoder.read_beside(joining.pop().rows)
-        requests: list[Sequence[SequenceState]] = [one.rows for one in joining]
-        if not self.running:
-            return
+    def _step(self, decoder: Decoder, joining: Sequence[Ticket]) -> None:
+        """A round, a chunk of the long prompt, and the short ones of those who join."""
+        requests = [one.rows for one in joining if not self.reading or one is not self.reading[0]]
         decoder.watch = self._see if any(one.trees for one in self.running) else None
         with self.engine.lock:
             if self.reading and next(self.reading[1], self) is self:
@@ -145,7 +146,6 @@ class Lane:
                 decoder.admit(*requests)
             elif decoder.running:
                 decoder.step(requests)
-        self._tell()
 
     def _see(self, tree: TokenTree, by: list[list[str]], rows: Sequence[SequenceState],
              outputs: Sequence[RowOutput]) -> None:  # fmt: skip
@@ -156,31 +156,43 @@ class Lane:
 
     def _tell(self) -> None:
         """Hand out what is new; whoever has all of its rows' texts is done."""
-        now = time.perf_counter()
-        for one in self.running:
-            for row in one.rows:
-                sample, before = row.params.sample, one.told.get(row.params.sample, 0)
-                ended = row.finish_reason is not None
-                if before >= 0 and (ended or len(row.tokens) > before):
-                    one.told[sample] = -1 if ended else len(row.tokens)
-                    completion = self.engine.completion(row) if ended else None
-                    tree = self._trees.get(id(row)) if one.trees else None
-                    tokens, scores = row.tokens[before:], row.logprobs[before:]
-                    top = row.top_logprobs[before:]
-                    news = (sample, row.pieces(), tokens, scores, top, completion, tree, now)
-                    one.listener(Progress(*news))
+        now, news = time.perf_counter(), News()
+        for ticket in self.running:
+            for row in ticket.rows:
+                if progress := self._progress(ticket, row, now):
+                    news.append((ticket, progress))
         self._trees.clear()
-        self.running = [one for one in self.running
-                        if any(row.finish_reason is None for row in one.rows)]
+        self.running = [one for one in self.running if one.running]
+        if news:
+            self.deliver(news)
+
+    def _progress(self, ticket: Ticket, row: SequenceState, now: float) -> Progress | None:
+        """What is new of a row, for those who want to hear of it."""
+        sample, ended = row.params.sample, row.finish_reason is not None
+        if sample not in ticket.told:
+            return None
+        before, last = ticket.told[sample]
+        if new := len(row.tokens) - before:
+            ticket.told[sample] = len(row.tokens), now
+            seconds = self.metrics.between if before else self.metrics.first_token
+            seconds.observe((now - last) / (new if before else 1))
+        done = None
+        if ended:
+            del ticket.told[sample]
+            done = self.engine.completion(row)
+            self.metrics.ended(done)
+            self.metrics.latency.observe(now - ticket.begun)
+        if not (ended or (ticket.streams and new)):
+            return None
+        first = before if ticket.streams else 0
+        tree = self._trees.get(id(row)) if ticket.trees else None
+        return Progress(sample, row.pieces(), row.tokens[first:], row.logprobs[first:],
+                        row.top_logprobs[first:], done, tree)
 
 
-def _unfinished(tickets: Iterable[Ticket]) -> list[SequenceState]:
-    return [row for one in tickets for row in one.rows if row.finish_reason is None]
-
-
-def _is_no_memory(error: Exception) -> bool:
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+def _rows(tickets: Iterable[Ticket]) -> list[SequenceState]:
+    """The rows that have not ended."""
+    return [row for one in tickets for row in one.running]
 
 
 class Scheduler:
@@ -192,13 +204,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: Engine, plain: Engine, *, rows: int, queue: int, length: int
+        self, engine: Engine, plain: Engine, metrics: Metrics, *, rows: int, queue: int, length: int
     ) -> None:
-        self.rows, self.queue, self.length = rows, queue, min(length, engine.target.context)
-        self.lanes = {"": Lane(engine, rows, self.length), "none": Lane(plain, 1, self.length)}
+        self.queue, self.length = queue, min(length, engine.target.context)
+        rest = (self.length, metrics, self._deliver)
+        self.lanes = {"": Lane(engine, rows, *rest), "none": Lane(plain, 1, *rest)}
         self.closing = False
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._awake = threading.Condition()
         release_workers()
+        metrics.watch("vllm:num_requests_running", "Requests that run.",
+                      lambda: len(self.running))
+        metrics.watch("vllm:num_requests_waiting", "Requests that wait.",
+                      lambda: len(self.waiting))
+        metrics.watch("vllm:kv_cache_usage_perc", "Share of the KV cache's positions in use.",
+                      lambda: self._tokens_held() / (rows * self.length))
+        self._metrics = metrics
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
 
@@ -212,37 +233,28 @@ class Scheduler:
         """Requests that wait."""
         return [one for lane in self.lanes.values() for one in list(lane.waiting)]
 
-    def submit(
-        self, rows: list[SequenceState], listener: Callable[[Progress], None], *,
-        drafter: str = "", trees: bool = False,
-    ) -> Ticket:  # fmt: skip
-        """Queue the samples of a prompt. Raises Unavailable if the queue is full or the server
-        stops."""
-        lane = self.lanes.get(drafter)
+    def submit(self, ticket: Ticket, drafter: str = "") -> None:
+        """Queue a request; it hears in the event loop that this is called in. Raises Unavailable if
+        the queue is full or the server stops."""
+        lane, prompt = self.lanes.get(drafter), ticket.rows[0].prompt
         if lane is None:
             raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
-        if len(rows) > lane.rows:
-            raise BadInput(f"n was {len(rows)}; this server runs at most {lane.rows} rows")
-        if len(rows[0].prompt) + 1 > self.length:
-            raise BadInput(
-                f"the prompt has {len(rows[0].prompt)} tokens and this server reads at most "
-                f"{self.length - 1}"
-            )
-        for row in rows:
-            row.limit = min(row.limit, self.length - len(row.prompt))
+        if len(ticket.rows) > lane.rows:
+            raise BadInput(f"n was {len(ticket.rows)}; this server runs at most {lane.rows} rows")
+        if len(prompt) >= self.length:
+            most = self.length - 1
+            raise BadInput(f"the prompt has {len(prompt)} tokens; this server reads at most {most}")
+        for row in ticket.rows:
+            row.limit = min(row.limit, self.length - len(prompt))
         with self._awake:
             if self.closing:
                 raise Unavailable("the server is stopping; ask another one", 503)
             if len(self.waiting) >= self.queue:
                 raise Unavailable(f"{self.queue} requests wait already; try again later", 429)
-            ticket = Ticket(rows, listener, trees)
+            self.loop = asyncio.get_running_loop()
             lane.waiting.append(ticket)
             self._awake.notify()
-        return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody listens any more: its rows are free before the next round."""
-        ticket.cancelled = True
+        self._metrics.prompt_tokens.inc(len(prompt))
 
     def close(self) -> None:
         """Take no more requests; return when those that were taken are finished."""
@@ -251,11 +263,18 @@ class Scheduler:
             self._awake.notify()
         self._thread.join()
 
-    @property
-    def tokens_held(self) -> float:
-        """Share of the KV cache's positions that running rows use."""
-        rows = (row for one in self.running for row in one.rows)
-        return sum(len(row.prompt) + len(row.tokens) for row in rows) / (self.rows * self.length)
+    def _tokens_held(self) -> int:
+        return sum(len(row.prompt) + len(row.tokens) for one in self.running for row in one.rows)
+
+    def _deliver(self, news: News) -> None:
+        """Once a round: whoever wakes the event loop gives it the processor."""
+        def tell() -> None:
+            for ticket, progress in news:
+                ticket.hears(progress)
+
+        assert self.loop is not None
+        with contextlib.suppress(RuntimeError):                 # the loop is closed: all are gone
+            self.loop.call_soon_threadsafe(tell)
 
     def _run(self) -> None:
         lanes = self.lanes.values()
