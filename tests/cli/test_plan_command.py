@@ -26,20 +26,18 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_whole_and_a_run_begins_with_it(
     call: Call, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "plan.json"
     said = call("plan", target, "--prompts", prompts, "--assistant-model", draft, "--drafter",
                 "portfolio", "--batch", "1,2", "--temperature", "0,0.7", "--price-per-hour", "2",
-                "--watts", "50", "--json", str(file), "--plots", str(tmp_path), *SMALL)
+                "--json", str(file), *SMALL)
     assert said.code == 0, said.err
-    assert said.out.startswith("drafting ") and "not trained yet" in said.out
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert said.out.startswith("drafting ") and "cost" in said.out
     found = json.loads(file.read_text())
     names = {one["drafter"] for one in found["predictions"]}
     assert names == {"none", "portfolio", draft}
     for one in found["predictions"]:
         assert one["low"] <= one["speed_up"] <= one["high"] and one["tokens_per_round"] >= 1
-        assert one["cost"] > 0 and one["energy"] > 0 and one["memory"] > 0
+        assert one["cost"] > 0 and one["memory"] > 0
     assert {one["speed_up"] for one in found["predictions"] if one["drafter"] == "none"} == {1.0}
     found["best"] |= {"drafter": draft, "speed_up": 2.0}
     file.write_text(json.dumps(found))

@@ -24,16 +24,15 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Round
 from draftproof.model.target import Target
-from draftproof.plan.machine import LIKELIEST, Probe, Timed
+from draftproof.plan.machine import LIGHT, Machine, Timed
 from draftproof.plan.planner import begin_with, learned
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
-from draftproof.plan.replay import Virtual, replay
+from draftproof.plan.replay import replay
 
 NEW = 24
-ONE = Probe("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))
+ONE = Machine("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))
 """Where each round takes a second and nothing else takes any."""
 
 
@@ -113,24 +112,27 @@ def test_what_the_target_said_is_known_behind_accepted_nodes_alone() -> None:
     assert seen.tokens[0, [0, 1], 0].tolist() == [11, 12]
 
 
-def test_finding_likely_successors_costs_what_it_was_timed_to_cost() -> None:
-    timed = tuple(Timed(LIKELIEST, False, 1, nodes, 0.5 * (1 + nodes)) for nodes in (0, 2))
-    for name, seconds in (("recycling", 2.5), ("merged heads", 1.0)):   # these as a whole
-        own = (*timed, Timed("merged heads", False, 1, 0, 0.0))
-        budget = Virtual(Fixed(2), replace(ONE, drafts=own), name, False, 0, wants_top=True)
-        budget.nodes = 2.0
-        budget.record(Round(2, 1, [], 1, 0.0))
-        assert budget.total == seconds
-
-
-def test_a_prompt_read_beside_a_round_costs_its_tokens_alone() -> None:
-    """Rounds take a second for each token in all."""
-    seconds = tuple(Timed("", False, rows, nodes, float(rows * (1 + nodes)))
-                    for rows in (1, 2) for nodes in (0, 1))  # fmt: skip
-    budget = Virtual(Fixed(0), Probe("one", "", seconds), "none", False, 0)
-    budget.joining = 1, 6
-    budget.record(Round(0, 1, [], 1, 0.0))
-    assert budget.total == 7
+def test_seconds_are_those_of_reading_drafting_and_what_is_beside() -> None:
+    """Where a read token takes a second, texts take their tokens, whenever prompts are read; what a
+    drafter without weights costs beside is counted in every round that may draft."""
+    texts = texts_of(0.0, ())
+    read = tuple(Timed("", False, rows, nodes, float(rows * (1 + nodes)))
+                 for rows in (1, 2) for nodes in (0, 1))  # fmt: skip
+    prompts = ((0.0, 0.0), (1.0, 1.0))
+    engine, slow = Engine(target()), Machine("slow", "", read, prompts)
+    tokens = sum(len(text.tokens) for text in texts)
+    for rows in (1, 3):
+        seconds, _ = replay(engine, PlayedDrafter(texts, Plain()), texts, Fixed(0), slow, rows,
+                            "none")
+        assert seconds == pytest.approx(tokens - len(texts), abs=1)     # the last is never read
+    beside = (Timed("", False, 1, 0, 0.0), Timed(LIGHT, False, 1, 0, 100.0))
+    played = PlayedDrafter(texts, Portfolio([TokenRecycling()]))
+    assert played.wants_top
+    seconds, done = replay(engine, played, texts, Fixed(2), Machine("", "", beside), 1, "portfolio")
+    assert seconds == pytest.approx(100 * sum(one.stats.rounds for one in done), abs=2)
+    drafts = (beside[0], Timed("whole", False, 1, 0, 7.0))
+    seconds, done = replay(engine, played, texts, Fixed(2), Machine("", "", drafts), 1, "whole")
+    assert seconds == pytest.approx(7 * sum(one.stats.rounds for one in done), abs=2)
 
 
 def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:
@@ -141,7 +143,7 @@ def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:
             heard.append(done.seconds)                          # type: ignore[attr-defined]
             super().record(done)                                # type: ignore[arg-type]
 
-    slow = replace(ONE, rounds=(Timed("", False, 1, 0, 100.0), Timed("", False, 1, 4, 500.0)))
+    slow = replace(ONE, timed=(Timed("", False, 1, 0, 100.0), Timed("", False, 1, 4, 500.0)))
     budget: Budget = Hears(4)
     seconds, _ = replay(Engine(target()), PlayedDrafter(texts, PromptLookup()), texts, budget, slow,
                         1, "prompt-lookup")  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.bench import can_draw, numbers
+from draftproof.cli.bench import numbers
 from draftproof.cli.setup import must_decode_alone, must_have_folders
 from draftproof.errors import BadInput
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ENGINE = ("dtype", "device", "quantize", "quantize_draft", "kv_cache")
 Names = list[str] | None
-_ask, _file = partial(opt.option, "What is planned"), partial(opt.option, "Output")
+_ask = partial(opt.option, "What is planned")
 Logs = Annotated[Path | None, _ask("FILE", "Texts it has written: prompts with completions.")]
 Machine = Annotated[str | None, _ask(
     "FILE|NAME", "A saved plan, figures, or h100, a100, l4, gaudi2, gaudi3, ...; not this one.")]
@@ -35,9 +35,7 @@ def plan(
     max_prompts: Annotated[int, _ask("N", "At most so many prompts, and logs.")] = 8,
     machine: Machine = None, chat: opt.Chat = False,
     price_per_hour: Annotated[float | None, _ask("X", "Of the machine; adds a column.")] = None,
-    watts: Annotated[float | None, _ask("W", "Of the machine; adds a column.")] = None,
-    json_: Annotated[Path | None, _file("FILE", "Everything; for run --plan.", "--json")] = None,
-    plots: Annotated[Path | None, _file("FOLDER", "For the picture, plan.png.")] = None,
+    json_: Annotated[Path | None, _ask("FILE", "Everything; for run --plan.", "--json")] = None,
     *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""
@@ -48,11 +46,10 @@ def plan(
 
     batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
     for name, value in (("batch", min(batches)), ("tokens", tokens), ("max_prompts", max_prompts),
-                        ("price_per_hour", price_per_hour), ("watts", watts)):  # fmt: skip
+                        ("price_per_hour", price_per_hour)):  # fmt: skip
         if value is not None and not value > 0:
             raise BadInput(f"{name} was {value}; it must be above 0")
-    can_draw(plots)
-    must_have_folders(json_, plots)
+    must_have_folders(json_)
     known, texts = built_in(model)
     assistants = assistant_model or []
     drafters = drafter or ([] if assistants else known)
@@ -64,20 +61,17 @@ def plan(
         fitting = that_fit(plain, rows, tokens)
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []
         named = {one.name: one.engine.drafter for one in methods[1:]}
-        config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, watts, machine)
+        config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, machine)
         some = fitting[:max_prompts]
         found = Planner(plain, named, some, written, config, status.update).plan()
     console = show.page()
     console.print(report.verdict(found), style="bold", markup=False)
     console.print(report.table(found))
-    console.print("\n".join(report.notes(found)), style="dim", markup=False)
+    console.print(report.note(found), style="dim", markup=False)
     if json_ is not None:
         names = [name for name in named if name not in assistants]
         options = {"assistant_model": assistants, "drafter": names, **engine}
         json_.write_text(report.as_json(found, options), encoding="utf-8")
-    if plots is not None:
-        plots.mkdir(exist_ok=True)
-        (plots / "plan.png").write_bytes(report.picture(found))
 
 
 def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter, itemgetter
 from statistics import pstdev
 from typing import Any, cast
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
 
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
@@ -26,10 +26,9 @@ from draftproof.model.packed_linear import PackedLinear
 from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
-from draftproof.plan.machine import LIKELIEST, Machine, Size, read_machine
+from draftproof.plan.machine import LIGHT, Machine, Size, read_machine
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import Noise, probe
-from draftproof.plan.published import Bracket, brackets
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
 
@@ -37,12 +36,13 @@ REPLAYS = 5
 """Of a configuration whose budget depends on the noise of its clock; the median counts."""
 AUTO, PLAIN = "auto", "none"
 """The budget that measures as it goes, as by default; the drafter that drafts nothing."""
-Progress = Callable[[str], None]
+LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
+"""What an adaptive budget has learned, beside costs."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is asked: rows side by side, temperatures, new tokens per prompt; money per hour, watts.
+    """What is asked: rows side by side, temperatures, new tokens per prompt; money per hour.
 
     machine: a preset or a file; None times this one.
     """
@@ -51,15 +51,13 @@ class PlanConfig:
     temperatures: tuple[float, ...] = (0.0,)
     tokens: int = 64
     price: float | None = None
-    watts: float | None = None
     machine: str | None = None
 
 
 @dataclass(frozen=True)
 class Prediction:
     """One drafter, batch, temperature and budget. speed_up: over plain decoding, `low` to `high`
-    with 95 %. break_even: acceptance per position from which so many draft tokens pay. memory:
-    bytes of weights and cache. cost, energy: per million tokens, kWh."""
+    with 95 %. memory: bytes of weights and cache. cost: per million tokens."""
 
     drafter: str
     batch: int
@@ -71,66 +69,59 @@ class Prediction:
     low: float
     high: float
     acceptance: list[float]
-    break_even: float | None
     memory: float
     cost: float | None
-    energy: float | None
 
 
 @dataclass
 class Plan:
     """Everything that was found. start: per drafter what its budget has learned, for `run --plan`.
-
-    curves: by batch, seconds of a round over a plain one by drafted nodes.
     """
 
     model: str
     config: PlanConfig
     machine: Machine
     texts: int
-    predictions: list[Prediction] = field(default_factory=list)
-    brackets: list[Bracket] = field(default_factory=list)
-    curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)
-
-    def best(self, batch: int, temperature: float) -> Prediction:
-        """The fastest of one setting, plain decoding included."""
-        return max((one for one in self.predictions if one.batch == batch
-                    and one.temperature == temperature), key=lambda one: one.speed_up)
+    predictions: list[Prediction]
+    start: dict[str, Any]
 
     def rows(self) -> list[Prediction]:
         """Per drafter and setting the best budget."""
         found: dict[Any, Prediction] = {}
         for one in self.predictions:
             key = one.temperature, one.batch, one.drafter
-            if key not in found or found[key].speed_up < one.speed_up:
-                found[key] = one
+            found[key] = max(found.get(key, one), one, key=attrgetter("speed_up"))
         return list(found.values())
+
+    def best(self, drafted: bool = False) -> Prediction:
+        """The fastest of the first setting, plain decoding included or not."""
+        first = self.config.batches[0], self.config.temperatures[0]
+        return max((one for one in self.predictions if (one.batch, one.temperature) == first
+                    and not (drafted and one.drafter == PLAIN)),
+                   key=attrgetter("speed_up"))  # fmt: skip
 
 
 class Planner:
     """Holds what predictions share: texts as the target knows them, drafts, the machine.
 
     plain: an engine of the target without a drafter. logs: texts it has written, beside those that
-    it writes now behind `prompts`.
+    it writes now behind `prompts`. learned: by drafter, what its adaptive budget has learned.
     """
 
     def __init__(
         self, plain: Engine, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]],
-        logs: Sequence[Text], config: PlanConfig, progress: Progress = lambda what: None,
-    ) -> None:
+        logs: Sequence[Text], config: PlanConfig,
+        progress: Callable[[str], None] = lambda what: None,
+    ) -> None:  # fmt: skip
         self.plain, self.drafters, self.config, self.progress = plain, drafters, config, progress
         self.models = {name: one for name, one in drafters.items() if isinstance(one, DraftModel)}
         layers = {one.hidden_layers for one in drafters.values() if one.hidden_layers}
         if len(layers) > 1:
             raise BadInput("drafters that read different hidden layers cannot be planned at once")
         self.layers = next(iter(layers), ())
-        self.size = size_of(plain.target)
+        self.size, self.learned = size_of(plain.target), dict[str, Any]()
         self._plain: dict[tuple[float, int], float] = {}    # seconds without drafts
-        self.learned: dict[str, Any] = {}       # by drafter, what its adaptive budget has learned
         self.texts = {heat: self._texts(prompts, logs, heat) for heat in config.temperatures}
-        lengths = [len(text.tokens) for texts in self.texts.values() for text in texts]
-        self.context = sum(lengths) / len(lengths)
         self.machine = self._machine()
         progress("draft models read what was written")
         self.drafts = {
@@ -140,22 +131,15 @@ class Planner:
 
     def plan(self) -> Plan:
         """All predictions."""
-        found = Plan(self.plain.target.name, self.config, self.machine,
-                     sum(map(len, self.texts.values())))
-        batches, first = self.config.batches, self.config.temperatures[0]
-        for heat in self.texts:
-            for batch in batches:
-                found.predictions.append(self.predict(PLAIN, batch, heat, 0))
-                for name, drafter in self.drafters.items():
-                    self.progress(f"replaying: {name}, batch {batch}, T = {heat:g}")
-                    sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
-                    found.predictions += [self.predict(name, batch, heat, one) for one in sizes]
-        found.start = self.learned
-        found.curves = {batch: {nodes: self._cost(PLAIN, batch, first, nodes)
-                                for nodes in range(17)} for batch in batches}
-        fastest = max(one.tokens_per_second for one in found.predictions)
-        found.brackets = brackets(self, fastest)
-        return found
+        found = list[Prediction]()
+        for heat, batch in product(self.config.temperatures, self.config.batches):
+            found.append(self.predict(PLAIN, batch, heat, 0))
+            for name, drafter in self.drafters.items():
+                self.progress(f"replaying: {name}, batch {batch}, T = {heat:g}")
+                sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
+                found += [self.predict(name, batch, heat, one) for one in sizes]
+        count = sum(map(len, self.texts.values()))
+        return Plan(self.plain.target.name, self.config, self.machine, count, found, self.learned)
 
     def predict(self, name: str, batch: int, heat: float, size: int | str) -> Prediction:
         """One configuration, replayed: `size` draft tokens in every round, or as many as an
@@ -168,24 +152,22 @@ class Planner:
             if isinstance(budget, Adaptive):
                 self.learned.setdefault(name, learned(budget))
         seconds, done = sorted(runs, key=itemgetter(0))[len(runs) // 2]
-        plain = self._plain_seconds(heat, batch) if name != PLAIN else seconds
+        if name == PLAIN:
+            self._plain[heat, batch] = seconds
+        elif (heat, batch) not in self._plain:
+            self.predict(PLAIN, batch, heat, 0)
         for one in done:
             total.add(one.stats)
         chance = pstdev(one / seconds for one, _ in runs)
         error = 2 * math.hypot(self._error(done), chance) if name != PLAIN else 0.0
-        up = plain / seconds
+        up, price = self._plain[heat, batch] / seconds, self.config.price
         per_second = sum(len(one.tokens) for one in done) / seconds
-        price, watts = self.config.price, self.config.watts or self.machine.watts
         longest = max(len(text.tokens) for text in texts)
-        weights = self.size.bytes + self._draft_bytes(name)
-        even = isinstance(size, int) and size > 0
         return Prediction(
             name, batch, heat, size, total.tokens_per_round, per_second,
             up, up * max(0.0, 1 - error), up * (1 + error), total.acceptance_by_position,
-            break_even(int(size), self._cost(name, batch, heat, int(size))) if even else None,
-            weights + batch * longest * self.size.position_bytes,
+            self.size.bytes + self._draft_bytes(name) + batch * longest * self.size.position_bytes,
             price / 3600 / per_second * 1e6 if price is not None else None,
-            watts / 3.6e6 / per_second * 1e6 if watts is not None else None,
         )  # fmt: skip
 
     def repeated(self, heat: float, batch: int) -> list[Text]:
@@ -202,7 +184,7 @@ class Planner:
             self.progress(f"the target writes, T = {heat:g}")
             samplings = [replace(wanted, seed=seed) for seed in range(len(prompts))]
             done = self.plain.generate([list(prompt) for prompt in prompts], sampling=samplings,
-                                       max_new_tokens=max(8, self.config.tokens), batch_size=8)
+                                       max_new_tokens=self.config.tokens, batch_size=8)
             found += [Text([*one, *new.tokens], len(one), sampling)
                       for one, new, sampling in zip(prompts, done, samplings, strict=True)]
         found = [text for text in found if len(text.tokens) > text.prompt + 1]
@@ -218,23 +200,13 @@ class Planner:
             return read_machine(config.machine, target.name, self.size, sizes)
         prompts = [text.tokens[: text.prompt] for text in self.texts[config.temperatures[0]]]
         most = max((one.default_budget for one in self.drafters.values()), default=0)
-        heavy = {name: one for name, one in self.drafters.items() if not is_light(name)}
-        if top := max((one.wants_top for name, one in self.drafters.items() if name not in heavy),
-                      default=0):  # fmt: skip
-            heavy[LIKELIEST] = Noise(target.vocab_size, top=top)
-            heavy[LIKELIEST].default_budget = most
-        return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), heavy,
+        timed = {name: one for name, one in self.drafters.items() if not is_light(name)}
+        if light := [one for name, one in self.drafters.items() if name not in timed]:
+            top = max(one.wants_top for one in light)
+            timed[LIGHT] = Noise(target.vocab_size, silent=True, top=top)
+            timed[LIGHT].default_budget = most
+        return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), timed,
                      self.progress)
-
-    def _plain_seconds(self, heat: float, batch: int) -> float:
-        """Of the same texts without drafts."""
-        if (heat, batch) not in self._plain:
-            texts = self.repeated(heat, batch)
-            alone = self._played(PLAIN, heat, texts)
-            self._plain[heat, batch], _ = replay(
-                self.plain, alone, texts, Fixed(0), self.machine, batch, PLAIN
-            )
-        return self._plain[heat, batch]
 
     def _played(self, name: str, heat: float, texts: Sequence[Text]) -> Drafter:
         """A drafter that knows nothing yet of these texts."""
@@ -252,22 +224,12 @@ class Planner:
         ratios = emitted / np.maximum(rounds, 1)
         return math.hypot(float(ratios.std() / ratios.mean()), self.machine.spread)
 
-    def _cost(self, name: str, batch: int, heat: float, size: int) -> float:
-        """Seconds of a round over a plain one."""
-        machine, sampled = self.machine, heat > 0
-        draft = machine.draft(name, sampled, batch, size, 0.0) if name != PLAIN else 0.0
-        rounds = [machine.round(sampled, batch, nodes, self.context) for nodes in (size, 0)]
-        return (rounds[0] + draft) / rounds[1]
-
     def _draft_bytes(self, name: str) -> float:
         drafter = self.drafters.get(name)
         if isinstance(drafter, DraftModel):
             return 0.0 if drafter.model is self.plain.target else size_of(drafter.model).bytes
         heads = getattr(drafter, "head", None)
         return float(sum(one.nbytes for one in heads.parameters())) if heads is not None else 0.0
-
-
-LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
 
 
 def learned(budget: Adaptive) -> dict[str, Any]:
@@ -286,14 +248,6 @@ def begin_with(found: Mapping[str, Any]) -> Adaptive:
         budget.now = budget.costs[rows, context] = one = Costs(budget.sizes)
         one.mean, one.seen = list(mean), list(seen)
     return budget
-
-
-def break_even(size: int, cost: float) -> float | None:
-    """The acceptance, the same at all positions, from which chains of `size` pay if their rounds
-    cost so many plain ones; None if none is enough."""
-    if not 1 < cost < 1 + size:
-        return 0.0 if cost <= 1 else None
-    return float(brentq(lambda rate: sum(rate**i for i in range(size + 1)) - cost, 0.0, 1.0))
 
 
 def is_light(name: str) -> bool:

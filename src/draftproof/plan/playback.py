@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -19,23 +20,23 @@ from draftproof.plan.recording import Drafts, Text
 
 
 class Playback(Drafter):
-    """Knows which text each row writes, and how many tokens of it are committed."""
+    """Knows which text each row writes, and how many tokens of it are committed.
+
+    going: rows that a draft model drafts, by depth. spent: seconds of what is really drafted.
+    """
 
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
         self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
-        self.deepest = like.deepest
-        self.going: list[int] = []                      # rows that a draft model drafts, by depth
-        self.spent = 0.0                                # seconds of what is not played
+        self.deepest, self.going, self.spent = like.deepest, list[int](), 0.0
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)
-        self.rows: list[tuple[int, int]] = []           # text and its committed tokens
-        self.begun = 0
+        self.rows, self.begun = list[tuple[int, int]](), 0      # text and its committed tokens
 
     def observe(self, commit: Commit) -> None:
         for row, count in zip(commit.rows, commit.count.tolist(), strict=True):
             if row == len(self.rows):
-                self.rows.append((self.begun, 0))       # requests join in order
+                self.rows.append((self.begun, 0))               # requests join in order
                 self.begun += 1
             number, length = self.rows[row]
             self.rows[row] = number, length + count
@@ -66,8 +67,7 @@ class PlayedDrafter(Playback):
     def observe(self, commit: Commit) -> None:
         before = [self.rows[row][1] if row < len(self.rows) else 0 for row in commit.rows]
         super().observe(commit)
-        numbers = [self.rows[row][0] for row in commit.rows]
-        begun = list(zip(numbers, before, strict=True))
+        begun = [(self.rows[row][0], start) for row, start in zip(commit.rows, before, strict=True)]
         if self.inner.hidden_layers:
             ahead = torch.arange(commit.tokens.shape[1])
             known = [(self.texts[number].hidden, ahead + start) for number, start in begun]
@@ -76,9 +76,8 @@ class PlayedDrafter(Playback):
             commit = replace(commit, hidden=torch.stack(hidden))
         if commit.successors is not None:
             commit = replace(commit, successors=self._successors(commit, begun))
-        start = time.perf_counter()
-        self.inner.observe(commit)
-        self.spent += time.perf_counter() - start
+        with self._timed():
+            self.inner.observe(commit)
 
     def _successors(self, commit: Commit, begun: Sequence[tuple[int, int]]) -> Successors:
         """Behind accepted nodes as it was; nothing behind others. begun: texts and places."""
@@ -92,28 +91,33 @@ class PlayedDrafter(Playback):
         return Successors(known, *(some[at.clamp(min=0)] for some in self.top))
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        start = time.perf_counter()
-        tree = self.inner.propose(frontier)
-        self.spent += time.perf_counter() - start
-        return tree
+        with self._timed():
+            return self.inner.propose(frontier)
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.inner.select(rows)
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spent += time.perf_counter() - start
+
 
 class PlayedDraft(Playback):
-    """The chains of a draft model, as one pass over each text found them."""
+    """The chains of a draft model, as one pass over each text found them.
+
+    lag: committed tokens of each row that it has yet to read.
+    """
 
     def __init__(self, texts: Sequence[Text], drafts: Sequence[Drafts], like: DraftModel) -> None:
         super().__init__(texts, like)
         self.drafts = drafts
-        self.lag: list[int] = []
-        self.proposed = False
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)
-        self.lag, self.proposed = [], False
+        self.lag, self.proposed = list[int](), False
 
     def unread(self, pending: int = 0) -> int:
         return sum(max(0, lag + pending - 1) for lag in self.lag)
@@ -132,29 +136,28 @@ class PlayedDraft(Playback):
     def propose(self, frontier: Frontier) -> TokenTree:
         """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
         most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
+        floor = math.log(frontier.floor) if frontier.floor else -math.inf
         self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
         tokens = torch.full((len(self.rows), 1 + most), ABSENT)
-        chances, scores = torch.zeros(tokens.shape), [0.0] * len(self.rows)
-        live, ranked = list(range(len(self.rows))), list[float]()
-        tokens[:, 0] = frontier.prefix.root
+        chances, ranked = torch.full(tokens.shape, -math.inf), list[float]()
+        tokens[:, 0], live = frontier.prefix.root, list(range(len(self.rows)))
+        scores = [0.0] * len(live)
         for depth in range(most):
             self.going.append(len(live))
             for row in live:
                 number, place = self.rows[row]
                 found = self.drafts[number]
                 at = min(place + depth, len(found.tokens) - 1)
-                tokens[row, 1 + depth] = found.tokens[at]
                 scores[row] += found.confidence[at]
-                chances[row, 1 + depth] = scores[row]
+                tokens[row, 1 + depth], chances[row, 1 + depth] = found.tokens[at], scores[row]
                 ranked.append(scores[row])
-            least = sorted(ranked)[-nodes] if len(ranked) >= nodes else -math.inf
-            floor = math.log(frontier.floor) if frontier.floor else -math.inf
-            live = [row for row in live if scores[row] >= max(floor, least)]
+            least = max(floor, sorted(ranked)[-nodes] if len(ranked) >= nodes else floor)
+            live = [row for row in live if scores[row] >= least]
             if not live:
                 break
-        tree = TokenTree.chain(tokens[:, : 1 + len(self.going)])
+        depth = len(self.going)
+        tree = TokenTree.chain(tokens[:, : 1 + depth])
         if not frontier.most:
             return tree
-        there = tree.tokens != ABSENT
-        chance = torch.where(there, chances[:, : there.shape[1]].exp(), 0)
-        return replace(tree, confidence=chance).within_budget(frontier.budget)
+        tree = replace(tree, confidence=chances[:, : 1 + depth].exp())
+        return tree.within_budget(frontier.budget)

@@ -10,11 +10,12 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from statistics import median, pstdev
+from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 
 from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
@@ -23,13 +24,12 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round, State
-from draftproof.plan.machine import ALLOWED, Probe, Timed, along, smoothed
+from draftproof.plan.machine import Curve, Machine, Timed, along
 
 TIMES, SECONDS, MOST, LONG, STALL = 5, 0.1, 24, 512, 1.5
 """How often each size is timed, and for how long beyond that if its rounds are short, but at most
 so often; tokens of the long prompt; a round that takes longer than so many usual ones is noted as
 so long: something else ran."""
-Progress = Callable[[str], None]
 
 
 class Noise(Drafter):
@@ -55,24 +55,23 @@ class Turns(Budget):
     """Sizes that take turns, once there are so many rows."""
 
     def __init__(self, sizes: Sequence[int], rows: int) -> None:
-        self.most, self.left, self.done, self.rows = max(sizes), list(sizes), list[Round](), rows
+        self.most, self.left, self.rows = max(sizes), list(sizes), rows
+        self.done: Round | None = None
 
     def choose(self, state: State) -> int:
         return self.left.pop() if self.left and state.rows == self.rows else 0
 
     def record(self, done: Round) -> None:
-        if done.rows == self.rows:
-            self.done.append(done)
+        self.done = done if done.rows == self.rows else None
 
 
 class Seen(NamedTuple):
-    """A round: the budget, seconds, of these the draft's; nodes drafted per row, and its tokens."""
+    """A round: the budget, seconds, of these the draft's; nodes drafted per row."""
 
     size: int
     seconds: float
     drafting: float
     nodes: float
-    context: float
 
 
 def run(
@@ -80,21 +79,19 @@ def run(
     sizes: Sequence[int],
 ) -> Iterator[Seen]:  # fmt: skip
     """Rounds of these sizes, the last first, of all prompts side by side."""
-    budget = Turns(sizes, len(prompts))
+    budget, count = Turns(sizes, len(prompts)), len(prompts)
     running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
-    most = sum(sizes) + len(sizes) + len(prompts) + 2
+    most = sum(sizes) + len(sizes) + count + 2
     limit = min(engine.target.context - max(map(len, prompts)), most)
-    steps = running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
-                           sampling=replace(sampling, stop_tokens=()), batch_size=len(prompts))
-    count = 0
-    for rows in steps:
-        if len(budget.done) > count:
-            done, before, count = budget.done[-1], (drafting, drafted), len(budget.done)
+    for rows in running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
+                               sampling=replace(sampling, stop_tokens=()), batch_size=count):
+        done, budget.done = budget.done, None
+        if done is not None:
+            before = drafting, drafted
             drafting = running.clock.draft.seconds
             drafted = sum(row.stats.drafted for row in rows)
-            nodes = (drafted - before[1]) / done.rows if engine.target.skips_absent else done.size
-            context = sum(len(row.prompt) + len(row.tokens) for row in rows) / done.rows
-            yield Seen(done.size, done.seconds, drafting - before[0], nodes, context)
+            nodes = (drafted - before[1]) / count if engine.target.skips_absent else done.size
+            yield Seen(done.size, done.seconds, drafting - before[0], nodes)
         if not budget.left:
             return
 
@@ -117,65 +114,73 @@ def rounds(
     return found
 
 
-def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
-    """Without the first round of each block, which is another one; as if texts were empty, whose
-    tokens take so many seconds."""
+def by_size(blocks: Sequence[Sequence[Seen]]) -> dict[int, list[Seen]]:
+    """Without the first round of each block, which is another one."""
     found: dict[int, list[Seen]] = {}
     for one in (one for block in blocks for one in block[1:] if one.seconds):
-        seconds = one.seconds - per_token * one.context
-        found.setdefault(one.size, []).append(one._replace(seconds=seconds))
+        found.setdefault(one.size, []).append(one)
     return found
+
+
+def usual(seen: Sequence[Seen]) -> float:
+    """The mean of seconds without stalls; noise is not made in every round, so it is no median. Of
+    the sizes going up and going down, the one that was less disturbed."""
+    seconds = np.array([one.seconds for one in seen])
+    halves = np.array_split(np.minimum(seconds, STALL * np.median(seconds)), min(2, len(seen)))
+    return float(min(half.mean() for half in halves))
+
+
+def smoothed(seen: Mapping[int, Sequence[Seen]]) -> Curve:
+    """Seconds by size; where more nodes seem to cost less than fewer, it is noise."""
+    sizes = sorted(seen)
+    rising = isotonic_regression(np.array([usual(seen[size]) for size in sizes])).x
+    return tuple(zip(sizes, rising.tolist(), strict=True))
 
 
 def probe(
     engine: Engine, texts: Sequence[Sequence[int]], batches: Sequence[int],
     heats: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
-    progress: Progress = lambda what: None,
-) -> Probe:  # fmt: skip
-    """engine: plain. texts: prompts. models: draft models and heads, whose drafts are timed: what a
-    round takes beyond one that reads as many nodes without them."""
-    chains, wide = Noise(engine.target.vocab_size), sorted({0, *sizes})
-    silent = Noise(engine.target.vocab_size, silent=True)
-    drafters, few = [chains, silent, *models.values()], [wide, sorted({0, 1, 3, max(wide)})]
+    progress: Callable[[str], None] = lambda what: None,
+) -> Machine:  # fmt: skip
+    """engine: plain. texts: prompts. models: drafters whose drafts are timed: what a round takes
+    beyond one that reads as many nodes without them."""
+    drafters = [Noise(engine.target.vocab_size), *models.values()]
+    few = [sorted({0, *sizes})]
     for most in (one.default_budget for one in models.values()):
         few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
     progress("timing prompts and long texts")
-    prompts, slope = _prompts(engine, chains, texts)
-    found, drafts, unread, noise = list[Timed](), list[Timed](), dict[str, float](), list[float]()
+    prompts, slope = _prompts(engine, drafters[0], texts)
+    timed, unread, noise, context = list[Timed](), dict[str, float](), list[float](), list[float]()
     for sampled in sorted({heat > 0 for heat in heats}):
         sampling = replace(engine.sampling, temperature=max(heats) if sampled else 0.0)
         for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
             progress(f"timing rounds and drafts, batch {rows}")
             asked = [texts[row % len(texts)] for row in range(rows)]
-            once = [[0], [0], *[[1] for _ in models]]
-            warm, *_ = rounds(engine, drafters, asked, sampling, once, 1)
+            warm, *_ = rounds(engine, drafters, asked, sampling, [[0], *[[1] for _ in models]], 1)
             times = min(MOST, TIMES + int(SECONDS / usual(warm[0])))
-            blocks, quiet, *others = rounds(engine, drafters, asked, sampling, few, times)
-            seen = by_size(blocks, slope * rows)
-            curve = smoothed({at: usual(some) for at, some in seen.items()})
-            found += [Timed("", sampled, rows, int(at), seconds) for at, seconds in curve]
+            blocks, *others = rounds(engine, drafters, asked, sampling, few, times)
+            seen = by_size(blocks)
+            curve = smoothed(seen)
+            timed += [Timed("", sampled, rows, size, seconds) for size, seconds in curve]
+            context.append(fmean(map(len, asked)) + sum(map(len, blocks)) / 2)
             noise += [min(STALL, one.seconds / usual(some))
                       for some in seen.values() for one in some]  # fmt: skip
-            base = by_size(quiet, slope * rows)
-            drafts += [Timed(ALLOWED, sampled, rows, size, usual(some) - usual(base[0]))
-                       for size, some in base.items()]  # fmt: skip
             for name, own in zip(models, others, strict=True):
-                for size, some in by_size(own, slope * rows).items():
-                    nodes = sum(one.nodes for one in some) / len(some)
-                    spent = max(0.0, usual(some) - along(curve, nodes))
-                    drafts.append(Timed(name, sampled, rows, size, spent))
+                for size, some in by_size(own).items():
+                    spent = usual(some) - along(curve, fmean(one.nodes for one in some))
+                    timed.append(Timed(name, sampled, rows, size, max(0.0, spent)))
                 catching, *rest = (one.drafting for one in own[1])
                 tokens = sum(map(len, asked)) + rows * len(own[0])
                 unread[name] = max(0.0, catching - median(rest)) / tokens
     threads = torch.get_num_threads()
     name = f"{platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
-    return Probe(name, engine.target.name, tuple(found), tuple(drafts), tuple(prompts), slope,
-                 unread, pstdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
+    return Machine(name, engine.target.name, tuple(timed), prompts, fmean(context), slope, unread,
+                   pstdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
 
 
 def _prompts(
     engine: Engine, chains: Drafter, texts: Sequence[Sequence[int]]
-) -> tuple[list[tuple[float, float]], float]:
+) -> tuple[Curve, float]:
     """Tokens and seconds of prompts, and what a token of a text adds to a round of its row."""
     every, half = [token for text in texts for token in text], engine.target.context // 2
     prompts, plain = list[tuple[float, float]](), list[float]()
@@ -189,12 +194,4 @@ def _prompts(
         if length in (lengths[0], lengths[-1]):
             (blocks,) = rounds(engine, [chains], [text], engine.sampling, [[0]], 2 * TIMES)
             plain.append(usual(by_size(blocks)[0]))
-    return prompts, max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])
-
-
-def usual(seen: Sequence[Seen]) -> float:
-    """The mean of seconds without stalls; noise is not made in every round, so it is no median. Of
-    the sizes going up and going down, the one that was less disturbed."""
-    seconds = np.array([one.seconds for one in seen])
-    halves = np.array_split(np.minimum(seconds, STALL * np.median(seconds)), min(2, len(seen)))
-    return float(min(half.mean() for half in halves))
+    return tuple(prompts), max(0.0, plain[-1] - plain[0]) / max(1, lengths[-1] - lengths[0])

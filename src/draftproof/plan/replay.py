@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from draftproof.engine.stats import Round, State
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import LayerShape
 from draftproof.model.target import Target
-from draftproof.plan.machine import LIKELIEST, Machine
+from draftproof.plan.machine import LIGHT, Machine
 from draftproof.plan.playback import Playback
 from draftproof.plan.recording import Text
 
@@ -56,69 +57,36 @@ class Recorded(Target):
 
 @dataclass
 class Virtual(Budget):
-    """Passes on what `inner` chooses, and tells it the seconds a machine would have taken."""
+    """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
+
+    took: of this round, of which `joined` prompts are a part. total: of all. seed: of the noise in
+    what `inner` hears.
+    """
 
     inner: Budget
     machine: Machine
     drafter: str
     sampled: bool
-    seed: int
-    wants_top: bool = False
+    seed: int = 0
+    took: float = 0.0
+    total: float = 0.0
+    joined: bool = False
+    unread: int = 0
 
     def __post_init__(self) -> None:
         self.most, self.floor = self.inner.most, self.inner.floor
-        self.total, self.dice, self.usual = 0.0, random.Random(self.seed), 0.0
-        self.own = self.nodes = self.context = self.unread = self.ahead = 0.0   # of this round
-        self.joining = 0, 0                             # prompts read in it, and their tokens
-        self.going: Sequence[int] = ()
+        self.dice = random.Random(self.seed)
 
     def choose(self, state: State) -> int:
-        self.unread = state.unread
-        return self.inner.choose(state)
+        self.unread, size = state.unread, self.inner.choose(state)
+        self.rest = self.inner.rest
+        return size
 
     def record(self, done: Round) -> None:
-        prompts, tokens = self.joining
-        rows = done.rows + prompts
-        nodes = (done.rows * (1 + self.nodes) + tokens) / rows - 1
-        seconds = self.machine.round(self.sampled, rows, nodes, self.context)
-        seconds += self._draft(done.rows, done.size)    # it learns from plain rounds, too
-        if done.size:
-            seconds += self.machine.unread(self.drafter, self.unread)
-        if not self.machine.times(self.drafter):
-            seconds += self._beside(done)
-        self.total += seconds
-        heard = seconds * self.dice.choice(self.machine.noise)
-        self.inner.record(done._replace(seconds=0.0 if prompts else heard))
+        self.total += self.took
+        heard = self.took * self.dice.choice(self.machine.noise)
+        self.inner.record(done._replace(seconds=0.0 if self.joined else heard))
         self.rest = self.inner.rest
-
-    def _beside(self, done: Round) -> float:
-        """What a round takes longer with a drafter that was not timed here as a whole."""
-        machine, rows, found = self.machine, done.rows, 0.0
-        if self.wants_top and not self.rest:
-            found += machine.draft(LIKELIEST, self.sampled, rows, self.nodes, 0.0)
-        if done.size and self.sampled:
-            found += machine.allowed(self.sampled, rows, self.ahead, self.nodes)
-        return found
-
-    def _draft(self, rows: int, size: int) -> float:
-        """Of a draft model step by step: fewer rows may go on."""
-        name, sampled, machine = self.drafter, self.sampled, self.machine
-        if size == 0:
-            return machine.draft(name, sampled, rows, 0, self.own)
-        if not self.going:
-            own = min(self.own, 4 * self.usual or self.own)     # others compute, too
-            self.usual += (own - self.usual) / 8 if self.usual else own
-            return machine.draft(name, sampled, rows, size, own)
-        return machine.draft(name, sampled, rows, 1, 0.0) + sum(
-            machine.draft(name, sampled, some, depth + 1, 0.0)
-            - machine.draft(name, sampled, some, depth, 0.0)
-            for depth, some in enumerate(self.going[1:], 1)
-        )
-
-
-def tokens_of(requests: Sequence[Request]) -> int:
-    """Of their prompts together."""
-    return sum(len(samples[0].prompt) for samples in requests)
 
 
 class Replay(Decoder):
@@ -126,9 +94,11 @@ class Replay(Decoder):
 
     budget: Virtual
     texts: Sequence[Text]
+    joining: Sequence[Request] = ()
+    usual = 0.0                             # seconds of a draft that is really made
 
     def step(self, joining: Sequence[Request] = ()) -> None:
-        self.budget.joining = len(joining), tokens_of(joining)
+        self.joining = joining
         super().step(joining)
 
     def admit(self, *requests: Request) -> None:
@@ -144,28 +114,44 @@ class Replay(Decoder):
 
     def _own(self) -> float:
         """Seconds that the drafter really took since this was asked last."""
-        played = self._played
-        own, played.spent = played.spent, 0.0
+        own, self._played.spent = self._played.spent, 0.0
         return own
 
     def chosen(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         """What the target would have chosen behind every node on the way of its text."""
         lines = []
         for row, place in zip(self.batch.running, frontier.prefix.position.tolist(), strict=False):
-            text = self.texts[row.request].tokens
-            following = text[place + 1 : place + 2 + tree.depth_limit]
+            following = self.texts[row.request].tokens[place + 1 : place + 2 + tree.depth_limit]
             lines.append(following + [0] * (tree.depth_limit + 1 - len(following)))
         ahead = torch.tensor(lines, device=tree.tokens.device)
         return accept_by_matching(tree, ahead.gather(1, tree.depths))
 
     def _deliver(self, frontier: Frontier, tree: TokenTree, *rest: Any) -> Round:
-        rows, budget = self.batch.running, self.budget
+        rows, budget, prompts = len(self.batch.running), self.budget, len(self.joining)
         sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
-        budget.nodes = sum(sizes) / len(sizes)
-        budget.context = sum(len(row.prompt) + len(row.tokens) for row in rows) / len(rows)
-        budget.going, budget.own = self._played.going, self._own()
-        budget.ahead = frontier.prefix.ahead
+        context = fmean(len(row.prompt) + len(row.tokens) for row in self.batch.running)
+        reads = rows * (1 + fmean(sizes)) + tokens_of(self.joining)
+        nodes = reads / (rows + prompts) - 1
+        budget.took = budget.machine.round(budget.sampled, rows + prompts, nodes, context)
+        budget.took += self._draft_seconds(frontier, rows, fmean(sizes))
+        budget.joined = prompts > 0
         return super()._deliver(frontier, tree, *rest)
+
+    def _draft_seconds(self, frontier: Frontier, rows: int, nodes: float) -> float:
+        """What a round takes beside reading; it learns in plain rounds, too."""
+        budget, machine, own = self.budget, self.budget.machine, self._own()
+        name, sampled, size, going = budget.drafter, budget.sampled, frontier.budget, []
+        if machine.times(name):
+            going = self._played.going if size else []          # of a draft model ever fewer rows
+            drafts = (fmean(going), len(going)) if going else (rows, size)
+            unread = machine.per_unread.get(name, 0.0) * budget.unread * (size > 0)
+            return machine.draft(name, sampled, *drafts) + unread
+        if size:
+            own = min(own, 4 * self.usual or own)               # others compute, too
+            self.usual += (own - self.usual) / 8 if self.usual else own
+        spare = frontier.prefix.ahead - nodes if size else 0.0
+        asked = self._played.wants_top and not budget.rest
+        return own + (machine.draft(LIGHT, sampled, rows, max(0.0, spare)) if asked else 0.0)
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
         for place, row in enumerate(self.batch.running[first:], first):
@@ -187,6 +173,11 @@ class ReplayEngine(Engine):
         return made
 
 
+def tokens_of(requests: Sequence[Request]) -> int:
+    """Of their prompts together."""
+    return sum(len(samples[0].prompt) for samples in requests)
+
+
 def replay(
     engine: Engine, drafter: Drafter, texts: Sequence[Text], budget: Budget, machine: Machine,
     rows: int, name: str, seed: int = 0,
@@ -195,7 +186,7 @@ def replay(
 
     seed: of the noise in the seconds that the budget hears."""
     sampled = texts[0].sampling.temperature > 0
-    virtual = Virtual(budget, machine, name, sampled, seed, drafter.wants_top > 0)
+    virtual = Virtual(budget, machine, name, sampled, seed)
     playing = ReplayEngine(Recorded(engine.target), drafter, budget=virtual, shapes=engine.shapes)
     playing.texts = texts
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
