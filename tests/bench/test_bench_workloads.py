@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import tiny
 
-from draftproof.bench.workloads import GENERAL, MT_BENCH, STORIES, Question, read_questions, select
+from draftproof.bench.workloads import GENERAL, STORIES, Question, read_questions, select
 from draftproof.errors import BadInput
 
 
@@ -32,15 +30,6 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, why: str) -> 
         read_questions(file)
     with pytest.raises(BadInput, match=r"no file .*none\.jsonl"):
         read_questions(tmp_path / "none.jsonl")
-
-
-def test_spec_bench_has_six_tasks_of_eighty() -> None:
-    file = tiny.shared("data", "spec_bench", "question.jsonl")
-    whole = read_questions(file, spec_bench=True)
-    tasks = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
-    assert Counter(question.category for question in whole) == dict.fromkeys(tasks, 80)
-    apart = read_questions(tiny.shared("data", "mt_bench", "question.jsonl"))
-    assert {question.category for question in apart} == set(MT_BENCH)
 
 
 def test_a_choice_keeps_the_order() -> None:

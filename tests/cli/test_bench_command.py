@@ -1,4 +1,4 @@
-"""``draftproof bench``: options, table, JSON, picture; mistakes in one sentence."""
+"""``draftproof bench``: options, table, JSON; mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from draftproof.bench import measure
-from draftproof.cli import bench as command
 
 Call = Callable[..., Any]
 SHORT = ("--new-tokens", "6", "--rounds", "1", "--limit", "1")
@@ -29,21 +28,17 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_at_once(
     call: Call, target: str, draft: str, some: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
-    names = {"--json": "b.json", "--plots": "plots"}
-    out = {option: tmp_path / name for option, name in names.items()}
+    out = tmp_path / "b.json"
     said = call(
         "bench", target, "--drafter", "prompt-lookup", "--assistant-model", draft, "--prompts",
         str(some), "--batch", "1,2", "--temperature", "0,0.7",
-        "--price-per-hour", "3", "--num-assistant-tokens", "3", *SHORT,
-        *(str(part) for option in out.items() for part in option))
+        "--num-assistant-tokens", "3", *SHORT, "--json", str(out))
     assert said.code == 0, said.err
     for name in ("plain", "prompt-lookup", "T = 0.7, batch 2", "3 of the 4"):
         assert name in said.out
-    found = json.loads(out["--json"].read_text())
+    found = json.loads(out.read_text())
     assert len(found["figures"]) == 3 * 4
     assert all(one["same"] == one["texts"] > 0 for one in found["figures"])
-    assert (out["--plots"] / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_demo_brings_its_own_prompts_and_drafters(call: Call) -> None:
@@ -53,8 +48,8 @@ def test_the_demo_brings_its_own_prompts_and_drafters(call: Call) -> None:
     assert all(name in said.out for name in names)
 
 
-def test_spec_bench_takes_first_turns_by_task(call: Call, target: str, some: Path) -> None:
-    said = call("bench", target, "--spec-bench", str(some), "--category", "mt_bench", *SHORT)
+def test_a_category_is_chosen(call: Call, target: str, some: Path) -> None:
+    said = call("bench", target, "--prompts", str(some), "--category", "writing", *SHORT)
     assert said.code == 0 and "1 of the 1 prompts" in said.out, said.err
 
 
@@ -85,12 +80,10 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--temperature", "-1"), "temperature was '-1'"),
     (("--rounds", "0"), "rounds was 0"),
     (("--new-tokens", "0"), "new_tokens was 0"),
-    (("--price-per-hour", "0"), "price_per_hour was 0"),
     (("--drafter", "medusa-9"), "drafter was 'medusa-9'"),
     (("--drafter", "prompt-lookup", "--drafter", "prompt-lookup"), "given twice"),
     (("--category", "x"), "there is no category 'x'"),
     (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
-    (("--prompts", "a.jsonl", "--spec-bench", "b.jsonl"), "give one of them"),
     (("--prompts", "/no/such/file"), "there is no file"),
     (("--new-tokens", "9999"), "no prompt leaves room"),
 ])
@@ -98,11 +91,3 @@ def test_a_mistake_is_one_sentence(
     refused: Call, target: str, given: tuple[str, ...], why: str
 ) -> None:
     refused("bench", target, *given, words=[why])
-
-
-def test_without_matplotlib_pictures_are_refused_before_anything_runs(
-    refused: Call, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    refused("bench", target, "--plots", str(tmp_path / "p"), words=["draftproof[plots]"])
-    assert not (tmp_path / "p").exists()

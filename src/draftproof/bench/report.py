@@ -1,8 +1,7 @@
-"""From trials to figures: texts compared, speeds with intervals; a table, JSON, a picture."""
+"""From trials to figures: texts compared, speeds with intervals; a table, JSON."""
 
 from __future__ import annotations
 
-import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ class Figures:
     texts, same: compared with plain decoding's, and equal token by token. first_difference: prompt
     and token, from 1. tokens_per_second: of all rows, prompts included; median of trials. speed_up:
     plain decoding's seconds per token over these, pair by pair: of each group of prompts the median
-    over rounds, then over groups. first_token: seconds. parts: share of the time by part.
+    over rounds, then over groups. first_token: seconds.
     """
 
     method: str
@@ -66,21 +65,18 @@ class Figures:
     acceptance: float | None
     acceptance_by_position: list[float]
     first_token: float | None
-    parts: dict[str, float]
-    cost_per_million: float | None
 
 
-def compute(bench: Bench, price: float | None = None) -> list[Figures]:
-    """Of each setting and method that has trials, in order. price: of an hour of this machine."""
+def compute(bench: Bench) -> list[Figures]:
+    """Of each setting and method that has trials, in order."""
     found: dict[tuple[Setting, str], list[Trial]] = {}
     for trial in bench.trials:
         found.setdefault((trial.setting, trial.method), []).append(trial)
     order = [(setting, method.name) for setting in bench.settings for method in bench.methods]
-    return [_figures(found[one], found.get((one[0], PLAIN), []), price)
-            for one in order if one in found]
+    return [_figures(found[one], found.get((one[0], PLAIN), [])) for one in order if one in found]
 
 
-def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Figures:
+def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
     """Texts and seconds are compared with those of plain decoding in the same round."""
     base = {(trial.round, trial.group): trial for trial in plain}
     pairs = [(trial, base[key]) for trial in trials if (key := (trial.round, trial.group)) in base]
@@ -93,16 +89,14 @@ def _figures(trials: list[Trial], plain: list[Trial], price: float | None) -> Fi
     for trial in trials:
         stats.add(trial.stats)
     texts = sum(len(ours.tokens) for ours, _ in pairs)
-    speed, spent = median(one.count / one.seconds for one in trials), sum(stats.seconds.values())
     firsts = [trial.first_token for trial in trials if trial.first_token is not None]
     return Figures(
         trials[0].method, trials[0].setting, texts, texts - len(differ), min(differ, default=None),
-        speed, Interval.of([median(values) for values in ratios.values()]) if ratios else None,
+        median(one.count / one.seconds for one in trials),
+        Interval.of([median(values) for values in ratios.values()]) if ratios else None,
         stats.tokens_per_round if stats.rounds else None,
         stats.acceptance if stats.drafted else None, stats.acceptance_by_position,
-        median(firsts) if firsts else None,
-        {part: seconds / spent for part, seconds in stats.seconds.items()} if spent else {},
-        price / 3600 / speed * 1e6 if price is not None else None)
+        median(firsts) if firsts else None)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
@@ -117,9 +111,8 @@ def table(figures: Sequence[Figures], title: str) -> Table:
     """All settings in one table that fits 80 columns."""
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     shown.add_column("", overflow="fold", min_width=18)
-    columns = 6 + any(one.cost_per_million is not None for one in figures)
     for name in ("tokens/s", "speed-up (95 %)", "tokens/\nround", "accep-\nted", "first\nms",
-                 "same\ntext", "cost/\n1M")[:columns]:
+                 "same\ntext"):
         shown.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for setting, group in groupby(figures, key=lambda one: one.setting):
         shown.add_row(f"[dim]{setting}[/]")
@@ -127,10 +120,9 @@ def table(figures: Sequence[Figures], title: str) -> Table:
             first = 1000 * one.first_token if one.first_token is not None else None
             numbers = ((one.tokens_per_second, "{:.1f}"), (one.speed_up, "{}"),
                        (one.tokens_per_round, "{:.2f}"), (one.acceptance, "{:.0%}"),
-                       (first, "{:.0f}"), (f"{one.same}/{one.texts}", "{}"),
-                       (one.cost_per_million, "{:.2f}"))
+                       (first, "{:.0f}"), (f"{one.same}/{one.texts}", "{}"))
             cells = ["" if value is None else form.format(value) for value, form in numbers]
-            shown.add_row(f"  {one.method}", *cells[:columns])
+            shown.add_row(f"  {one.method}", *cells)
     return shown
 
 
@@ -147,20 +139,3 @@ def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, Any]) 
     body = {"about": about, "figures": [asdict(one) for one in figures],
             "trials": [asdict(trial) for trial in bench.trials]}
     return json.dumps(body, indent=1, default=str) + "\n"
-
-
-def picture(figures: Sequence[Figures], title: str) -> bytes:
-    """Speed-up over plain decoding with intervals, a bar per method and setting: PNG."""
-    from matplotlib.figure import Figure
-
-    shown = [(one, one.speed_up) for one in reversed(figures) if one.speed_up is not None]
-    figure = Figure(figsize=(7.5, 1.2 + 0.35 * len(shown)), layout="constrained", dpi=150)
-    axes, medians = figure.subplots(), [up.median for _, up in shown]
-    errors = [[up.median - (up.low or up.median) for _, up in shown],
-              [(up.high or up.median) - up.median for _, up in shown]]
-    bars = axes.barh([f"{one.method}, {one.setting}" for one, _ in shown], medians, xerr=errors)
-    axes.bar_label(bars, fmt="%.2f×", label_type="center", color="white")
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set(title=title, xlabel="speed-up over plain decoding, 95 % interval")
-    figure.savefig(out := io.BytesIO(), format="png")
-    return out.getvalue()

@@ -12,9 +12,6 @@ from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, resolve
 
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
-            "humanities")
-"""Categories of MT-bench; Spec-Bench counts them as one of its six tasks, "mt_bench"."""
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
 """Prompts that come with the package: for the embedded model, which knows stories, and others."""
@@ -35,13 +32,10 @@ class Question(NamedTuple):
     category: str = ""
 
 
-def read_questions(
-    file: Path, chat: bool = False, spec_bench: bool = False
-) -> list[Question]:
+def read_questions(file: Path, chat: bool = False) -> list[Question]:
     """The rows of a JSONL file, each a prompt with, perhaps, a "category".
 
-    chat: prompts are the user's messages. spec_bench: MT-bench's categories count as one. Raises
-    BadInput for a file that is missing or malformed.
+    chat: prompts are the user's messages. Raises BadInput for a file that is missing or malformed.
     """
     if not file.is_file():
         raise BadInput(f"there is no file {file}; give a JSONL file with a prompt in each row")
@@ -54,8 +48,7 @@ def read_questions(
             category = row.get("category") or "" if isinstance(row, dict) else None
             if not isinstance(category, str):
                 raise BadInput("it is not an object, or its category is not text")
-            task = "mt_bench" if spec_bench and category in MT_BENCH else category
-            questions.append(Question(prompt_of(row, chat), task))
+            questions.append(Question(prompt_of(row, chat), category))
         except (BadInput, json.JSONDecodeError) as error:
             raise BadInput(f"line {number} of {file} cannot be used: {error}") from error
     if not questions:

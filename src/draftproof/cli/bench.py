@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +19,7 @@ from draftproof.errors import BadInput
 N = TypeVar("N", int, float)
 Names = list[str] | None
 ENGINE = ("budget", "acceptance", "dtype", "device", "quantize", "quantize_draft", "kv_cache")
-_plan, _file = partial(opt.option, "What is measured"), partial(opt.option, "Output")
+_plan = partial(opt.option, "What is measured")
 
 
 @opt.with_options(engine=ENGINE)
@@ -30,7 +29,6 @@ def bench(
     drafter: Annotated[Names, _plan("NAME", "As in run; repeatable.", "--drafter")] = None,
     assistant_model: Annotated[Names, _plan("MODEL", "A draft model; repeatable.")] = None,
     prompts: opt.Prompts = None,
-    spec_bench: Annotated[Path | None, _plan("JSONL", "Spec-Bench's question.jsonl.")] = None,
     category: Annotated[Names, _plan("NAME", "Only this category; repeatable.")] = None,
     limit: Annotated[int | None, _plan("N", "Only the first N prompts of each category.")] = None,
     chat: opt.Chat = False,
@@ -39,9 +37,7 @@ def bench(
     new_tokens: Annotated[int, _plan("N", "New tokens per prompt.")] = 128,
     rounds: Annotated[int, _plan("R", "How often each method writes each prompt.")] = 3,
     seed: Annotated[int, _plan("S", "Of the sampling.")] = 0,
-    price_per_hour: Annotated[float | None, _plan("X", "Of this machine; adds a column.")] = None,
-    json_: Annotated[Path | None, _file("FILE", "Every number and text.", "--json")] = None,
-    plots: Annotated[Path | None, _file("FOLDER", "For the picture, bench.png.")] = None,
+    json_: Annotated[Path | None, _plan("FILE", "Every number and text.", "--json")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -52,54 +48,33 @@ def bench(
     from draftproof.bench.workloads import built_in, read_questions, select, that_fit
 
     batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
-    _check(ctx.params | {"batch": min(batches)})
+    for name, value in (("batch", min(batches)), ("new_tokens", new_tokens), ("rounds", rounds)):
+        if value < 1:
+            raise BadInput(f"{name} was {value}; it must be at least 1")
+    must_have_folders(json_)
     known, texts = built_in(model)
-    file = prompts or spec_bench or texts
-    rows = read_questions(file, chat, spec_bench is not None)
-    questions = select(rows, category or [], limit)
+    file, assistants = prompts or texts, assistant_model or []
+    questions = select(read_questions(file, chat), category or [], limit)
     with show.status("loading ...") as status:
-        plain, methods = load_methods(
-            model, drafter or ([] if assistant_model else known), assistant_model or [],
-            **engine)
+        plain, methods = load_methods(model, drafter or ([] if assistants else known), assistants,
+                                      **engine)
         fitting = that_fit(plain, questions, new_tokens)
         settings = [Setting(rows, heat) for heat in heats for rows in batches]
-        sampling = replace(plain.sampling, seed=seed)
-        run = Bench(methods, fitting, settings, sampling, new_tokens, rounds)
+        run = Bench(methods, fitting, settings, replace(plain.sampling, seed=seed), new_tokens,
+                    rounds)
         about = ctx.params | {
             "machine": report.machine_facts(plain.target.device), "quantised": lost(plain),
             "workload": f"{len(fitting)} of the {len(questions)} prompts of {file.name}"}
         with suppress(KeyboardInterrupt):
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
-    figures = report.compute(run, price_per_hour)
+    figures = report.compute(run)
     console = show.page()
     console.print(report.table(figures, model))
     console.print("\n".join(report.notes(figures, about)), style="dim", markup=False)
     if json_ is not None:
         json_.write_text(report.as_json(run, figures, about), encoding="utf-8")
-    if figures and plots is not None:
-        plots.mkdir(exist_ok=True)
-        (plots / "bench.png").write_bytes(report.picture(figures, model))
     if len(run.trials) < run.total:
         raise KeyboardInterrupt(f"interrupted after {len(run.trials)} of {run.total} runs")
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    """Refuse, before anything is loaded, what can be refused before."""
-    for name in ("batch", "new_tokens", "rounds"):
-        if given[name] < 1:
-            raise BadInput(f"{name} was {given[name]}; it must be at least 1")
-    if given["price_per_hour"] is not None and not given["price_per_hour"] > 0:
-        raise BadInput(f"price_per_hour was {given['price_per_hour']}; it must be above 0")
-    if given["prompts"] is not None and given["spec_bench"] is not None:
-        raise BadInput("both --prompts and --spec-bench were given; give one of them")
-    must_have_folders(given["json_"], given["plots"])
-    can_draw(given["plots"])
-
-
-def can_draw(folder: Path | None) -> None:
-    """Refuse a picture that cannot be drawn before anything is measured for it."""
-    if folder is not None and find_spec("matplotlib") is None:
-        raise BadInput("pictures need matplotlib; install it with: pip install 'draftproof[plots]'")
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
