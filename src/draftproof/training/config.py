@@ -32,8 +32,7 @@ class TrainConfig:
     learning_rate: float | None = _loop(
         None, "Highest learning rate; by the width of the target if not given.",
         flags=("--lr",), metavar="X", type=_real)  # fmt: skip
-    objective: str = _loop("ce", "ce; or distilled from the target: kl, tv, nla, lk.",
-                           metavar="NAME", type=str)  # fmt: skip
+    objective: str = _loop("ce", "ce; or distilled from the target: kl.", metavar="NAME", type=str)
     draft_vocab: int | None = _loop(
         None, "Draft only the N commonest tokens of the training text; 8192 of 32768 or more.",
         metavar="N", type=_number)  # fmt: skip
@@ -56,8 +55,8 @@ class TrainConfig:
                 raise BadInput(f"{name} was {value}; it must be above 0")
         if self.length is not None and self.length < 16:
             raise BadInput(f"length was {self.length}; it must be at least 16")
-        if self.objective not in ("ce", "kl", "tv", "nla", "lk"):
-            raise BadInput(f"objective was {self.objective!r}; choose one of ce, kl, tv, nla, lk")
+        if self.objective not in ("ce", "kl"):
+            raise BadInput(f"objective was {self.objective!r}; choose ce or kl")
 
     def for_target(self, hidden_size: int, context: int, vocab_size: int) -> TrainConfig:
         """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
-from draftproof.drafters.losses import Scores, head_loss, score
+from draftproof.drafters.losses import head_loss, score
 from draftproof.model.target import Target
 from draftproof.training.rows import Batch, Batches
 
@@ -95,15 +95,16 @@ class FrozenTarget:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         """Loss and accuracy on batches that were not trained on."""
-        scores, loss, size = Scores(), 0.0, sum(batch.loss_tokens for batch in batches)
+        loss, size = 0.0, sum(batch.loss_tokens for batch in batches)
+        scores = torch.zeros(4, self.head.steps, dtype=torch.float64)
         for batch in batches:
             for part, weight in slices(self.features(batch), self.head, self.target):
                 with autocast(self.target):
                     mean = float(head_loss(self.head, part, self.target, self.objective))
-                    scores = scores.add(score(self.head, part, self.target))
+                    scores += score(self.head, part, self.target)
                 loss += mean * weight * batch.loss_tokens / size
-        top1, top5 = scores.top1_accuracy, scores.top5_accuracy
-        return Evaluation(loss, top1, top5, scores.tokens_per_round, {})
+        top1, top5, run = (scores[1:] / scores[0].clamp(min=1e-9)).tolist()
+        return Evaluation(loss, top1, top5, 1 + sum(run), {})
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trained(self.head).items()}
