@@ -25,7 +25,7 @@ from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape, well_formed
 from draftproof.drafters import suffix, token_recycling
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.bigram import bigram_tree
-from draftproof.drafters.medusa import heads_logits, medusa_tree, prepare_heads
+from draftproof.drafters.medusa import medusa_tree, prepare_heads
 from draftproof.drafters.portfolio import Portfolio, judge, merge_trees
 from draftproof.drafters.prompt_lookup import PromptLookup, match_prompt
 from draftproof.drafters.redrafter import beam_search, prepare_recurrence
@@ -181,7 +181,7 @@ def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
     own = ("recycle", "learn_pairs", "likely_successors")
     torch_functions = [
         noise.stream, noise.gumbel, sample, best_tokens, messages.top_tokens, accept_by_matching,
-        messages.append_tokens, prepare_heads, heads_logits, medusa_tree, bigram_tree,
+        messages.append_tokens, prepare_heads, medusa_tree, bigram_tree,
         prepare_recurrence, beam_search, TokenTree.likeliest, match_prompt, suffix.learn_text,
         suffix.continue_text, judge, merge_trees, well_formed,
         *(getattr(token_recycling, name) for name in own),

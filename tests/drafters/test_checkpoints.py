@@ -1,9 +1,10 @@
-"""Folders of draft heads: crashes, strangers, misfits; and every layout of recurrent drafters."""
+"""Folders of draft heads: every published layout is read; crashes, strangers, misfits."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,81 +12,274 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import (
-    BASE,
-    LEGACY,
-    SIZE,
-    Config,
-    Tensors,
-    blocks_alone,
-    folder_of,
-    made,
-    merged,
-    numbered,
-    weights,
-)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB, target
+from torch import Tensor
 
-from draftproof.drafters import weight_files
+from draftproof.core.messages import Features
 from draftproof.drafters.checkpoints import is_head, read_head, write_head
-from draftproof.drafters.medusa import MedusaHead
-from draftproof.drafters.redrafter import ReDrafterConfig, ReDrafterHead
+from draftproof.drafters.medusa import MedusaConfig, MedusaHead
+from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.errors import BadInput, DrafterMismatch, DraftproofError, ModelNotFound
+
+SIZE = 32
+SAFE, TGI, LEGACY = "model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+Heads = list[tuple[list[Tensor], list[Tensor], Tensor]]
+"""Of each head the matrices and biases of its layers, and its projection."""
+
+
+def weights(heads: int = 3, layers: int = 1, vocab: int = VOCAB, size: int = SIZE) -> Heads:
+    torch.manual_seed(heads + 10 * layers)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64) / 4
+
+    return [([some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)],
+             some(vocab, size)) for _ in range(heads)]  # fmt: skip
+
+
+def named(given: Heads, block: str, projection: str = "", bias: bool = True) -> Tensors:
+    """These heads by names made of head H, layer L, kind K, and the number of layers N."""
+    found: Tensors = {}
+    for head, (matrices, biases, last) in enumerate(given):
+        for layer, (matrix, own) in enumerate(zip(matrices, biases, strict=True)):
+            found[block.format(H=head, L=layer, K="weight")] = matrix.clone()
+            if bias:
+                found[block.format(H=head, L=layer, K="bias")] = own.clone()
+        if projection:
+            found[projection.format(H=head, N=len(matrices))] = last
+    return found
+
+
+alone = partial(named, block="{H}.{L}.linear.{K}")
+numbered = partial(alone, projection="{H}.{N}.weight")
+merged = partial(named, block="medusa_head.{H}.{L}.linear.{K}",
+                 projection="medusa_head.{H}.{N}.weight")
+vllm = partial(named, block="blocks.{H}.layers.{L}.{K}", projection="lm_heads.{H}.weight")
+inside = partial(named, block="medusa_heads.blocks.{H}.layers.{L}.{K}",
+                 projection="medusa_heads.lm_heads.{H}.weight")
+ranked = partial(named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
+                 projection="medusa_heads.{H}.lm_head.weight")
+BASE = {f"model.layers.{one}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for one in range(3)}
+VLLM = {"model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3}
+
+
+def folder_of(path: Path, config: Config, tensors: Tensors, file: str = SAFE) -> Path:
+    path.mkdir(exist_ok=True, parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / file)
+    else:
+        torch.save(tensors, path / file)
+    return path
+
+
+def assert_says(head: Any, given: Heads, shared: bool = False) -> None:
+    """The head's logits are those of these weights, computed plainly."""
+    assert isinstance(head, MedusaHead) and head.steps == len(given)
+    hidden = torch.randn(1, 12, 1, SIZE, dtype=torch.float64)
+    features = Features(torch.zeros(1, 12, dtype=torch.int64), hidden, torch.ones(1, 12))
+    with torch.no_grad():
+        said = head.predict(features, target())
+        for (matrices, biases, table), ours in zip(given, said, strict=True):
+            state = hidden[0, : ours.shape[1], 0]
+            for matrix, bias in zip(matrices, biases, strict=True):
+                state = state + torch.nn.functional.silu(state @ matrix.T + bias)
+            theirs = target().unembed(state) if shared else state @ table.T
+            known = min(theirs.shape[-1], VOCAB)
+            torch.testing.assert_close(ours[0, :, :known], theirs[:, :known], rtol=0, atol=1e-12)
+            assert (ours[..., known:] == -torch.inf).all()
+
+
+# Medusa heads -----------------------------------------------------------------------------------
+
+WRONG = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}
+SECOND = {"version": "2", "medusa_num_heads": 3}
+TRT = {"num_medusa_heads": 2, "medusa_choices": [[0], [0, 0], [1]]}
+NO_BIAS: Heads = [(one, [torch.zeros(SIZE).double()], last) for one, _, last in weights()]
+LAYOUTS: dict[str, tuple[Config, Tensors, str, Heads, bool]] = {
+    "v0.1 says 2 heads": (WRONG, numbered(weights(5)), LEGACY, weights(5), False),
+    "v0.1 safetensors": (WRONG, numbered(weights(2, 3)), TGI, weights(2, 3), False),
+    "version 2": (SECOND, alone(weights(4, 2)), TGI, weights(4, 2), True),
+    "vllm": (VLLM, vllm(weights(3, 2)), SAFE, weights(3, 2), False),
+    "vllm, inside": (VLLM, inside(weights(3, 2)), SAFE, weights(3, 2), False),
+    "vllm, no bias": (VLLM, vllm(weights(), bias=False), SAFE, NO_BIAS, False),
+    "vllm, original head": ({**VLLM, "original_lm_head": True}, vllm(weights()), SAFE, weights(),
+                            True),
+    "tensorrt-llm": (TRT, ranked(weights(2, 2)) | BASE, "rank0.safetensors", weights(2, 2), False),
+    "cut table": ({}, numbered(weights(vocab=VOCAB - 3)), SAFE, weights(vocab=VOCAB - 3), False),
+    "padded table": ({}, numbered(weights(vocab=VOCAB + 24)), SAFE, weights(vocab=VOCAB + 24),
+                     False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_layouts_are_read(layout: str, tmp_path: Path) -> None:
+    config, tensors, file, given, shared = LAYOUTS[layout]
+    head = read_head(folder_of(tmp_path, config, tensors, file), target())
+    assert_says(head, given, shared)
+    assert head.config.base_model == config.get("base_model_name_or_path", "")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_of_a_merged_model_only_the_heads_are_read(tmp_path: Path, kind: str) -> None:
+    """medusa-1.0-*: the shard without heads is rubbish, and is not opened."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "medusa_num_heads": 5}
+    heads, stem = merged(weights(5)), "model" if kind == "safetensors" else "pytorch_model"
+    first, second = f"{stem}-00001-of-00002.{kind}", f"{stem}-00002-of-00002.{kind}"
+    folder_of(tmp_path, config, heads | {"lm_head.weight": torch.ones(VOCAB, SIZE)}, second)
+    (tmp_path / first).write_bytes(b"rubbish")
+    where = dict.fromkeys(BASE, first) | dict.fromkeys((*heads, "lm_head.weight"), second)
+    (tmp_path / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": where}))
+    assert is_head(tmp_path)
+    assert_says(read_head(tmp_path, target()), weights(5))
+
+
+def test_vllm_heads_of_a_truncated_vocabulary(tmp_path: Path) -> None:
+    """Rows of the mapped tokens alone are spread out; where all rows are there, all are used."""
+    given, ids = weights(vocab=6), torch.tensor([1, 4, 9, 16, 25, 36])
+    few = folder_of(tmp_path / "few", VLLM, vllm(given) | {"token_map": ids})
+    head = read_head(few, target())
+    assert isinstance(head, MedusaHead) and head.config.draft_vocab_size == 6
+    assert head.token_map is not None and torch.equal(head.token_map, ids)
+    assert torch.equal(head.state_dict()["heads.1.proj.weight"], given[1][2])
+    full = folder_of(tmp_path / "all", VLLM, vllm(weights()) | {"token_map": ids})
+    assert_says(read_head(full, target()), weights())
+    ids = torch.tensor([1, 4, 9, 16, 25, 99])
+    folder = folder_of(tmp_path / "foreign", VLLM, vllm(given) | {"token_map": ids})
+    refused(folder, DrafterMismatch, "up to 99", "has 40")
+
+
+# ReDrafters -------------------------------------------------------------------------------------
+
+FORMS: dict[str, Config] = {
+    "published": {}, "two blocks": {"num_layers": 2, "steps": 4}, "narrow": {"exit_dim": 40},
+    "shared": {"share_lm_head": True},
+}  # fmt: skip
+APPLE = {"model_type": "recurrent_drafting_drafter", "num_draft_layers": 9}
+"""How many blocks there are is read off the tensors."""
+
+
+def redrafter(**form: Any) -> ReDrafterHead:
+    torch.manual_seed(0)
+    head = ReDrafterHead.fresh(target(), **form)
+    for weight in head.parameters():
+        weight.data.normal_()
+    return head
+
+
+def tensorrt(name: str) -> str:
+    parts = name.split(".")
+    last = parts[0] == "lm_head" and len(parts) == 3
+    return "drafter.lm_head.weight" if last else f"drafter.{name.replace('lm_head.', 'layers.')}"
+
+
+RENAMES: dict[str, tuple[Callable[[str], str], str, Config]] = {
+    "apple": (str, SAFE, {}), "pickled": (str, "model.pt", {}),
+    "older": (lambda name: name.replace("_proj.", "_projs.").replace("lm_head.", "lm_heads."), SAFE,
+              {}),
+    "numbered": (lambda name: name.replace("lm_head.", "0."), SAFE, {}),
+    "tensorrt-llm": (tensorrt, "rank0.safetensors",
+                     {"rnn_activation": "none", "skip_u_at_first_step": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rename", RENAMES)
+@pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
+def test_every_family_of_names_is_read(form: str, rename: str, tmp_path: Path) -> None:
+    """TensorRT-LLM's beside the base model's tensors, and run as that engine runs them."""
+    head, (theirs, file, runs) = redrafter(**FORMS[form]), RENAMES[rename]
+    tensors = {theirs(name): tensor for name, tensor in head.state_dict().items()}
+    settings = {**APPLE, "redrafter_draft_len_per_beam": head.steps}
+    folder = folder_of(tmp_path, settings, tensors | BASE, file)
+    found, given = read_head(folder, target()), head.state_dict()
+    assert found.config == replace(head.config, base_model="", **runs)
+    assert found.state_dict().keys() == given.keys()
+    assert all(torch.equal(one, given[name]) for name, one in found.state_dict().items())
+
+
+# Written and read again -------------------------------------------------------------------------
+
+
+def medusa(share: bool, layers: int = 1, rows: int | None = None) -> MedusaHead:
+    form = MedusaConfig(num_heads=3, num_layers=layers, hidden_size=SIZE, vocab_size=VOCAB,
+                        share_lm_head=share, base_model="org/base")  # fmt: skip
+    head = MedusaHead(form).double()
+    torch.manual_seed(layers)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    if rows is not None:
+        head.limit_vocabulary(torch.randperm(VOCAB)[:rows], target())
+    head.count(torch.tensor([1, 1, 3, 3, 3]), torch.tensor([2, 2, 0, 0, 0]))
+    return head
+
+
+WRITTEN: dict[str, Callable[[], Any]] = {
+    "medusa": lambda: medusa(False, 3), "medusa, shared": lambda: medusa(True),
+    "medusa, few tokens": lambda: medusa(True, rows=7), "half": lambda: redrafter().bfloat16(),
+    **{name: partial(redrafter, **form) for name, form in FORMS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
+    """To the bit; nothing that the target has is written."""
+    head, folder = WRITTEN[name](), tmp_path / "new" / "head"
+    write_head(head, folder)
+    again, given = read_head(folder, target()), head.state_dict()
+    assert again.config == head.config and again.state_dict().keys() == given.keys()
+    assert all(torch.equal(one, given[name]) for name, one in again.state_dict().items())
+    held = load_file(folder / SAFE)
+    assert not any(name.startswith("projection") for name in held)
+    for one, other in zip(getattr(head, "pairs", None) or (), getattr(again, "pairs", None) or (),
+                          strict=True):
+        assert one == other if isinstance(one, int) else torch.equal(one, other)
 
 
 def test_a_crash_leaves_nothing_that_reads_as_a_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there was a head before or not, whether weights or settings were being written."""
-    write, put = weight_files.save, weight_files.replace
+    write, broken = Path.write_bytes, ""
 
-    def no_weights(tensors: Tensors, file: Path) -> None:
-        write(tensors, file)
-        raise OSError("the disk is full")
-
-    def no_settings(file: Path, writing: Any) -> None:
-        if file.name == "config.json":
+    def full(file: Path, content: bytes) -> int:
+        if broken in file.name:
             raise OSError("the disk is full")
-        put(file, writing)
+        return write(file, content)
 
     for before in (False, True):
-        for name, broken in (("save", no_weights), ("replace", no_settings)):
-            folder = tmp_path / f"{before}{name}"
+        for broken in (SAFE, "config.json"):
+            folder = tmp_path / f"{before}{broken}"
             if before:
-                write_head(made(), folder)
+                write_head(medusa(False), folder)
             with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
-                patched.setattr(weight_files, name, broken)
-                write_head(made(layers=2), folder)
-            assert not is_head(folder) and not list(folder.glob(".*"))
-            write_head(made(layers=2), folder)
+                patched.setattr(Path, "write_bytes", full)
+                write_head(medusa(False, 2), folder)
+            assert not is_head(folder)
+            write_head(medusa(False, 2), folder)
             assert is_head(folder)
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    """Models, merged models, heads of another layout; a head of the same layout is."""
-    both = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "medusa_num_heads": 3}
+    """Models, merged models, heads of another layout or kind; a head of the same kind is."""
     folder_of(tmp_path / "model", {"model_type": "llama"}, BASE)
-    folder_of(tmp_path / "merged", both, merged(weights()) | BASE)
-    write_head(made(), tmp_path / "other", "vllm")
-    for folder in (tmp_path / "model", tmp_path / "merged", tmp_path / "other"):
+    folder_of(tmp_path / "merged", {"model_type": "llama"}, merged(weights()) | BASE)
+    folder_of(tmp_path / "vllm", VLLM, vllm(weights()))
+    write_head(redrafter(), tmp_path / "other")
+    for folder in tmp_path.iterdir():
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(BadInput, match="something else already"):
-            write_head(made(), folder)
+            write_head(medusa(False), folder)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    write_head(made(), tmp_path / "mine")
+    write_head(medusa(False), tmp_path / "mine")
     (tmp_path / "mine" / "optimizer.pt").write_bytes(b"state of a training run")
-    write_head(made(layers=2), tmp_path / "mine")
-    head = read_head(tmp_path / "mine", target())
-    assert isinstance(head, MedusaHead) and head.config.num_layers == 2
-    with pytest.raises(BadInput, match=r"gguf.*draftproof, vllm"):
-        write_head(made(), tmp_path, "gguf")
-    (tmp_path / "new").touch()                                          # files follow the umask
-    files = [*(tmp_path / "mine").glob("[cm]*"), tmp_path / "new"]
-    assert len({file.stat().st_mode for file in files}) == 1
+    write_head(medusa(False, 2), tmp_path / "mine")
+    assert read_head(tmp_path / "mine", target()).config.num_layers == 2
 
 
-# Mistakes -------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------
 
 
 def refused(folder: Path, kind: type[DraftproofError], *words: str) -> None:
@@ -99,24 +293,39 @@ def refused(folder: Path, kind: type[DraftproofError], *words: str) -> None:
 def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path) -> None:
     tensors, head = numbered(weights()), {"speculator_type": "medusa"}
     gap = {name: tensor for name, tensor in tensors.items() if name[:2] != "1."}
+    whole = redrafter(num_layers=2).state_dict()
+    lacks = [{one: tensor for one, tensor in whole.items() if one != name}
+             for name in ("rnn_u.bias", "lm_head.0.linear.bias", "lm_head.2.weight")]  # fmt: skip
+    wide = ReDrafterHead.fresh(target(hidden_size=64)).state_dict()
     cases: dict[str, tuple[Config, Tensors, tuple[str, ...]]] = {
         "wide": ({}, numbered(weights(size=48)), ("48", "32")),
         "large": ({}, numbered(weights(vocab=4096)), ("4096", "40")),
-        "shared": ({"vocab_size": 4096}, blocks_alone(weights()), ("4096", "40")),
+        "shared": ({"vocab_size": 4096}, alone(weights()), ("4096", "40")),
         "gap": ({}, gap, ("lack", "heads.1")),
         "odd": ({}, tensors | {"2.0.linear.bias": torch.zeros(7)}, ("(7,)", "(32,)")),
-        "uneven": ({}, tensors | {"2.1.weight": torch.zeros(9, SIZE)}, ("different sizes",)),
+        "no bias": (APPLE, lacks[0], ("rnn_u.bias",)),
+        "no block": (APPLE, lacks[1], ("lm_head.0",)),
+        "no projection": (APPLE, lacks[2], ("lacks its projection",)),
+        "shape": (APPLE, {**whole, "rnn_w.weight": torch.zeros(SIZE, 31)}, ("rnn_w", "31")),
+        "wide redrafter": (APPLE, wide, ("64 numbers", "32")),
     }
     for name, (config, given, words) in cases.items():
         refused(folder_of(tmp_path / name, config, given), DrafterMismatch, *words)
-    file = folder_of(tmp_path / "cut", head, tensors) / "model.safetensors"
+    file = folder_of(tmp_path / "cut", head, tensors) / SAFE
     file.write_bytes(file.read_bytes()[:200])
     assert is_head(tmp_path / "cut")                            # reading says what is wrong
-    refused(tmp_path / "cut", ModelNotFound, "model.safetensors", "cannot be read")
+    refused(tmp_path / "cut", ModelNotFound, SAFE, "cannot be read")
     (folder_of(tmp_path / "settings", {}, tensors) / "config.json").write_text("{")
     refused(tmp_path / "settings", ModelNotFound, "config.json", "cannot be read")
-    folder_of(tmp_path / "words", {**head, "vocab_size": "many"}, blocks_alone(weights()))
+    folder_of(tmp_path / "words", {**head, "vocab_size": "many"}, alone(weights()))
     refused(tmp_path / "words", ModelNotFound, "config.json", "many")
+    for rank in (0, 1):
+        folder_of(tmp_path / "parts", {}, ranked(weights()), f"rank{rank}.safetensors")
+    refused(tmp_path / "parts", ModelNotFound, "rank0", "rank1", "as one")
+    models = {"model": BASE, "table": BASE | {"lm_head.weight": torch.zeros(VOCAB, SIZE)}}
+    for name, given in models.items():
+        assert not is_head(folder_of(tmp_path / name, {"model_type": "llama"}, given))
+    assert not is_head(folder_of(tmp_path / "eagle", {"speculator_type": "eagle"}, tensors))
     refused(tmp_path / "nowhere", ModelNotFound, "no draft head")
 
 
@@ -135,136 +344,3 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
             write({"0.0.linear.weight": _Evil(tmp_path / "run")}, file)
         refused(folder, ModelNotFound, LEGACY, "cannot be read")
         assert not (tmp_path / "run").exists()
-
-
-def test_models_are_no_heads(tmp_path: Path) -> None:
-    assert not is_head(folder_of(tmp_path / "model", {"model_type": "llama"}, BASE))
-    table = {"lm_head.weight": torch.zeros(VOCAB, SIZE)}
-    assert not is_head(folder_of(tmp_path / "table", {"model_type": "llama"}, BASE | table))
-    assert not is_head(folder_of(tmp_path / "numbers", {},
-                                 numbered(weights()) | {"norm.weight": torch.ones(1)}))
-    assert not is_head(folder_of(tmp_path / "other", {"speculator_type": "eagle"},
-                                 numbered(weights())))
-    assert not is_head(tmp_path) and not is_head(tmp_path / "nowhere")
-
-
-# Recurrent drafters ---------------------------------------------------------------------------
-
-FORMS: dict[str, Config] = {
-    "published": {}, "two blocks": {"num_layers": 2, "steps": 3}, "narrow": {"exit_dim": 40},
-    "sums": {"rnn": False}, "sums, narrow": {"rnn": False, "exit_dim": 40},
-    "tensorrt-llm": {"rnn_activation": "none", "skip_u_at_first_step": True},
-    "shared": {"share_lm_head": True},
-}  # fmt: skip
-
-
-def random_head(**form: Any) -> ReDrafterHead:
-    torch.manual_seed(0)
-    head = ReDrafterHead.fresh(target(), **form)
-    for weight in head.parameters():
-        if weight.requires_grad:
-            weight.data.normal_()
-    return head
-
-
-def assert_same(folder: Path, head: ReDrafterHead, form: ReDrafterConfig | None = None) -> None:
-    """The folder holds these very tensors, in this form."""
-    found = read_head(folder, target())
-    assert isinstance(found, ReDrafterHead) and found.config == (form or head.config)
-    mine, theirs = head.state_dict(), found.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert found.projection.weight.requires_grad != found.config.share_lm_head
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_recurrent_drafter_is_written_and_read(
-    form: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Ours; a projection shared with the target is not written."""
-    head = random_head(**FORMS[form]).to(dtype)
-    write_head(head, tmp_path)
-    assert_same(tmp_path, head)
-    held = load_file(tmp_path / "model.safetensors")
-    assert form != "shared" or all(VOCAB not in tensor.shape for tensor in held.values())
-    assert json.loads((tmp_path / "config.json").read_text())["speculator_type"] == "redrafter"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_apples_layout_is_written_and_read(form: str, tmp_path: Path) -> None:
-    """With the settings that their engine and TensorRT-LLM's converter ask for, by their names."""
-    head = random_head(**FORMS[form])
-    if form == "shared":
-        with pytest.raises(BadInput, match="unshared"):
-            write_head(head, tmp_path, "apple")
-        states, own = torch.randn(3, 2, SIZE, dtype=torch.float64), head.unshared()
-        torch.testing.assert_close(own.logits(*states.unbind(1)), head.logits(*states.unbind(1)))
-        head = own
-    write_head(head, tmp_path, "apple")
-    assert_same(tmp_path, head)
-    config, wanted = json.loads((tmp_path / "config.json").read_text()), head.config
-    theirs = {"vocab_size": VOCAB, "hidden_size": SIZE, "exit_dim": wanted.exit_dim}
-    theirs |= {"rnn": wanted.rnn, "num_draft_layers": wanted.num_layers, **APPLE}
-    assert theirs.items() <= config.items()
-    names = set(load_file(tmp_path / "model.safetensors"))
-    linears = [f"lm_head.{one}.linear" for one in range(wanted.num_layers)]
-    blocks = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
-    rest = {"rnn_u.weight", "rnn_u.bias", "rnn_w.weight"} if wanted.rnn else set()
-    narrow = {"input_proj.weight", "input_proj.bias"} if wanted.exit_dim != 2 * SIZE else set()
-    assert names == blocks | rest | narrow | {f"lm_head.{wanted.num_layers}.weight"}
-
-
-APPLE = {"model_type": "recurrent_drafting_drafter"}
-RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "as it is": (), "older": (("input_proj.", "input_projs."), ("lm_head.", "lm_heads.")),
-    "numbered": (("lm_head.", "0."),),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "model.pt"])
-@pytest.mark.parametrize("rename", RENAMES)
-@pytest.mark.parametrize("form", ["published", "two blocks", "narrow", "sums"])
-def test_every_family_of_apples_names_is_read(
-    form: str, rename: str, file: str, tmp_path: Path
-) -> None:
-    """How many blocks there are is read off the tensors."""
-    head = random_head(**{**FORMS[form], "steps": 5})
-    settings = {**APPLE, "hidden_size": SIZE, "num_draft_layers": 9}
-    tensors = head.state_dict()
-    for old, new in RENAMES[rename]:
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    folder = folder_of(tmp_path, settings, tensors, file)
-    assert_same(folder, head, replace(head.config, base_model=""))
-
-
-@pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
-def test_the_drafter_of_a_tensorrt_llm_checkpoint_is_read(form: str, tmp_path: Path) -> None:
-    """Beside the base model's tensors, and run as that engine runs it."""
-    head = random_head(**FORMS[form])
-    last = f"lm_head.{head.config.num_layers}.weight"
-    tensors = {"base_model.lm_head.weight": torch.zeros(VOCAB, SIZE)}
-    for name, tensor in head.state_dict().items():
-        theirs = "lm_head.weight" if name == last else name.replace("lm_head.", "layers.")
-        tensors[f"drafter.{theirs}"] = tensor
-    settings = {"architecture": "ReDrafterForCausalLM", "redrafter_num_layers": 1}
-    settings |= {"redrafter_draft_len_per_beam": 4}
-    theirs = {"rnn_activation": "none", "skip_u_at_first_step": True, "steps": 4, "base_model": ""}
-    folder = folder_of(tmp_path, settings, tensors, "rank0.safetensors")
-    assert_same(folder, head, replace(head.config, **theirs))
-
-
-def test_recurrent_drafters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Of another target, with both numbers; with a tensor missing or misshapen, by its name."""
-    for layout in ("draftproof", "apple"):
-        write_head(ReDrafterHead.fresh(target(hidden_size=64)), tmp_path / layout, layout)
-        refused(tmp_path / layout, DrafterMismatch, "64 numbers", "32")
-    write_head(ReDrafterHead(ReDrafterConfig(SIZE, 5000, 64)), tmp_path / "many")
-    refused(tmp_path / "many", DrafterMismatch, "5000 tokens", str(VOCAB))
-    whole, settings = random_head(num_layers=2).state_dict(), APPLE
-    words = {"rnn_u.bias": "rnn_u.bias", "lm_head.0.linear.bias": "lm_head.0"}
-    for missing, word in (words | {"lm_head.2.weight": "draft"}).items():
-        tensors = {name: tensor for name, tensor in whole.items() if name != missing}
-        refused(folder_of(tmp_path / missing, settings, tensors), DraftproofError, word)
-    odd = {**whole, "rnn_w.weight": torch.zeros(SIZE, 31)}
-    refused(folder_of(tmp_path / "shape", settings, odd), DrafterMismatch, "rnn_w", "31")

@@ -1,4 +1,4 @@
-"""Recurrent Drafter: its recurrence, and its beams against the published search in plain Python."""
+"""Recurrent Drafter: its recurrence, beams as published, heads, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from drafting import commit_of, drafted, frontier_of, needs_kernels, packed_targ
 from tiny import CPU
 from torch import Tensor
 
-from draftproof.core.messages import Frontier
+from draftproof.core.messages import Features, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
+from draftproof.drafters.redrafter import ReDrafter, ReDrafterConfig, ReDrafterHead
+from draftproof.errors import BadInput, DrafterMismatch
 
 
 def random(*shape: int, seed: int = 6) -> Tensor:
@@ -48,22 +49,23 @@ class Tables:
 
 FORMS: dict[str, dict[str, Any]] = {
     "published": {}, "two blocks": {"num_layers": 2}, "no block": {"num_layers": 0},
-    "narrow": {"exit_dim": 11}, "sums": {"rnn": False}, "shared": {"share_lm_head": True},
+    "narrow": {"exit_dim": 11}, "shared": {"share_lm_head": True},
     "tensorrt-llm": {"rnn_activation": "none", "skip_u_at_first_step": True},
-    "skips u": {"skip_u_at_first_step": True}, "few": {"known": 20},
-    "few, shared": {"known": 20, "share_lm_head": True},
+    "few": {"known": 20}, "few, shared": {"known": 20, "share_lm_head": True},
 }  # fmt: skip
 
 
-def random_head(vocabulary: Any, **form: Any) -> ReDrafterHead:
+def random_head(
+    vocabulary: Any, known: int | None = None, rnn_activation: str = "silu",
+    skip_u_at_first_step: bool = False, **form: Any,
+) -> ReDrafterHead:  # fmt: skip
     """A head of this form in which every weight matters."""
-    known = form.pop("known", None) if (form := dict(form)) else None
-    head = ReDrafterHead.fresh(vocabulary, **form)
+    head, dice = ReDrafterHead.fresh(vocabulary, **form), torch.Generator().manual_seed(4)
+    head.config = replace(head.config, rnn_activation=rnn_activation,
+                          skip_u_at_first_step=skip_u_at_first_step)  # fmt: skip
     if known is not None:
-        dice = torch.Generator().manual_seed(9)
-        some = torch.randperm(vocabulary.vocab_size, generator=dice)[:known]
-        head.limit_vocabulary(some, vocabulary)
-    dice = torch.Generator().manual_seed(4)
+        head.limit_vocabulary(torch.randperm(vocabulary.vocab_size, generator=dice)[:known],
+                              vocabulary)  # fmt: skip
     for weight in head.parameters():
         if weight.requires_grad:
             weight.data.copy_(torch.randn(weight.shape, generator=dice, dtype=torch.float64) * 0.6)
@@ -82,19 +84,12 @@ def asking(
     return replace(frontier, prefix=replace(frontier.prefix, ahead=budget))
 
 
-FEW = -50000.0
-
-
 def law_after(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: list[int]) -> Tensor:
     """[V] log-probabilities after `drafted` tokens, the state run through from the beginning."""
     weights = {name: weight.detach() for name, weight in head.state_dict().items()}
     form, state = head.config, torch.zeros_like(context)
     for place, token in enumerate(drafted):
-        embedded = vocabulary.table[token]
-        if not form.rnn:
-            state = embedded + state
-            continue
-        mixed = weights["rnn_w.weight"] @ embedded
+        mixed = weights["rnn_w.weight"] @ vocabulary.table[token]
         if place > 0 or not form.skip_u_at_first_step:
             mixed = mixed + weights["rnn_u.weight"] @ state + weights["rnn_u.bias"]
         state = mixed * torch.sigmoid(mixed) if form.rnn_activation == "silu" else mixed
@@ -105,70 +100,39 @@ def law_after(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: li
         name = f"lm_head.{block}.linear"
         mixed = weights[f"{name}.weight"] @ inner + weights[f"{name}.bias"]
         inner = inner + mixed * torch.sigmoid(mixed)
-    last = f"lm_head.{form.num_layers}"
-    logits = weights[f"{last}.weight"] @ inner + weights.get(f"{last}.bias", 0)
-    if "token_map" in weights:                              # the others never come
-        few, logits = logits, logits.new_full((len(vocabulary.table),), -math.inf)
-        logits[weights["token_map"]] = few
+    own = weights.get(f"lm_head.{form.num_layers}.weight")
+    logits = own @ inner if own is not None else vocabulary.unembed(inner)
+    if (known := weights.get("token_map")) is not None:     # the others never come
+        few, logits = logits if own is not None else logits[known], torch.full((90,), -math.inf)
+        logits = logits.double().index_copy(0, known, few)
     return logits.log_softmax(0)
-
-
-def published_beams(
-    head: ReDrafterHead, vocabulary: Any, context: Tensor, root: int, width: int, length: int
-) -> list[list[int]]:
-    """Apple's `beam_search_candidates`: beams begin with the root, all but one without chance."""
-    beams, scores = [[root]] * width, [0.0, *[FEW] * (width - 1)]
-    for _ in range(length):
-        laws = [law_after(head, vocabulary, context, beam).tolist() for beam in beams]
-        grown = [(score + step, [*beam, token])
-                 for beam, score, law in zip(beams, scores, laws, strict=True)
-                 for token, step in enumerate(law)]
-        best = sorted(grown, key=lambda one: -one[0])[:width]
-        scores, beams = [score for score, _ in best], [beam for _, beam in best]
-    return beams
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_beams_are_those_of_the_published_search(form: str) -> None:
-    """Of all nodes that were weighed, in every row of a batch."""
-    tables = Tables()
-    head = random_head(tables, **FORMS[form])
-    hidden = random(3, 8, seed=1)
-    for width, length in ((4, 4), (2, 5), (6, 2)):
-        drafter = ReDrafter(head, tables, width=width, length=length)
-        tree = drafter.propose(asking(drafter, hidden, [5, 80, 41], budget=200))
-        for row, root in enumerate((5, 80, 41)):
-            beams = published_beams(head, tables, hidden[row], root, width, length)
-            prefixes = {tuple(beam[1:size]) for beam in beams for size in range(2, length + 2)}
-            assert prefixes <= drafted(tree, row).keys()
 
 
 @pytest.mark.parametrize("ops", [CPU, TORCH], ids=["cpu", "torch"])
 @pytest.mark.parametrize("form", FORMS)
-def test_nodes_are_the_likeliest_that_the_search_weighed(form: str, ops: Ops) -> None:
-    """The first levels of every beam, by the probability of the whole path."""
-    tables = Tables()
-    head = random_head(tables, **FORMS[form])
-    context = random(8, seed=2)
-    width, length, root = 3, 4, 17
-    beams, weighed = [((), 0.0)], {(): 0.0}
-    for _ in range(length):
-        grown = []
-        for path, score in beams:
-            best = law_after(head, tables, context, [root, *path]).topk(width)
-            for step, token in zip(*best, strict=True):
-                grown.append(((*path, int(token)), score + float(step)))
-        beams = sorted(grown, key=lambda one: -one[1])[:width]
-        weighed |= dict(grown)
+def test_nodes_are_the_likeliest_that_the_published_search_weighs(form: str, ops: Ops) -> None:
+    """The first levels of every beam, by the probability of the whole path; in every row."""
+    tables, (width, length), roots = Tables(), (3, 4), [5, 80, 41]
+    head, hidden = random_head(tables, **FORMS[form]), random(3, 8, seed=1)
     for budget in (1, 2, 5, 9, 100):
         drafter = ReDrafter(head, tables, width=width, length=length)
-        tree = drafter.propose(asking(drafter, context[None], [root], budget, ops=ops))
-        deep = [path for path in weighed if len(path) <= budget]
-        wanted = sorted(deep, key=lambda path: -weighed[path])[: budget + 1]
-        if budget >= width:  # a narrower budget searches with fewer beams
-            chances = {path: math.exp(weighed[path]) for path in wanted if path}
-            assert drafted(tree) == pytest.approx(chances, rel=1e-5, abs=1e-7)
-        assert len(drafted(tree)) <= budget
+        tree = drafter.propose(asking(drafter, hidden, roots, budget, ops=ops))
+        for row, root in enumerate(roots):
+            beams, weighed = [((), 0.0)], {(): 0.0}
+            for _ in range(length):
+                grown = []
+                for path, score in beams:
+                    best = law_after(head, tables, hidden[row], [root, *path]).topk(width)
+                    for step, token in zip(*best, strict=True):
+                        grown.append(((*path, int(token)), score + float(step)))
+                beams = sorted(grown, key=lambda one: -one[1])[:width]
+                weighed |= dict(grown)
+            deep = [path for path in weighed if len(path) <= budget]
+            wanted = sorted(deep, key=lambda path: -weighed[path])[: budget + 1]
+            if budget >= width:  # a narrower budget searches with fewer beams
+                chances = {path: math.exp(weighed[path]) for path in wanted if path}
+                assert drafted(tree, row) == pytest.approx(chances, rel=1e-5, abs=1e-7)
+            assert len(drafted(tree, row)) <= budget
 
 
 def test_a_target_of_chains_gets_the_best_first_chain() -> None:
@@ -180,9 +144,10 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
         frontier = asking(drafter, hidden, [5, 80], budget=9)
         tree = drafter.propose(Frontier(frontier.prefix, frontier.sampler, 9, trees=False))
         assert tree.is_chain and tree.tokens.shape == (2, 4)
-        for row, root in enumerate((5, 80)):
-            beams = published_beams(head, tables, hidden[row], root, 1, 3)
-            assert tree.tokens[row].tolist() == beams[0]
+        for row, chain in enumerate(tree.tokens.tolist()):
+            for place in range(1, 4):
+                law = law_after(head, tables, hidden[row], chain[:place])
+                assert int(law.argmax()) == chain[place]
 
 
 @pytest.mark.parametrize("params",
@@ -246,22 +211,16 @@ def test_what_may_not_come_is_absent(ops: Ops) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "form",
-    [{}, {"share_lm_head": True, "num_layers": 2}, {"exit_dim": 96, "rnn_activation": "none"},
-     {"rnn": False}, {"num_layers": 0, "skip_u_at_first_step": True},
-     {"share_lm_head": True, "known": 30}, {"known": 30}],
-    ids=["published", "shared", "narrow", "sums", "skips u", "few, shared", "few"],
+    [{}, {"share_lm_head": True, "num_layers": 2}, {"exit_dim": 96, "num_layers": 0},
+     {"share_lm_head": True, "known": 30, "rnn_activation": "none", "skip_u_at_first_step": True},
+     {"known": 30}], ids=["published", "shared", "narrow", "few, shared", "few"],
 )  # fmt: skip
 def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) -> None:
     """The same nodes and confidence but for near ties: sampled and greedy, ending early."""
-    tables, form = packed_target(tied), dict(form)
-    known = form.pop("known", None)
-    head = ReDrafterHead.fresh(tables, **form)
-    if known is not None:
-        head.limit_vocabulary(torch.arange(known).flip(0) * 2, tables)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            dice = torch.Generator().manual_seed(len(parameter))
-            parameter += 0.2 * torch.randn(parameter.shape, generator=dice) / 8
+    tables = packed_target(tied)
+    head = random_head(tables, **form)
+    for weight in head.parameters():
+        weight.data *= 0.15                                 # what bfloat16 tells apart
     drafter = ReDrafter(head, tables, width=3, length=4)
     hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     same = nodes = 0
@@ -281,3 +240,101 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
                     nodes += 1
                     same += abs(confidence.get(path, -1) - chance) <= 0.05 * chance + 1e-6
     assert same > 0.97 * nodes
+
+
+# Heads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_unrolls_the_same_recurrence(form: str) -> None:
+    """Row t of step i: the hidden state of token t, run over tokens t + 1 to t + 1 + i."""
+    tables = Tables()
+    head = random_head(tables, steps=3, **FORMS[form])
+    tokens = torch.randint(90, (2, 7), generator=torch.Generator().manual_seed(1))
+    hidden = random(2, 7, 1, 8, seed=1)
+    found = list(head.predict(Features(tokens, hidden, torch.ones(2, 7)), tables))
+    known = slice(None) if head.token_map is None else head.token_map
+    assert [len(one[0]) for one in found] == [5, 4, 3]
+    for step, logits in enumerate(found):
+        for row in range(2):
+            for t in range(5 - step):
+                consumed = tokens[row, t + 1 : t + 2 + step].tolist()
+                law = law_after(head, tables, hidden[row, t, 0], consumed)
+                torch.testing.assert_close(logits[row, t].log_softmax(-1), law[known])
+
+
+def test_a_fresh_head_begins_near_the_target() -> None:
+    """Without the recurrence's share, its first logits are the target's own."""
+    tables = Tables()
+    hidden = random(5, 8, seed=1)
+    for form in ({}, {"exit_dim": 11}, {"share_lm_head": True}):
+        head = ReDrafterHead.fresh(tables, **form)
+        offset = 0.0 if form.get("share_lm_head") else 0.25
+        found = head.logits(hidden, torch.zeros_like(hidden), tables) + offset
+        torch.testing.assert_close(found, tables.unembed(hidden))
+    head = ReDrafterHead.fresh(tables)
+    states = head.advance(tables.embed(torch.arange(90)), None)
+    assert 0.1 < float(states.detach().square().mean().sqrt()) < 3
+    again = ReDrafterHead.fresh(tables).state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in head.state_dict().items())
+
+
+def test_least_squares_find_a_law_between_hidden_states() -> None:
+    """Texts whose every hidden state is P [h; s; 1] of the one before give P; else nothing moves.
+
+    Of tokens that are not in the loss they may be anything."""
+    tables, rng = Tables(), torch.Generator().manual_seed(0)
+    head = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double()
+    law = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double().input_proj
+    torch.nn.init.normal_(law.weight, std=0.2, generator=rng)
+    tokens = torch.randint(90, (20, 30), generator=rng)
+    states = head.advance(tables.embed(tokens), None)
+    hidden = [random(20, 8, seed=2)]
+    for place in range(1, 30):
+        hidden.append(law(torch.cat([hidden[-1], states[:, place]], -1)))
+    weights = torch.ones(tokens.shape)
+    hidden[12], weights[:, 13:15] = random(20, 8, seed=3), 0.0      # the law is broken around here
+    features = Features(tokens, torch.stack(hidden, 1)[:, :, None].detach(), weights)
+    head.solve(iter([features]), tables)
+    torch.testing.assert_close(head.input_proj.weight, law.weight, atol=2e-2, rtol=0)
+    torch.testing.assert_close(head.input_proj.bias, law.bias, atol=2e-2, rtol=0)
+    fresh, wide = (ReDrafterHead.fresh(tables) for _ in range(2))
+    wide.solve(iter([features]), tables)                            # as published: no projection
+    pairs = zip(wide.parameters(), fresh.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_the_head_that_was_given_stays_as_it_is() -> None:
+    """Decoding copies, in half precision too: packing must not reach the user's weights."""
+    tables = Tables(vocab=256, hidden=64, dtype=torch.bfloat16)
+    head = ReDrafterHead.fresh(tables).bfloat16()
+    given = {name: weight.clone() for name, weight in head.state_dict().items()}
+    drafter = ReDrafter(head, tables)
+    hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        assert bool(drafter.propose(asking(drafter, hidden, [3], budget=9)).present.all())
+    assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """But a few rows more or less, which are padding: no token is drafted that either lacks."""
+    tables = Tables()
+    for rows in (80, 100):
+        form = ReDrafterConfig(hidden_size=8, vocab_size=rows, exit_dim=16, share_lm_head=False)
+        drafter = ReDrafter(ReDrafterHead(form).double(), tables, width=min(rows, 90), length=1)
+        frontier = asking(drafter, random(1, 8), [3], budget=90)
+        tokens = drafter.propose(frontier).tokens[0, 1:]
+        assert set(tokens.tolist()) - {ABSENT} == set(range(min(rows, 90)))
+    for wrong in ({"hidden_size": 16}, {"vocab_size": 5000}):
+        with pytest.raises(DrafterMismatch, match=f"{next(iter(wrong.values()))}.*tables has"):
+            ReDrafter(ReDrafterHead(replace(form, **wrong)), tables)
+    head = ReDrafterHead.fresh(tables)
+    for wrong in ({"width": 0}, {"length": 0}, {"width": 91}):
+        with pytest.raises(BadInput):
+            ReDrafter(head, tables, **wrong)
+    for wrong in ({"exit_dim": 7}, {"exit_dim": 17}, {"share_lm_head": True, "exit_dim": 9},
+                  {"steps": 0}):
+        with pytest.raises(BadInput):
+            ReDrafterHead.fresh(tables, **wrong)
+    with pytest.raises(BadInput, match="rnn_activation"):
+        replace(form, rnn_activation="tanh")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from draftproof.model.quantized_linear import Int8Linear, slow_because
 
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
-M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
@@ -120,11 +120,34 @@ class Vocabulary(Protocol):
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The form of any draft head.
+
+    num_layers: residual blocks. vocab_size: tokens the ids refer to. share_lm_head: project with
+    the target's LM head, which is not stored. draft_vocab_size: how many tokens it knows, if not
+    all: so many rows of that LM head, or of its own. base_model: the target it was trained for.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int = 1
+    share_lm_head: bool = True
+    base_model: str = ""
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name == "num_layers" else 1
+            if type(value) is int and value < least:
+                raise BadInput(f"{name} of a draft head was {value}; give at least {least}")
+
+
 class DraftHead(nn.Module, ABC):
     """Weights that predict tokens from the target's hidden states: what training trains.
 
     Step i = 0, 1, ... predicts, from the hidden state of token t, token t + 2 + i; token t + 1 is
-    the target's own.
+    the target's own. `config` is its form.
     """
 
     kind: ClassVar[str]
@@ -135,26 +158,48 @@ class DraftHead(nn.Module, ABC):
     """Step i counts decay^(i + 1) in the loss."""
     token_map: Tensor | None
     """[D] int64 the tokens of its draft vocabulary; None: it knows all."""
+    projection: nn.Linear | None
+    """The rows of the target's LM head for `token_map`, if it shares that; frozen, not stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.register_buffer("token_map", None)
+        self.config, known = config, config.draft_vocab_size
+        self.register_buffer("token_map", torch.arange(known) if known is not None else None)
+        self.projection = None
 
     @property
     @abstractmethod
     def steps(self) -> int:
         """How many tokens it predicts."""
 
+    @property
+    @abstractmethod
+    def own_projections(self) -> list[nn.Linear]:
+        """What it projects with, if not with the target's LM head."""
+
     @abstractmethod
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
         """Logits [B, S - 2 - i, V or D] of step i, teacher-forced: row t is for token t + 2 + i."""
 
+    def unembed(self, states: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """[..., V or D] logits by the target's LM head, or by its rows of the draft vocabulary."""
+        if self.projection is None:
+            return vocabulary.unembed(states.to(vocabulary.dtype))
+        logits: Tensor = self.projection(states)
+        return logits
+
     def limit_vocabulary(self, tokens: Tensor, vocabulary: Vocabulary) -> None:
-        """Draft only `tokens` [D]: it projects with these rows of the target's LM head from now on.
+        """Draft only `tokens` [D]: it projects with these rows of the LM head from now on.
 
         FR-Spec (arXiv 2502.14856): rare tokens cost more than they earn.
         """
-        raise BadInput(f"{self.kind} heads have no draft vocabulary; leave --draft-vocab out")
+        self.token_map = tokens.to(vocabulary.device)
+        self.config = replace(self.config, draft_vocab_size=len(tokens))
+        if self.config.share_lm_head:
+            like = next(self.parameters())
+            self.projection = lm_head_rows(vocabulary, self.token_map, like)
+        for own in self.own_projections:
+            own.weight, own.out_features = nn.Parameter(own.weight[self.token_map]), len(tokens)
 
     def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
         """Begin with weights found in closed form from what the target made of these texts, in
@@ -171,16 +216,29 @@ class DraftHead(nn.Module, ABC):
         """The drafter that decodes with these weights, in the dtype and place of the target."""
 
 
-class LastHidden(Drafter):
-    """Drafts from the target's hidden state of each row's last committed token, `hidden` [B, H]."""
+H = TypeVar("H", bound=DraftHead)
+
+
+class HeadDrafter(Drafter, Generic[H]):
+    """Drafts with a head from the target's hidden state of each row's last committed token.
+
+    head: for decoding, in the target's dtype. hidden: [B, H]. Raises DrafterMismatch for a head of
+    another target.
+    """
 
     hidden_layers = (-1,)
     prepared: object | None = None
     """What `ops` made of the weights at `start`, to draft in one call."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, head: H, vocabulary: Vocabulary) -> None:
+        must_fit(head, vocabulary)
+        self.vocabulary, self.head = vocabulary, decoding_copy(head, vocabulary)
         self.hidden = torch.zeros(0, vocabulary.hidden_size)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """As of the head."""
+        return self.head.token_map
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
@@ -198,26 +256,17 @@ class LastHidden(Drafter):
         self.hidden[: len(rows)] = self.hidden[list(rows)]
 
 
-class Form(Protocol):
-    """What the configuration of any head says."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def must_fit(name: str, form: Form, vocabulary: Vocabulary, *, padded: bool = True) -> None:
-    """Refuse heads made for another target. padded: a few rows more or less are the same."""
+def must_fit(head: DraftHead, vocabulary: Vocabulary) -> None:
+    """Refuse a head made for another target."""
+    form = head.config
     if form.hidden_size != vocabulary.hidden_size:
         raise DrafterMismatch(
-            f"{name} was made for hidden states of {form.hidden_size} numbers, {vocabulary.name} "
-            f"has {vocabulary.hidden_size}; use one trained for this target"
+            f"the {head.kind} head was made for hidden states of {form.hidden_size} numbers, "
+            f"{vocabulary.name} has {vocabulary.hidden_size}; use one trained for this target"
         )
-    allowed = max(PADDING, vocabulary.vocab_size // 100) if padded else 0
-    if abs(form.vocab_size - vocabulary.vocab_size) > allowed:
+    if abs(form.vocab_size - vocabulary.vocab_size) > max(PADDING, vocabulary.vocab_size // 100):
         raise DrafterMismatch(
-            f"{name} was trained for {form.vocab_size} tokens, {vocabulary.name} has "
+            f"the {head.kind} head was trained for {form.vocab_size} tokens, {vocabulary.name} has "
             f"{vocabulary.vocab_size}; use one trained for this target"
         )
 
@@ -229,15 +278,6 @@ def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = 
         return everything.index_copy(-1, token_map, logits)
     lacks = vocab_size - logits.shape[-1]
     return F.pad(logits, (0, lacks), value=-torch.inf) if lacks > 0 else logits[..., :vocab_size]
-
-
-def filled(kind: Callable[[Any], M], form: object, state: Mapping[str, Tensor], name: str) -> M:
-    """A module of this form holding these very tensors; raises DrafterMismatch if they differ."""
-    with torch.device("meta"):
-        module = kind(form)
-    must_hold(state, module.state_dict(), name)
-    module.load_state_dict({key: state[key] for key in module.state_dict()}, assign=True)
-    return module
 
 
 def must_hold(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
@@ -253,22 +293,27 @@ def must_hold(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: s
             )
 
 
-def decoding_copy(module: nn.Module, empty: M, vocabulary: Vocabulary) -> M:
-    """Fill `empty`, made on the meta device, with weights of `module` in the target's dtype.
+def decoding_copy(head: H, vocabulary: Vocabulary) -> H:
+    """The head in the target's dtype and place; the one given stays as it is.
 
     On a CPU with kernels for that it is packed in 8 bits, which halves the time of drafting and
-    leaves the text as it is; the module's own weights stay as they are."""
-    state, device, dtype = module.state_dict(), vocabulary.device, vocabulary.dtype
+    leaves the text as it is."""
+    state, device, dtype = head.state_dict(), vocabulary.device, vocabulary.dtype
+    with torch.device("meta"):
+        copied = type(head)(head.config)
+        if head.projection is not None:
+            copied.projection = nn.Linear(*head.projection.weight.T.shape)
     with torch.inference_mode(False):
-        weights = {name: state[name].to(device, dtype, copy=True) for name in empty.state_dict()}
-        empty.load_state_dict(weights, assign=True)
+        weights = {name: one.to(device, dtype if one.is_floating_point() else None, copy=True)
+                   for name, one in state.items()}  # fmt: skip
+        copied.load_state_dict(weights, assign=True)
     small = slow_because("int8", dtype) is None
-    for parent in empty.requires_grad_(False).modules() if small else ():
+    for parent in copied.requires_grad_(False).modules() if small else ():
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
                 put(parent, {name: child.out_features}, Int8Linear(child.weight, child.bias))
-    pack_linears(empty)
-    return empty
+    pack_linears(copied)
+    return copied
 
 
 @torch.no_grad()

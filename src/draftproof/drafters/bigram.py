@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
@@ -20,123 +20,90 @@ from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import DrafterMismatch
 
-MOST, LEAST = 128, 2
-"""Bigrams kept of one first token, the commonest; and how often one must have come to be kept."""
+MOST = 128
+"""Bigrams kept of one first token, the commonest."""
 PRIOR = 10.0
 """How many times each token is taken to have been seen before what usually comes."""
 WEIGHT = 0.7
 """How much a gain counts. Less than 1: the head has guessed at the token before, too."""
-TINY = 1e-6
-"""The least chance that is taken to be left for tokens without a bigram."""
 
 
-class Bigrams(nn.Module):
+class Bigrams(NamedTuple):
     """The gains of bigrams, in logarithms; those of one first token lie side by side.
 
     starts: [V + 1] int32, those of token a are starts[a] to starts[a + 1]. tokens, gains: [P] the
     second tokens (int32), the commonest first, and log p(x | a) / p(x). rest: [V] the same for all
-    other tokens together.
+    other tokens together. most: the most of one first token.
     """
 
     starts: Tensor
     tokens: Tensor
     gains: Tensor
     rest: Tensor
-
-    def __init__(self, vocab_size: int, bigrams: int) -> None:
-        super().__init__()
-        self.register_buffer("starts", torch.zeros(vocab_size + 1, dtype=torch.int32))
-        self.register_buffer("tokens", torch.zeros(bigrams, dtype=torch.int32))
-        self.register_buffer("gains", torch.zeros(bigrams))
-        self.register_buffer("rest", torch.zeros(vocab_size))
+    most: int = MOST
 
     @classmethod
-    def counted(cls, first: Tensor, second: Tensor, vocab_size: int) -> Bigrams | None:
-        """Of tokens [N] and those after them [N]; None if no bigram comes often enough."""
+    def none(cls, vocab_size: int) -> Bigrams:
+        """Of which no token has any."""
+        starts, tokens = (torch.zeros(size, dtype=torch.int32) for size in (vocab_size + 1, 0))
+        return cls(starts, tokens, torch.zeros(0), torch.zeros(vocab_size), 0)
+
+    @classmethod
+    def counted(cls, first: Tensor, second: Tensor, vocab_size: int) -> Bigrams:
+        """Of tokens [N] and those after them [N]: of pairs that come twice or more often."""
         codes, counts = torch.unique(first.long() * vocab_size + second.long(), return_counts=True)
         seen = torch.bincount(first.long(), minlength=vocab_size).double()
         usual = torch.bincount(second.long(), minlength=vocab_size).double() + 0.5
         usual /= usual.sum()
-        codes, counts = codes[counts >= LEAST], counts[counts >= LEAST]
+        codes, counts = codes[counts > 1], counts[counts > 1]
         order = counts.argsort(descending=True, stable=True)
         order = order[(codes[order] // vocab_size).argsort(stable=True)]    # by first, then count
         first, second, counts = codes[order] // vocab_size, codes[order] % vocab_size, counts[order]
         rank = torch.arange(len(first)) - torch.searchsorted(first, first)
         first, second, counts = (part[rank < MOST] for part in (first, second, counts))
-        if not len(first):
-            return None
         chance = (counts + PRIOR * usual[second]) / (seen[first] + PRIOR)
         left, usually = torch.ones(2, vocab_size, dtype=torch.float64)
         left.index_add_(0, first, chance, alpha=-1)
         usually.index_add_(0, first, usual[second], alpha=-1)
-        made = cls(vocab_size, len(first))
-        made.starts.copy_(torch.searchsorted(first, torch.arange(vocab_size + 1)))
-        made.tokens.copy_(second)
-        made.gains.copy_((chance / usual[second]).log())
-        made.rest.copy_((left.clamp(min=TINY) / usually.clamp(min=TINY)).log())
-        return made
+        starts = torch.searchsorted(first, torch.arange(vocab_size + 1))
+        rest = (left.clamp(min=1e-6) / usually.clamp(min=1e-6)).log()
+        gains = (chance / usual[second]).log()
+        return cls(starts.int(), second.int(), gains.float(), rest.float())
 
-    def table(self, vocab_size: int, device: torch.device) -> BigramTable:
-        """For a target of so many tokens; raises DrafterMismatch for bigrams of others."""
+    def fitted(self, vocab_size: int, device: torch.device) -> Bigrams:
+        """For a target of so many tokens, whose table may be padded: others have no bigrams.
+
+        Raises DrafterMismatch for bigrams of other tokens, and for broken ones: C trusts them."""
         starts, sizes, known = self.starts.long(), self.starts.diff(), len(self.tokens)
-        tokens = self.tokens.tolist() or [0]
+        tokens, most = self.tokens.tolist() or [0], int(sizes.max())
         sound = int(starts[0]) == 0 and int(starts[-1]) == known and int(sizes.min()) >= 0
-        if not sound or int(sizes.max()) > MOST or min(tokens) < 0 or max(tokens) >= vocab_size:
+        if not sound or most > MOST or min(tokens) < 0 or max(tokens) >= vocab_size:
             raise DrafterMismatch(
                 f"the pairs of the Medusa heads have tokens up to {max(tokens)}, the target has "
                 f"{vocab_size}; or they are broken, or more than {MOST} of one token; use heads "
                 "trained for this target"
             )
-        known = min(len(self.rest), vocab_size)             # tables are padded: others have none
+        known = min(len(self.rest), vocab_size)
         starts = torch.cat([starts[: known + 1], starts[known].expand(vocab_size - known)])
         rest = torch.cat([self.rest[:known], self.rest.new_zeros(vocab_size - known)])
-        ids, gains = self.tokens.int().to(device), self.gains.float().to(device)
-        starts, rest = starts.int().to(device), rest.float().to(device)
-        return BigramTable(starts, ids, gains, rest, int(sizes.max()))
+        columns = starts.int(), self.tokens.int(), self.gains.float(), rest.float()
+        return Bigrams._make([*(column.to(device) for column in columns), most])
 
-
-class BigramTable(NamedTuple):
-    """`Bigrams` as decoding reads them; `most` is the most of one first token."""
-
-    starts: Tensor
-    tokens: Tensor
-    gains: Tensor
-    rest: Tensor
-    most: int
-
-    def of(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., S] the second tokens of bigrams of `first` [...] (ABSENT pads), and their place."""
+    def after(self, first: Tensor, log_probs: Tensor, weights: Tensor) -> Tensor:
+        """[B, W, V] log-probabilities after tokens `first` [B, W] (any, where ABSENT), of those by
+        `log_probs` [B, V]. weights: [B, 1, 1]."""
+        first, vocab_size = first.clamp(min=0), len(self.rest)
         place = self.starts[first].long()[..., None] + torch.arange(self.most, device=first.device)
         there = place < self.starts[first + 1][..., None]
         place = torch.where(there, place, 0)
-        return torch.where(there, self.tokens[place].long(), ABSENT), place
-
-    def children(
-        self, first: Tensor, log_probs: Tensor, weights: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens after `first` [B, W], and their log-probabilities.
-
-        They are among the bigrams and the best by `log_probs` [B, V]. weights: [B, 1, 1].
-        """
-        first = first.clamp(min=0)                                          # where ABSENT
-        named, place = self.of(first)                                       # [B, W, S]
-        before = log_probs[:, None].expand(-1, first.shape[1], -1).gather(2, named.clamp(min=0))
-        before = torch.where(named == ABSENT, -torch.inf, before)
-        lifted = before + weights * self.gains[place].to(log_probs.dtype)
-        rest = weights * self.rest[first][..., None].to(log_probs.dtype)     # [B, W, 1]
-        unnamed = (1 - before.exp().sum(-1, keepdim=True)).clamp(min=0)
-        whole = (lifted.exp().sum(-1, keepdim=True) + unnamed * rest.exp()).log()
-        best, choices = log_probs.topk(min(count, log_probs.shape[-1]), -1)             # [B, R]
-        twice = (choices[:, None, :, None] == named[:, :, None]).any(-1)                # [B, W, R]
-        others = torch.where(twice, -torch.inf, best[:, None] + rest)
-        scores = (torch.cat([lifted, others], -1) - whole).clamp(max=0)
-        likeliest = scores.topk(min(count, scores.shape[-1]), -1)
-        tokens = torch.cat([named, choices[:, None].expand_as(others)], -1)
-        return tokens.gather(2, likeliest.indices), likeliest.values
+        named = torch.where(there, self.tokens[place].long(), vocab_size)   # one more than there is
+        gains = self.rest[first][..., None].repeat(1, 1, vocab_size + 1)
+        gains = gains.scatter(2, named, self.gains[place])[..., :vocab_size]
+        return (log_probs[:, None] + weights * gains.to(log_probs.dtype)).log_softmax(-1)
 
 
 def bigram_tree(
-    table: BigramTable, logits: Tensor, frontier: Frontier, nodes: int, shape: TreeShape | None,
+    table: Bigrams, logits: Tensor, frontier: Frontier, nodes: int, shape: TreeShape | None,
     weight: float,
 ) -> TokenTree:  # fmt: skip
     """The tree of the likeliest `nodes` nodes, or the one of this shape, by logits [B, K, V].
@@ -155,16 +122,16 @@ def bigram_tree(
     for step in range(logits.shape[1] if shape is None else len(shape.levels) - 1):
         if shape is None:                                   # any child of the best nodes
             above, place = score.topk(min(nodes, score.shape[1]), 1)                    # [B, W]
-            first = tokens.gather(1, place)
-            tokens, steps = table.children(first, log_probs[:, step], weights, nodes)
-            parents.append((size + place)[..., None].expand_as(tokens).flatten(1))
+            law = table.after(tokens.gather(1, place), log_probs[:, step], weights)
+            steps, found = law.topk(min(nodes, law.shape[-1]), -1)
+            parents.append((size + place)[..., None].expand_as(found).flatten(1))
             size += score.shape[1]
-            tokens, score = tokens.flatten(1), (above[..., None] + steps).flatten(1)
+            tokens, score = found.flatten(1), (above[..., None] + steps).flatten(1)
         else:
             place, rank = shape.children(step + 1, root.device)
-            most = max(shape.ranks) + 1
-            tokens, steps = table.children(tokens, log_probs[:, step], weights, most)
-            tokens, score = tokens[:, place, rank], score[:, place] + steps[:, place, rank]
+            law = table.after(tokens, log_probs[:, step], weights)
+            steps, found = law.topk(max(shape.ranks) + 1, -1)
+            tokens, score = found[:, place, rank], score[:, place] + steps[:, place, rank]
         levels.append((tokens, score))
     tokens, score = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     there = score > -torch.inf                                                          # nor NaN

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from draftproof.errors import ModelNotFound, first_line
@@ -48,15 +48,13 @@ def weight_files(folder: Path) -> Iterator[list[Path]]:
 
 def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
     """By name of each tensor in these files, its file; files that an index lists are not opened."""
-    where: dict[str, Path] = {}
-    indexed: set[str] = set()
+    where = dict[str, Path]()
     for index in sorted(folder.glob("*.index.json")):
-        weights = read_settings(folder, index.name).get("weight_map", {})
-        listed = {name: folder / str(file) for name, file in weights.items()}
-        where |= {name: file for name, file in listed.items() if file in files}
-        indexed |= {file.name for file in listed.values()}
-    for file in files:
-        for name in _opened(file, None) if file.name not in indexed else ():
+        listed = read_settings(folder, index.name).get("weight_map", {})
+        where |= {name: folder / str(file) for name, file in listed.items()
+                  if folder / str(file) in files}  # fmt: skip
+    for file in sorted({*files} - {*where.values()}):
+        for name in _opened(file, None):
             if name in where:
                 raise ModelNotFound(
                     f"{name} is in {where[name].name} and in {file.name} of {folder}; if they are "
@@ -68,7 +66,7 @@ def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
 
 def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[str, Tensor]:
     """The tensors called `names.values()` in their `files`, by the keys of `names`."""
-    read: dict[str, Tensor] = {}
+    read = dict[str, Tensor]()
     for file in {files[name] for name in names.values()}:
         read |= _opened(file, [name for name in names.values() if files[name] == file])
     return {ours: read[theirs] for ours, theirs in names.items()}
@@ -101,10 +99,7 @@ def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
                 if wanted is None:
                     return dict.fromkeys(opened.keys(), torch.empty(0))
                 return {name: opened.get_tensor(name) for name in wanted}
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):                          # the format before torch 1.6
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except BROKEN as error:
         why = f"the weights {file} cannot be read: {first_line(error)}; fetch them again"
         raise ModelNotFound(why) from error
@@ -121,26 +116,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], n
     Path(folder, CONFIG).unlink(missing_ok=True)
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     text = json.dumps(config, indent=2) + "\n"
-    replace(folder / name, lambda file: save(plain, file))
-    replace(folder / CONFIG, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Readable for whom any new file is: safetensors itself would make it private."""
-    file.touch()
-    mode = file.stat().st_mode
-    if ".safetensors" in file.name:
-        save_file(tensors, file, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, file)
-    file.chmod(mode)
-
-
-def replace(file: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file and then put it in its place."""
-    part = file.with_name(f".{file.name}.part")
-    try:
-        write(part)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    for file, content in ((name, save(plain, {"format": "pt"})), (CONFIG, text.encode())):
+        part = folder / f".{file}.part"
+        part.write_bytes(content)
+        part.replace(folder / file)

@@ -174,35 +174,25 @@ class DraftFunctions:
 
     # Trees of draft heads: heads.c
 
-    def prepare_heads(
-        self, blocks: Sequence[Any], layers: int, head: Linear | None, token_map: Tensor | None,
-        bigrams: Any, weight: float
-    ) -> PreparedHeads | None:
-        """None where some blocks are not packed."""
+    def prepare_heads(self, medusa: Any, weight: float) -> PreparedHeads | None:
+        """None where heads have projections of their own, or some are not packed."""
+        head, layers = medusa.head, medusa.head.config.num_layers
+        blocks = [block for one in head.heads for block in one.blocks]
         linears = [block.native for block in blocks if getattr(block, "native", None) is not None]
-        if len(linears) < len(blocks) or blocks[0].in_features % LANES:
+        last = _projection(medusa) if head.config.share_lm_head else None
+        if last is None or len(linears) < len(blocks) or head.config.hidden_size % LANES:
             return None
-        array, table = (Linear * len(linears))(*linears), Pairs(*pointers(*bigrams[:4]))
-        whole = None
-        if head is not None:
-            (where,), vocab = pointers(token_map), len(bigrams.rest)
-            require(token_map is None or len(token_map) == head.outputs)
-            whole = Heads(ctypes.addressof(array), head, where, table, layers, vocab, weight)
-        return PreparedHeads(array, layers, head, whole)
-
-    def heads_logits(self, medusa: Any, hidden: Tensor, heads: int) -> Tensor | Declined:
-        prepared = medusa.prepared
-        if prepared is None or prepared.head is None:
-            return DECLINED
-        states = self._library.residual_blocks(prepared.blocks, heads, prepared.layers, hidden)
-        return self._library.multiply(prepared.head, states)
+        require(medusa.token_map is None or len(medusa.token_map) == last.outputs)
+        array, table = (Linear * len(linears))(*linears), Pairs(*pointers(*medusa.bigrams[:4]))
+        form = (*pointers(medusa.token_map), table, layers, len(medusa.bigrams.rest), weight)
+        return PreparedHeads(array, layers, last, Heads(ctypes.addressof(array), last, *form))
 
     def medusa_tree(
         self, medusa: Any, frontier: Frontier, heads: int, nodes: int, shape: TreeShape | None
     ) -> TokenTree | Declined:
         vocab, prepared, root = medusa.vocabulary.vocab_size, medusa.prepared, frontier.prefix.root
         sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
-        if sampling is None or prepared is None or prepared.whole is None:
+        if sampling is None or prepared is None:
             return DECLINED
         if prepared.head.outputs != vocab and medusa.token_map is None:
             return DECLINED
@@ -237,41 +227,37 @@ class DraftFunctions:
         )
         return out.tree(shape, heads)
 
-    def prepare_recurrence(
-        self, head: Any, token_map: Tensor | None, tables: Any
-    ) -> PreparedHeads | None:
+    def prepare_recurrence(self, drafter: Any) -> PreparedHeads | None:
         """None where the target's tables or some layers are not packed."""
-        form = head.config
-        if tables is None or form.hidden_size % LANES or form.exit_dim % LANES:
+        head, token_map, tables = drafter.head, drafter.token_map, drafter.vocabulary.native
+        form, last = head.config, _projection(drafter)
+        if last is None or form.hidden_size % LANES or form.exit_dim % LANES:
             return None
-        recurs = [head.rnn_w, head.rnn_u] if form.rnn else []
         narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []
-        layers = [*recurs, *narrow, *(block.linear for block in head.lm_head[:-1])]
+        blocks = [block.linear for block in head.lm_head[: form.num_layers]]
+        layers = [head.rnn_w, head.rnn_u, *narrow, *blocks]
         linears = [layer.native for layer in layers if getattr(layer, "native", None) is not None]
-        shared, vocab = form.share_lm_head and token_map is None, len(tables.embeddings)
-        last = tables.head if shared else getattr(head.lm_head[-1], "native", None)
+        vocab = len(tables.embeddings)
         known = vocab if token_map is None else len(token_map)
-        if len(linears) < len(layers) or last is None or last.outputs != known:
+        if len(linears) < len(layers) or last.outputs != known:
             return None
         count = len(layers) - form.num_layers
-        first, blocks = linears[:count], linears[count:]
-        first = [
-            *([] if recurs else [Linear(), Linear()]), *first, *([] if narrow else [Linear()]), last
-        ]
-        array = (Linear * len(blocks))(*blocks)
-        sizes = (*pointers(tables.embeddings, token_map), form.hidden_size, len(blocks))
-        flags = (form.rnn, form.rnn_activation == "silu", not form.skip_u_at_first_step, vocab)
+        first = [*linears[:count], *([] if narrow else [Linear()]), last]
+        array = (Linear * form.num_layers)(*linears[count:])
+        sizes = (*pointers(tables.embeddings, token_map), form.hidden_size, form.num_layers)
+        flags = (True, form.rnn_activation == "silu", not form.skip_u_at_first_step, vocab)
         whole = Recurrence(*first, ctypes.addressof(array), *sizes, *flags)
-        return PreparedHeads(array, len(blocks), last, whole)
+        return PreparedHeads(array, form.num_layers, last, whole)
 
     def beam_search(
-        self, drafter: Any, frontier: Frontier, root: Tensor, length: int, width: int
+        self, drafter: Any, frontier: Frontier, length: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor] | Declined:
         prepared, vocab = drafter.prepared, drafter.vocabulary.vocab_size
         sampling = frontier.sampler.draft_sampling(frontier.prefix, length, vocab, frontier.floor)
         if prepared is None or sampling is None:
             return DECLINED
-        head, rows = prepared.whole, len(root)
+        head, root = prepared.whole, frontier.prefix.root
+        rows = len(root)
         require(width <= head.projection.outputs)
         nodes = 1 + width + max(length - 1, 0) * width * width
         out, context = TreeBuffer(rows, nodes), drafter.hidden[:rows].contiguous()
@@ -283,6 +269,14 @@ class DraftFunctions:
         size = self._library.beam_search(*given, *pointers(*sampling[:4]), sampling.floor, *spare)
         tokens, parents, chances = (part[:, :size] for part in out.parts)
         return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()
+
+
+def _projection(drafter: Any) -> Linear | None:
+    """What a head projects with: the target's LM head, its rows of a draft vocabulary, or its own;
+    None if it is not packed."""
+    head, tables = drafter.head, drafter.vocabulary.native
+    own = head.projection if head.config.share_lm_head else head.own_projections[-1]
+    return tables and (tables.head if own is None else getattr(own, "native", None))
 
 
 @lru_cache(maxsize=64)
