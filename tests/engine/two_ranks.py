@@ -71,9 +71,6 @@ def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
     redrafter = dp.ReDrafter(dp.ReDrafterHead.fresh(target), target)
     draft = dp.DraftModel(dp.load(folder, drafter="none", dtype=dtype).target, target.vocab_size)
     texts = {"plain": plain, "lookup": written(target, dp.PromptLookup()),
-             "portfolio": written(target,
-                                  dp.Portfolio([dp.PromptLookup(), dp.SuffixDrafter(),
-                                                dp.TokenRecycling()])),
              "draft": written(target, draft), "medusa": written(target, medusa),
              "redrafter": written(target, redrafter),
              "tree": written(target, Hinted(told(target, plain)), budget=8),
@@ -85,8 +82,7 @@ def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
     strayed = Astray(target) if rank else target  # and rank 1 would choose something else
     texts["astray"] = written(strayed, guess)
     texts["hasty"] = written(strayed, draft, budget=dp.Adaptive(6, debt=3.0 + rank))
-    inside = {"heads": cache.layers[0].keys.shape[1], "fast": target.fast is not None,
-              "trees": target.reads_trees}
+    inside = {"heads": cache.layers[0].keys.shape[1], "fast": target.fast is not None}
     return {"texts": texts, "inside": inside}
 
 

@@ -16,42 +16,22 @@ from draftproof.model.device import Device
 CPU = Device(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"), ("mps", "Apple"),
-])  # fmt: skip
 def test_a_device_that_is_not_there_is_refused_in_one_sentence(
-    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "habana_frameworks", None)
+    for there in (torch.cuda, torch.xpu, torch.backends.mps):
+        monkeypatch.setattr(there, "is_available", lambda: False)
     monkeypatch.setattr(module.util, "find_spec", lambda package: None)
-    with pytest.raises(BadInput, match=said) as refused:
-        Device.found(name)
-    assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_name_that_is_none_is_refused() -> None:
-    for name in ("abacus", "meta"):
-        with pytest.raises(BadInput, match="choose one of"):
+    for name, said in (("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"),
+                       ("mps", "Apple"), ("abacus", "choose one of"), ("meta", "choose one of")):
+        with pytest.raises(BadInput, match=said) as refused:
             Device.found(name)
-
-
-def test_one_too_many_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Device.found("cuda:1").where == torch.device("cuda:1")
     with pytest.raises(BadInput, match="2 of them"):
         Device.found("cuda:2")
-
-
-def test_a_bridge_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = types.ModuleType("habana_frameworks")
-    broken.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None)
-    monkeypatch.setitem(sys.modules, "habana_frameworks", broken)
-    with pytest.raises(BadInput, match="cannot be imported"):
-        Device.found("hpu")
 
 
 @pytest.fixture
@@ -107,14 +87,18 @@ def test_a_gaudi_is_asked_by_its_own_names(
     assert results == 3 and gaudi == [
         "call", "mark_step", "synchronize", "record", "call", "recorded", "replay"
     ]
-
-
-def test_a_gaudi_has_no_float64_and_keeps_bfloat16(gaudi: list[str]) -> None:
-    found = Device.found("hpu")
     with pytest.raises(BadInput, match="float64"):
         found.must_compute(torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
         assert found.dtype_for(dtype) == torch.bfloat16
+
+
+def test_a_bridge_that_does_not_load_is_named(
+    gaudi: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.core", None)
+    with pytest.raises(BadInput, match="cannot be imported"):
+        Device.found("hpu")
 
 
 def test_the_cpu_answers_every_verb() -> None:

@@ -11,7 +11,7 @@ import torch
 from tiny import fresh
 
 from draftproof.engine.load import load
-from draftproof.model import kept, quantize, target
+from draftproof.model import inspection, kept, quantize
 from draftproof.model.loading import load_model
 
 
@@ -36,7 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *a, **k: (done.append(name), real(*a, **k))[1])
 
-    noted(target.Target, "examine")
+    noted(inspection, "examine")
     noted(quantize, "_quantised")
     return done
 

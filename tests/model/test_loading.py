@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import fresh, shared
+from tiny import fresh
 
 from draftproof.engine.load import load
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel
@@ -38,13 +38,6 @@ def test_a_folder_loads_in_the_precision_asked_for(
 ) -> None:
     own = loading.load_model(folder, asked, "cpu")
     assert own.dtype == got and not own.training
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-draft"])
-def test_embedded_models_are_ordinary_folders(name: str) -> None:
-    path = loading.embedded(name)
-    assert loading.resolve(name) == str(path) and loading.load_tokenizer(path) is not None
-    assert loading.load_model(name).num_parameters() > 1000
 
 
 def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
@@ -81,31 +74,24 @@ def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_pat
         loading.embedded("nothing")
 
 
-def without(weights: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in weights.items() if key != name}
-
-
-def prefixed(weights: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {prefix + key: value for key, value in weights.items()}
-
-
 @pytest.mark.parametrize("how, says", [
-    (lambda one: without(one, "model.norm.weight"), "lacks model.norm.weight, which"),
-    (lambda one: prefixed(one, "_orig_mod."), "and 20 more.*torch.compile"),
-    (lambda one: prefixed(one, "module."), "and 20 more.*DistributedDataParallel"),
+    (lambda one: {key: one[key] for key in one if key != "model.norm.weight"},
+     "lacks model.norm.weight, which"),
+    (lambda one: {"_orig_mod." + key: one[key] for key in one},
+     r"and 20 more, which .* \(and has _orig_mod.lm_head.weight and 20 more instead\)"),
     (lambda one: {key.replace("q_proj.", "q_proj.base_layer."): one[key] for key in one},
      "q_proj.weight and 1 more.*merge_and_unload"),
-    (lambda one: {**one, "model.norm.weight": torch.zeros(7)}, r"another size.*\[7\] for \[32\]"),
+    (lambda one: {**one, "model.norm.weight": torch.zeros(7)},
+     r"another size of model.norm.weight: \[7\] for \[32\]"),
 ])  # fmt: skip
-@pytest.mark.parametrize("place", ["model", "assistant_model"])
 def test_weights_that_would_be_random_are_refused(
-    folder: Path, tmp_path: Path, how: Any, says: str, place: str, capfd: Any
+    folder: Path, tmp_path: Path, how: Any, says: str, capfd: Any
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     save_file(how(load_file(file)), file, {"format": "pt"})
     with pytest.raises(ModelNotFound, match=says):
-        load(**{"model": folder, place: tmp_path})
+        load(folder, assistant_model=tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
@@ -148,14 +134,6 @@ def test_an_option_that_is_none_is_refused(folder: Path) -> None:
         with pytest.raises(BadInput, match=said) as error:
             load(folder, **options)
         assert "\n" not in str(error.value)
-
-
-def test_a_draft_with_another_tokenizer_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    engine = load("demo", assistant_model=shared("models", "slm-4096-gpt2"), budget=3)
-    assert "another tokenizer" in caplog.text
-    wanted = load("demo", drafter="none").generate("Once upon a time", max_new_tokens=20)[0]
-    done = engine.generate("Once upon a time", max_new_tokens=20)[0]
-    assert done.tokens == wanted.tokens and done.stats.drafted > 0
 
 
 def test_loading_asks_for_a_tokenizer_only_where_there_is_one(

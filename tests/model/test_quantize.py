@@ -222,20 +222,6 @@ def drafted(own: PreTrainedModel) -> list[int]:
     return engine.generate([[1, 2, 3]], max_new_tokens=12)[0].tokens
 
 
-@pytest.mark.parametrize(("method", "packages"), [
-    ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"]),
-    ({"quant_method": "awq", "bits": 4}, ["gptqmodel"]), ({"load_in_4bit": True}, ["bitsandbytes"]),
-])  # fmt: skip
-def test_a_checkpoint_whose_quantiser_is_missing_names_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], packages: list[str]
-) -> None:
-    saved(tmp_path, **method)
-    monkeypatch.setattr(loading, "_is_installed", lambda package: package not in packages)
-    said = f"which needs {' and '.join(packages)}: pip install {' '.join(packages)}"
-    with pytest.raises(UnsupportedModel, match=said):
-        loading.load_model(tmp_path, device="cpu")
-
-
 def test_a_checkpoint_quantised_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
     """transformers warns and reads the numbers as they stand, which are not the weights."""
     saved(tmp_path, quant_method="nonsense")

@@ -50,18 +50,17 @@ def made(kind: str, seed: int = 0) -> Target:
     return Target(build(name, seed, vocab_size=VOCAB, initializer_range=0.4, **ends, **values))
 
 
-def texts(engine: Engine, want: Sampling, rows: int, tokens: int = 20) -> list[list[int]]:
-    done = engine.generate(PROMPTS, sampling=want, max_new_tokens=tokens, batch_size=rows)
-    return [one.checked().tokens for one in done]
-
-
 @torch.inference_mode()
-def own_text(own: Target, prompt: list[int], tokens: int = 20) -> list[int]:
+def own_text(own: Target, prompt: list[int]) -> list[int]:
     text = list(prompt)
-    for _ in range(tokens):
-        logits = own.model(input_ids=torch.tensor([text]), use_cache=False).logits
-        text.append(int(logits[0, -1].argmax()))
+    for _ in range(20):
+        text.append(int(own.own_logits(torch.tensor([text]))[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+def agrees(logits: torch.Tensor, own: Target, text: list[int]) -> None:
+    wanted = own.own_logits(torch.tensor([text]))[0, -1]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gated delta net", "no single steps"])
@@ -93,7 +92,8 @@ def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
             weight.add_(0.01 * torch.randn(weight.shape,
                                            generator=torch.Generator().manual_seed(0)))
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        plain = texts(Engine(own), want, 1)
+        done = Engine(own).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
+        plain = [one.checked().tokens for one in done]
         if want.temperature == 0:
             assert plain == [own_text(own, prompt) for prompt in PROMPTS]
         for rows in (1, 3):
@@ -125,8 +125,7 @@ def test_what_is_rejected_leaves_no_trace_and_waits_to_be_read_again() -> None:
     assert cache.waiting.tolist() == [1, 0]
     logits = own.read(chain([10], [11]), cache).logits
     for row, text in enumerate(([1, 2, 3, 6, 10], [4, 5, 7, 8, 9, 11])):
-        wanted = own.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-        torch.testing.assert_close(logits[row, -1], wanted, rtol=1e-4, atol=1e-4)
+        agrees(logits[row, -1], own, text)
 
 
 @torch.inference_mode()
@@ -141,8 +140,7 @@ def test_rows_move_with_their_states_and_empty_ones_begin_anew() -> None:
     view.keep(None, torch.tensor([2]))
     logits = own.read(chain([7], [7]), cache).logits[:, -1]
     for row, text in enumerate(([4, 7], [1, 2, 7])):
-        wanted = own.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-        torch.testing.assert_close(logits[row], wanted, rtol=1e-4, atol=1e-4)
+        agrees(logits[row], own, text)
 
 
 @torch.inference_mode()

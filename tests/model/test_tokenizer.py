@@ -110,18 +110,13 @@ def test_a_text_or_a_prompt_that_ends_inside_a_character(name: str) -> None:
         assert streamed(one, fox[:cut], fox[cut:]).endswith(" fox")
 
 
-def test_the_first_word_keeps_its_space() -> None:
+def test_the_first_word_keeps_its_space_and_a_long_prompt_says_the_same() -> None:
     """SentencePiece decodes a lone word without its leading space; behind a prompt the space is
     there."""
     one = codec("models/tinystories-bitnet-3m")
     prompt, ids = one.encode("Once upon"), one.encode("Once upon a time")
     assert streamed(one, prompt, ids[len(prompt) :]) == " a time"
-
-
-def test_a_long_prompt_costs_no_more_and_says_the_same() -> None:
-    one = codec("embedded")
-    ids, answer = one.encode("The cat sat. " * 200), one.encode("Yes", special=False)
-    assert streamed(one, ids, answer) == streamed(one, ids[-8:], answer)
+    assert streamed(one, prompt * 200, ids[len(prompt) :]) == " a time"
 
 
 def test_codecs_know_their_own_ids() -> None:

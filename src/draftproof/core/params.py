@@ -34,15 +34,13 @@ class RuleRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsRule:
-    """A rule on logits that a model's own generation_config asks for, made per request.
+    """A rule on logits that a model's own generation_config asks for, made per request; asked
+    before the user's processors.
 
-    stage: where among the others: "early", before penalties; "usual", before the user's processors;
-    "warm", behind the temperature; "late", behind all filters; these two are for sampled rows only.
     make: raises BadInput for a request that it cannot serve. reads_text: else it sees scores alone.
     """
 
     name: str
-    stage: str
     make: Callable[[RuleRequest], LogitsProcessor]
     reads_text: bool = True
 

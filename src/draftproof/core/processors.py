@@ -1,16 +1,16 @@
 """Logits processed as rows wish, at every node of a tree.
 
 The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned
-words, minimum length, the user's processors; then temperature, top-k, top-p, min-p; the rules of a
-model's own generation_config in between, by their stage. Everything that depends on the text so far
-sees the path of its own tree node, so verifying a tree equals decoding each path alone.
+words, minimum length, the rules of the model's own generation_config, the user's processors; then
+temperature, top-k, top-p, min-p. Everything that depends on the text so far sees the path of its
+own tree node, so verifying a tree equals decoding each path alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -71,19 +71,16 @@ class LogitsProcessors:
         """Only what some row asks for, in the order of transformers' generate."""
         asked: list[tuple[bool, Callable[[Tensor, Paths], Tensor]]] = [
             (self._any("logit_bias"), self._add_bias),
-            (self._has_rules("early"), partial(self._ask, "early")),
             (self._any("repetition_penalty"), self._penalise_repetition),
             (self._any("presence_penalty", "frequency_penalty"), self._penalise_presence),
             (self._any("no_repeat_ngram"), self._ban_ngrams),
             (any(row.banned for row in self.rows), self._ban_words),
             (self._holds, self._hold_stop_tokens),
-            (self._has_rules("usual") or self._any("processors"), partial(self._ask, "usual")),
+            (any(row.logits_rules for row in self.rows) or self._any("processors"), self._ask),
             (self._any("temperature"), self._heat),
-            (self._has_rules("warm"), partial(self._ask, "warm")),
             (self._any("top_k"), self._keep_top_k),
             (self._any("top_p"), self._keep_top_p),
             (self._any("min_p"), self._keep_min_p),
-            (self._has_rules("late"), partial(self._ask, "late")),
         ]
         return [process for wanted, process in asked if wanted]
 
@@ -101,9 +98,6 @@ class LogitsProcessors:
     @property
     def _holds(self) -> bool:
         return any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows)
-
-    def _has_rules(self, stage: str) -> bool:
-        return any(rule.stage == stage for row in self.rows for rule, _ in row.logits_rules)
 
     def _any(self, *names: str) -> bool:
         pairs = [(row.sampling, name) for row in self.rows for name in names]
@@ -219,19 +213,16 @@ class LogitsProcessors:
             self._columns["stop_tokens", torch.int64] = place
         return self._columns["stop_tokens", torch.bool], self._columns["stop_tokens", torch.int64]
 
-    def _ask(self, stage: str, scores: Tensor, paths: Paths) -> Tensor:
-        """The processors of a stage, called as transformers calls them: one unpadded prefix each.
+    def _ask(self, scores: Tensor, paths: Paths) -> Tensor:
+        """Rules and the user's processors, called as transformers calls them: one unpadded prefix
+        each.
 
         Those that read no text see the scores of all nodes at once.
         """
         scores, lengths = scores.clone(), paths.lengths.tolist()
         for row, params in enumerate(self.rows):
-            if stage in ("warm", "late") and params.sampling.temperature == 0:
-                continue
-            made = [rule for rule in params.logits_rules if rule[0].stage == stage]
-            asked = [(rule.reads_text, processor) for rule, processor in made]
-            if stage == "usual":
-                asked += [(True, processor) for processor in params.sampling.processors]
+            asked = [(rule.reads_text, processor) for rule, processor in params.logits_rules]
+            asked += [(True, processor) for processor in params.sampling.processors]
             for reads_text, processor in asked:
                 if not reads_text:
                     scores[row] = processor(paths.sequences[row, :, :1], scores[row].clone())

@@ -16,7 +16,11 @@ READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "
              "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
              "decoder_position_ids")  # fmt: skip
 """Model arguments that transformers makes for every model."""
-HONOURED = ("max_time", "num_return_sequences", "watermarking_config")
+HONOURED = (
+    "max_time", "num_return_sequences", "watermarking_config", "sequence_bias", "top_h",
+    "typical_p", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty",
+    "exponential_decay_length_penalty",
+)  # fmt: skip
 """Of the configuration, what transformers or its processors and criteria do before we are asked."""
 ANOTHER_TEXT = ("assistant_ensemble_weight", "speculation_type", "use_mtp", "is_assistant")
 """Ways to draft that are lossy, or need what is not handed on."""

@@ -1,11 +1,13 @@
-"""Copies of a model around the same weights: all of it, or its first layers alone."""
+"""Copies of a model around the same weights, all of it or its first layers; and whether a model
+changed since something was made of it."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.errors import BadInput, UnsupportedModel
@@ -66,3 +68,37 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
         }
     found: Any = made[id(module)]
     return found
+
+
+class Snapshot(NamedTuple):
+    """modules: which they are, and what is hooked into them. weights: where they lie, how often
+    they were written to, and which of peft's adapters are active. values: of norms and biases, and
+    with `matrices` of the beginning of every matrix, since changes through ``.data`` leave no other
+    trace."""
+
+    modules: list[int]
+    weights: list[object]
+    values: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, *, matrices: bool = False) -> Snapshot:
+        parts, weights = list[int](), list[object]()
+        compared: list[Tensor] = []
+        for module in model.modules():
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            parts += map(id, (module, vars(module).get("forward"), *hooks))
+            if "merged_adapters" in vars(module):
+                names = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
+                weights.append(repr([getattr(module, name, None) for name in names]))
+            for one in module._parameters.values():
+                if one is None:
+                    continue
+                place = one.data_ptr() if type(one.data) is Tensor else 0
+                weights.append((id(one), place, 0 if one.is_inference() else one._version))
+                if one.dim() == 1 or matrices:
+                    compared.append(one.detach().flatten()[:4096].float())
+        values = [one.to(compared[0].device) for one in compared]
+        return cls(parts, weights, torch.cat(values) if values else torch.empty(0))
+
+    def same(self, other: Snapshot) -> bool:
+        return self[:2] == other[:2] and torch.equal(self.values, other.values)

@@ -28,12 +28,7 @@ from draftproof.native.kernels import linear_kernels
 
 R = TypeVar("R")
 
-KINDS = ("cpu", "cuda", "hpu", "xpu", "mps")
-
-_MISSING = {
-    "cuda": "this PyTorch sees no CUDA device", "xpu": "this PyTorch sees no Intel GPU",
-    "mps": "this PyTorch sees no Apple GPU"
-}
+KINDS = {"cpu": "", "cuda": "CUDA device", "hpu": "Gaudi", "xpu": "Intel GPU", "mps": "Apple GPU"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,9 @@ class Device:
         """The device of this name, or the best there is; raises BadInput, in one sentence, if it is
         not there."""
         if name is None:
-            return Device(torch.device("hpu" if _hpu_missing() is None else _best()))
+            best = torch.accelerator.current_accelerator(check_available=True)
+            gaudi = torch.device("hpu")
+            return Device(gaudi if _missing(gaudi) is None else best or torch.device("cpu"))
         try:
             where = torch.device(name)
         except RuntimeError:
@@ -92,19 +89,17 @@ class Device:
     def bf16_is_native(self) -> bool:
         """Whether it multiplies bfloat16 in hardware."""
         if self.kind == "cpu":
-            asked: Any = torch.ops.mkldnn._is_mkldnn_bf16_supported
             there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            return bool(there and asked())
+            return bool(there and torch.ops.mkldnn._is_mkldnn_bf16_supported())
         supported = getattr(self._module, "is_bf16_supported", None)
         return bool(supported()) if supported is not None else True
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """What weights stored so are computed in when nobody says."""
+        if stored == torch.float16 and self.kind == "hpu":      # the first Gaudi has none
+            return torch.bfloat16
         quick = self.bf16_is_native or (self.kind == "cpu" and linear_kernels() is not None)
-        slow = stored == torch.bfloat16 and not quick
-        # the first Gaudi has no float16
-        half = stored == torch.float16 and self.kind == "hpu"
-        return torch.float32 if slow else torch.bfloat16 if half else stored
+        return torch.float32 if stored == torch.bfloat16 and not quick else stored
 
     def must_compute(self, dtype: torch.dtype) -> None:
         """Refuse a dtype that it does not have."""
@@ -138,10 +133,11 @@ class Device:
         if ask is not None:
             free, total = ask(self.where)
             return int(free), int(total)
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = page * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PHYS_PAGES")
         known = "SC_AVPHYS_PAGES" in os.sysconf_names
-        return page * os.sysconf("SC_AVPHYS_PAGES") if known else total, total
+        free = os.sysconf("SC_AVPHYS_PAGES") if known else total
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * free, page * total
 
     def record(self, call: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """Record the operators of a call; returns what replays them, and where the results will
@@ -172,40 +168,24 @@ def processor() -> str:
 
 
 def _missing(where: torch.device) -> str | None:
-    """Why a device cannot be had; None if it can."""
+    """Why a device cannot be had; None if it can. Importing its bridge is what makes torch know a
+    Gaudi."""
     if where.type == "cpu":
         return None
-    if where.type == "hpu":
-        missing = _hpu_missing()
-        if missing is not None:
-            return missing
-    module = torch.backends.mps if where.type == "mps" else getattr(torch, where.type)
-    if not module.is_available():
-        return _MISSING.get(where.type, "there is no Gaudi in this machine")
+    if where.type == "hpu" and util.find_spec("habana_frameworks") is None:
+        return "habana_frameworks, Intel Gaudi's bridge to PyTorch, is not installed"
+    try:
+        if where.type == "hpu":
+            importlib.import_module("habana_frameworks.torch.core")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"habana_frameworks cannot be imported ({first_line(error)})"
+    module = torch.backends.mps if where.type == "mps" else getattr(torch, where.type, None)
+    if module is None or not module.is_available():
+        return f"this PyTorch sees no {KINDS[where.type]}"
     count = module.device_count() if where.type != "mps" else 1
     if where.index is not None and where.index >= count:
         return f"there are {count} of them, counted from 0"
     return None
-
-
-def _hpu_missing() -> str | None:
-    """Why there is no Gaudi; None if there is one. Importing the bridge is what makes torch know
-    it."""
-    if util.find_spec("habana_frameworks") is None:
-        return "habana_frameworks, Intel Gaudi's bridge to PyTorch, is not installed"
-    try:
-        importlib.import_module("habana_frameworks.torch.core")
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"habana_frameworks cannot be imported ({first_line(error)})"
-    module = getattr(torch, "hpu", None)
-    there = module is not None and module.is_available()
-    return None if there else "there is no Gaudi in this machine"
-
-
-def _best() -> str:
-    """The accelerator PyTorch sees, or the CPU."""
-    there = torch.accelerator.is_available()
-    return str(torch.accelerator.current_accelerator()) if there else "cpu"
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Encoder–decoders (T5, BART, Whisper, ...) as targets: the encoder runs once for each text, the
 decoder is read like any other model.
 
-Where a decoder's forward takes no positions, see `node_positions`.
+Where a decoder's forward takes no positions, see `patches`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,10 @@ from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel, first_line
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import KVLayer, LayerShape
-from draftproof.model.layout import KINDS, UNLIMITED, Layout
-from draftproof.model.node_positions import Place, place_by_nodes, placed
+from draftproof.model.layout import FAILURES, UNLIMITED, Layout
+from draftproof.model.patches import patch_encoder_decoder
 from draftproof.model.source_cache import SourceCache
 from draftproof.model.target import Target
-
-UNSTEADY = ("led",)
-"""Types whose texts parted from their own forward when they were examined."""
-
-
-CHECKED = (2, 5, 9)
-"""Lengths of the check at load: of a text, and of two sources."""
 
 
 class EncoderOutput(BaseModelOutput):
@@ -70,7 +63,7 @@ class Source:
         }
         try:
             output = encoder(**given, return_dict=True).last_hidden_state
-        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        except FAILURES as error:
             raise BadInput(
                 f"the encoder cannot read {', '.join(given)}: {first_line(error)}; give what the "
                 "model's tokenizer or processor returns"
@@ -82,20 +75,20 @@ class Source:
 class EncoderDecoder(Target):
     """A target whose rows are about a source, which `begin` gives them.
 
-    encoder: runs once for each source; a draft model may have the target's.
-    together: rows with sources of different length are read in one pass.
+    encoder: runs once for each source; a draft model may have the target's. Where that reads text,
+    rows with sources of different length are read in one pass; audio is read row by row.
     """
 
     encodes = True
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        if model.config.model_type in UNSTEADY:
+        # its texts parted from its own forward when it was examined
+        if model.config.model_type == "led":
             raise UnsupportedModel(
                 f"{type(model).__name__} has an encoder that does not say the same of a text each "
                 "time; run it with transformers' generate"
             )
         self.encoder: nn.Module = model.get_encoder()
-        self.together = True
         takes = inspect.signature(model.forward).parameters
         read = inspect.signature(self.encoder.forward).parameters
         for given in (model.main_input_name, "input_features"):
@@ -106,13 +99,14 @@ class EncoderDecoder(Target):
                 )
         self._takes_positions = "decoder_position_ids" in takes
         if not self._takes_positions:
-            place_by_nodes(model.get_decoder())
+            patch_encoder_decoder(model.get_decoder())
+        self._together = model.main_input_name == "input_ids"
         config = getattr(self.encoder, "config", model.config).get_text_config()
         width = getattr(config, "hidden_size", 0)
         dice = torch.Generator().manual_seed(2)
         self._check_sources = [
             Source({}, (), (self.encoder, torch.randn(1, size, width, generator=dice)))
-            for size in CHECKED[1:]
+            for size in (5, 9 if self._together else 5)
         ]
         super().__init__(model, **options)
 
@@ -169,7 +163,7 @@ class EncoderDecoder(Target):
     ) -> Reading:  # fmt: skip
         assert isinstance(cache, SourceCache)
         how: Any = {"first": first, "last_only": last_only, "hidden_layers": hidden_layers}
-        if self.together or len(set(cache.source_sizes)) < 2:
+        if self._together or len(set(cache.source_sizes)) < 2:
             return super().read(tree, cache, **how)
         alone = []
         for row in range(len(tree.tokens)):
@@ -210,19 +204,16 @@ class EncoderDecoder(Target):
         hidden_layers: tuple[int, ...],
     ) -> Reading:  # fmt: skip
         assert isinstance(cache, SourceCache)
-        size, any_mask = cache.longest_source, masks
-        if isinstance(masks, dict):
-            any_mask = next(iter(masks.values()))
+        # keys of it are in the cache
         known = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
-        known = known.expand(len(tokens), size, self._width)        # keys of it are in the cache
+        known = known.expand(len(tokens), cache.longest_source, self._width)
         extra = {"decoder_position_ids": positions} if self._takes_positions else {}
-        with placed(Place(positions, any_mask.key_positions, self.context)):
-            out: Any = self.model(
-                encoder_outputs=EncoderOutput(known), attention_mask=cache.source_mask(),
-                decoder_input_ids=tokens.clamp(0, self.vocab_size - 1),
-                decoder_attention_mask=masks, past_key_values=cache.for_model(), use_cache=True,
-                output_hidden_states=bool(hidden_layers), **extra,
-            )  # fmt: skip
+        out: Any = self.model(
+            encoder_outputs=EncoderOutput(known), attention_mask=cache.source_mask(),
+            decoder_input_ids=tokens.clamp(0, self.vocab_size - 1),
+            decoder_attention_mask=masks, past_key_values=cache.for_model(), use_cache=True,
+            output_hidden_states=bool(hidden_layers), **extra,
+        )  # fmt: skip
         states = [out.decoder_hidden_states[layer] for layer in hidden_layers]
         logits = out.logits[:, -last:] if last else out.logits
         return Reading(logits, torch.stack(states, 2) if states else None)
@@ -230,39 +221,28 @@ class EncoderDecoder(Target):
     def find_layout(self) -> Layout:
         """What the decoder stores of its own text, learnt from one forward."""
         name = type(self.model).__name__
-        self._positions = True                                # masks carry the positions of keys
+        self._takes_place = not self._takes_positions
         try:
-            logits, own, crossed = self._begun(self._check_sources[0], CHECKED[0])
+            logits, own, crossed = self._begun(self._check_sources[0], 2)
             shapes = [LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3])
                       for one in own]
             sizes = [{one.keys.shape[2] for one in layers} for layers in (own, crossed)]
-            whole = len(crossed) == len(own) and sizes == [{CHECKED[0]}, {CHECKED[1]}]
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        except FAILURES as error:
             raise UnsupportedModel(
                 f"{name} does not run as an encoder-decoder with transformers' cache "
                 f"({first_line(error)}); run it as its model card says"
             ) from error
-        config = self.model.config.get_text_config(decoder=True)
-        kinds = dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"])
-        if not whole or not own or set(kinds) - set(KINDS):
+        if not own or len(crossed) != len(own) or sizes != [{2}, {5}]:
             raise UnsupportedModel(
-                f"{name} does not keep what it has read in transformers' cache; run it with "
-                "transformers' generate"
+                f"{name} does not keep what it has read in transformers' cache, or in a way that "
+                "cannot be rolled back by tokens; run it with transformers' generate"
             )
+        config = self.model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         states: list[Any] = [() for _ in shapes]
         return Layout(shapes, states, windows, logits.shape[-1], own[0].keys.dtype)
-
-    def examine(self, fast: Any) -> None:
-        try:
-            super().examine(None)
-        except UnsupportedModel:
-            self.together = False       # it may be the mask over the encoder's output alone
-            alone = self._check_sources
-            self._check_sources = alone[:1] * 2
-            super().examine(None)
-            self._check_sources = alone
 
 
 def target_of(model: PreTrainedModel, **options: Any) -> Target:

@@ -14,7 +14,7 @@ from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.kept import kept
-from draftproof.model.layout import Layout
+from draftproof.model.layout import FAILURES
 from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import QuantizedLinear
 
@@ -25,39 +25,30 @@ CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 """The tree read at load."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """float64 has float32 inside."""
-STEPS = 4
-"""By how much more a model may differ whose activations we round to 8 bits, which makes steps of
-last bits. Its original was examined when it was loaded."""
-FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
-"""What a read may raise that a model does not understand."""
 ROUNDS = ((3, (3, 3)), (1, (1, 1)), (4, (2, 4)), (4, (4, 1)), (1, (1, 1)), (5, (2, 3)), (2, (2, 2)))
-"""Tokens read of each of two rows, and how many of them are committed; what is not is astray."""
-CLOSE = 4.0
-"""Reads with single steps may be so many times as far from the model's own forward."""
-FLOOR = 0.3
-"""A share of the tolerance that is rounding, whatever blocks do."""
+"""Nodes read of each of two rows, and how many of them are committed; the others are astray."""
 
 
 def check(target: Target) -> None:
     """Find out what a target stores, whether it reads trees exactly, and by which forward."""
     alone = target.group.alone
+    target.layout = target.find_layout()
+    target.vocab_size = target.layout.vocab
+    fits = alone and FastForward.fits(target.model)
+    fast = FastForward(target.model, target.layout.windows, target.context) if fits else None
     known = kept(target.model, "check", changed=True) if alone and not target.encodes else None
     verdict = known.read() if known is not None else None
-    if verdict is None:
-        with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
-            target.layout = target.find_layout()
-            target.vocab_size = target.layout.vocab
-            target.examine(_fast_forward(target))
-            facts |= {"layout": target.layout.as_json(), "reads_trees": target.reads_trees,
-                      "fast": target.fast is not None, "fused": target.skips_absent,
-                      "steps": target.steps}
-    else:
-        facts = verdict[0]
-        target.layout, target.steps = Layout.from_json(facts["layout"]), facts["steps"]
-        target.vocab_size, target.reads_trees = target.layout.vocab, facts["reads_trees"]
-        target.fast = _fast_forward(target) if facts["fast"] else None
-        if target.fast is not None and not facts["fused"]:
+    if verdict is not None:
+        found = verdict[0]
+        target.reads_trees, target.steps = found["reads_trees"], found["steps"]
+        target.fast = fast if found["fast"] else None
+        if target.fast is not None and not found["fused"]:
             target.fast.fused = None
+    else:
+        with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
+            examine(target, fast)
+            facts |= {"reads_trees": target.reads_trees, "steps": target.steps,
+                      "fast": target.fast is not None, "fused": target.skips_absent}
     if (target.has_states or target.encodes) and not alone:
         what = "an encoder's output" if target.encodes else "states"
         raise UnsupportedModel(
@@ -71,13 +62,6 @@ def tolerance_of(model: PreTrainedModel) -> float:
     return TOLERANCES[torch.bfloat16 if rough else model.dtype]
 
 
-def _fast_forward(target: Target) -> FastForward | None:
-    """The fast forward of a target, unexamined, if it is of a family that has one."""
-    if not (target.group.alone and FastForward.fits(target.model)):
-        return None
-    return FastForward(target.model, target.layout.windows, target.context)
-
-
 def examine(target: Target, fast: FastForward | None) -> None:
     """Let a target read by `fast` if that agrees with the model's own forward on a tree as closely
     as a read through the cache does, and by the model's own if not; refuse one that reads not even
@@ -85,8 +69,9 @@ def examine(target: Target, fast: FastForward | None) -> None:
     """
     model, tolerance = target.model, target.tolerance
     target.fast = None
+    # activations rounded to 8 bits make steps of last bits; the original was examined when loaded
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        tolerance *= STEPS
+        tolerance *= 4
     quantized: Any = getattr(model.config, "quantization_config", None)
     if getattr(quantized, "load_in_8bit", False) and quantized.llm_int8_threshold > 0:
         raise UnsupportedModel(
@@ -94,23 +79,16 @@ def examine(target: Target, fast: FastForward | None) -> None:
             "those read beside it; load it with llm_int8_threshold=0, or in 4 bits"
         )
     text = target.check_text(10)
-    chain = CheckedRead.of(target, text, TreeShape.chain(4), together=False)
-    on_chain = chain.error(target)
+    on_chain = CheckedRead.of(target, text, TreeShape.chain(4), together=False).error(target)
     if not on_chain <= 6 * tolerance:
-        name = type(model).__name__
-        encoder = getattr(model.config, "is_decoder", True) is False and not target.encodes
-        if encoder and not model._is_stateful:
-            raise UnsupportedModel(
-                f"{name} may look at later tokens (is_decoder is false in its config), so it "
-                "cannot write; set that to true if it was trained to write, or choose another model"
-            )
         raise UnsupportedModel(
-            f"{name} places tokens, or masks them, by what its own cache holds, or quantises what "
-            "is read together: drafts cannot be read exactly; run it with transformers' generate"
+            f"{type(model).__name__} places tokens, or masks them, by what its own cache holds, "
+            "looks at later ones, or quantises what is read together: drafts cannot be read "
+            "exactly; run it with transformers' generate"
         )
     if target.has_states:
         target.reads_trees = False
-        check_states(target)
+        _check_states(target)
         return
     tree = CheckedRead.of(target, text, CHECK_TREE, together=True)
     on_tree = tree.error(target)
@@ -163,13 +141,15 @@ class CheckedRead(NamedTuple):
         return float(((logits - self.logits).abs().max() / self.logits.abs().max()).detach())
 
 
-def check_states(target: Target) -> None:
+def _check_states(target: Target) -> None:
     """Refuse a target whose rows cannot go on from states; find out whether it may read single
-    tokens from them."""
+    tokens from them: no family rounds those much worse, but by rounding their time step
+    otherwise."""
     target.steps = False
     try:
-        worst, target.steps = _error(target), True
-        target.steps = _error(target) <= max(CLOSE * worst, FLOOR * target.tolerance)
+        worst, target.steps = _error_behind_states(target), True
+        enough = max(4 * worst, 0.3 * target.tolerance)
+        target.steps = _error_behind_states(target) <= enough
     except FAILURES:
         worst = float("inf")
     if not worst <= 6 * target.tolerance:
@@ -179,43 +159,27 @@ def check_states(target: Target) -> None:
         )
 
 
-def _error(target: Target) -> float:
-    """The largest difference of logits in rounds of two rows, read at once and node by node."""
-    dice = torch.Generator().manual_seed(1)
-    length = max(sum(counts[row] for _, counts in ROUNDS) for row in range(2))
-    text = torch.randint(target.vocab_size, (2, length), generator=dice).to(target.device)
+def _error_behind_states(target: Target) -> float:
+    """The largest difference of logits in rounds of two rows, read at once and node by node,
+    relative to the largest."""
+    length = sum(max(counts) for _, counts in ROUNDS)
+    text = target.check_text(2 * length).view(2, length)
     own = target.model(input_ids=text, use_cache=False).logits.double()
     cache, error = target.plain_cache(2, length + 8), 0.0
-    for one_by_one in (False, True):
+    for step in (5, 1):
         cache.select([])
-        at = [0, 0]
+        start = torch.zeros(2, 1, dtype=torch.int64, device=text.device)
         for width, counts in ROUNDS:
-            tree = _drafted(text, at, width, counts, target.vocab_size)
-            parts = range(1, width + 1) if one_by_one and width < 5 else [width]
-            logits, first = [], 0
-            for nodes in parts:
-                part = TokenTree.chain(tree.tokens[:, :nodes])
-                logits.append(target.read(part, cache, first=first).logits.double())
-                first = nodes
-            cache.keep(None, torch.tensor(counts, device=target.device))
-            error = max(error, _distance(torch.cat(logits, 1), own, at, counts))
-            at = [place + count for place, count in zip(at, counts, strict=True)]
-    return error
-
-
-def _drafted(
-    text: Tensor, at: list[int], width: int, counts: tuple[int, ...], vocab: int
-) -> TokenTree:
-    """Chains of which the first `counts` nodes are of the text, behind `at` tokens of each row."""
-    place = torch.tensor(at, device=text.device)[:, None] + torch.arange(width, device=text.device)
-    tokens = text.gather(1, place.clamp(max=text.shape[1] - 1))
-    astray = torch.arange(width) >= torch.tensor(counts)[:, None]
-    return TokenTree.chain(torch.where(astray.to(text.device), (tokens + 1) % vocab, tokens))
-
-
-def _distance(logits: Tensor, own: Tensor, at: list[int], counts: tuple[int, ...]) -> float:
-    """How far the logits of committed nodes are from those of the whole text, relative to these."""
-    return max(
-        float((logits[row, :count] - own[row, at[row] : at[row] + count]).abs().max())
-        for row, count in enumerate(counts)
-    ) / float(own.abs().max())
+            count = torch.tensor(counts, device=text.device)
+            node = torch.arange(width, device=text.device)
+            place, right = (start + node).clamp(max=length - 1), node < count[:, None]
+            tokens = (text.gather(1, place) + (~right).long()) % target.vocab_size
+            logits = torch.cat([
+                target.read(TokenTree.chain(tokens[:, : first + step]), cache, first=first).logits
+                for first in range(0, width, step)
+            ], 1)
+            cache.keep(None, count)
+            wanted = own[torch.arange(2, device=text.device)[:, None], place]
+            error = max(error, float((logits.double() - wanted)[right].abs().max()))
+            start = start + count[:, None]
+    return error / float(own.abs().max())

@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from draftproof.model.snapshot import Snapshot
+from draftproof.model.copies import Snapshot
 from draftproof.native import build
 from draftproof.native.kernels import library
 

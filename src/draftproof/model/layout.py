@@ -32,16 +32,13 @@ UNLIMITED = 1 << 30
 """The context of a model whose configuration names no limit."""
 STATES = ("linear_attention", "conv")
 """Kinds of layers that keep a state and see no mask."""
-KINDS = (
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid",
-    "hybrid_sliding", "moe", "mlp", "dummy", *STATES,
-)  # fmt: skip
-"""Kinds of layers that are understood here, as transformers names them."""
 LAYERS = (
     DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer,
 )  # fmt: skip
 """Cache layers of transformers that are understood here."""
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+"""What a forward may raise that does not understand what it is given."""
 
 
 class Layout(NamedTuple):
@@ -57,20 +54,6 @@ class Layout(NamedTuple):
     vocab: int
     dtype: torch.dtype
     cache_name: str = "past_key_values"
-
-    def as_json(self) -> list[Any]:
-        """What `from_json` understands."""
-        return [*self[:4], str(self.dtype).removeprefix("torch."), self.cache_name]
-
-    @classmethod
-    def from_json(cls, facts: list[Any]) -> Layout:
-        shapes, states, windows, vocab, dtype, cache_name = facts
-        restored = [
-            tuple(StateShape(kind, number, tuple(size), name) for kind, number, size, name in own)
-            for own in states
-        ]
-        shapes = [LayerShape(*one) for one in shapes]
-        return cls(shapes, restored, windows, vocab, getattr(torch, dtype), cache_name)
 
 
 class LogitScaling(NamedTuple):
@@ -98,8 +81,9 @@ class LogitScaling(NamedTuple):
 
 def context_of(config: Any) -> int:
     """Positions the model reads alike in any batch. A warning tells of limits that a user may not
-    expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Doge drops keys
-    beyond its window by looking at tokens that come later, and Moshi with its cache alone."""
+    expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Llama 4 scales
+    queries by their slot, Doge drops keys beyond its window by looking at tokens that come later,
+    and Moshi with its cache alone."""
     rope = getattr(config, "rope_parameters", None) or {}
     names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
     context = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
@@ -108,6 +92,8 @@ def context_of(config: Any) -> int:
         if one.get("rope_type") in ("dynamic", "longrope"):
             limit = one.get("original_max_position_embeddings") or context
             limits.append((limit, f"positions are rescaled ({one['rope_type']} rope)"))
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append((int(config.floor_scale) - 1, "queries are scaled (floor_scale)"))
     window = "sliding_window" if config.model_type == "moshi" else "keep_window_size"
     if (limit := getattr(config, window, None)) is not None:
         limits.append((limit, f"keys are dropped ({window})"))
@@ -121,22 +107,40 @@ def context_of(config: Any) -> int:
 
 def layout_of(model: PreTrainedModel) -> Layout:
     """What the model stores per layer, learnt from one forward with transformers' own cache."""
-    _check_runnable(model)
-    try:
-        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        cache = DynamicCache(config=model.config)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise _not_run(model, error) from error
-    unknown = sorted(set(kinds) - set(KINDS))
-    if unknown:
+    name = type(model).__name__
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
         raise UnsupportedModel(
-            f"{type(model).__name__} has {', '.join(unknown)} layers, which draftproof does not "
-            "know how to read; run it with transformers' generate"
+            f"{name} uses {attention} attention; load it with attn_implementation='sdpa' or 'eager'"
         )
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-    logits = _first_logits(model, cache, cache_name)
-    _check_cache(type(model).__name__, cache)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=model.config)
+        logits = model(input_ids=ids, use_cache=True, **{cache_name: cache}).logits
+        finite = bool(logits.isfinite().any())
+    except FAILURES as error:
+        raise UnsupportedModel(
+            f"{name} does not run as a causal language model with transformers' cache "
+            f"({first_line(error)}); load it whole with AutoModelForCausalLM, on one device"
+        ) from error
+    if not finite:
+        raise BrokenModel(
+            f"{name} gives no finite logit for a two-token text; its weights are broken, or its "
+            "dtype small"
+        )
+    filled = [one.is_initialized if isinstance(one, DynamicLayer)
+              else any(one.has_previous_state.values())
+              for one in cache.layers if type(one) in LAYERS and type(one) is not DummyLayer]
+    strange = sorted({type(one).__name__ for one in cache.layers if type(one) not in LAYERS})
+    if strange or not filled or not all(filled):
+        raise UnsupportedModel(
+            f"{name} does not keep what it has read in transformers' cache, or in a way that "
+            f"cannot be rolled back by tokens ({', '.join(strange) or 'nothing in some layers'}); "
+            "run it with transformers' generate"
+        )
     windows: dict[str, int | None] = {}
     for kind, layer in zip(kinds, cache.layers, strict=True):
         if isinstance(layer, DynamicLayer):
@@ -145,73 +149,6 @@ def layout_of(model: PreTrainedModel) -> Layout:
     shapes, states = map(_shape_of, cache.layers), map(_states_of, cache.layers)
     dtype = keyed[0] if keyed else model.dtype
     return Layout([*shapes], [*states], windows, logits.shape[-1], dtype, cache_name)
-
-
-def _check_runnable(model: PreTrainedModel) -> None:
-    """Refuse what is no decoder, is not in memory, or attends in a way that takes no mask."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name} is an encoder-decoder: draftproof.load and draftproof run write with it, and "
-            "nothing else here knows how to"
-        )
-    absent = next((part for part, weight in model.named_parameters() if weight.is_meta), None)
-    if absent is not None:
-        raise UnsupportedModel(
-            f"{name} has weights that are not in memory ({absent} is on the meta device): it was "
-            "offloaded, or never loaded; load it whole, on one device"
-        )
-    attention = getattr(model.config, "_attn_implementation", "eager")
-    if attention not in ("sdpa", "eager"):
-        raise UnsupportedModel(
-            f"{name} uses {attention} attention; load it with attn_implementation='sdpa' or 'eager'"
-        )
-
-
-def _first_logits(model: PreTrainedModel, cache: DynamicCache, cache_name: str) -> Tensor:
-    """[1, 2, V] of a two-token text, read into a cache."""
-    name = type(model).__name__
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-        out = model(input_ids=ids, use_cache=True, **{cache_name: cache})
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise _not_run(model, error) from error
-    logits = getattr(out, "logits", None)
-    if logits is None or logits.dim() != 3:
-        raise UnsupportedModel(
-            f"{name} has no language-model head; load it with AutoModelForCausalLM"
-        )
-    if not bool(logits.isfinite().any()):
-        raise BrokenModel(
-            f"{name} gives no finite logit for a two-token text; its weights are broken, or its "
-            "dtype small"
-        )
-    return logits
-
-
-def _not_run(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{type(model).__name__} does not run as a causal language model with transformers' cache "
-        f"({first_line(error)}); run it as its model card says"
-    )
-
-
-def _check_cache(name: str, cache: DynamicCache) -> None:
-    """Refuse a model that keeps something which is not understood, or nothing at all."""
-    strange = {type(one).__name__ for one in cache.layers if type(one) not in LAYERS}
-    if strange:
-        raise UnsupportedModel(
-            f"{name} keeps state that cannot be rolled back by tokens ({', '.join(sorted(strange))}"
-            "); run it with transformers' generate"
-        )
-    filled = [one.is_initialized if isinstance(one, DynamicLayer)
-              else any(one.has_previous_state.values())
-              for one in cache.layers if not isinstance(one, DummyLayer)]
-    if not filled or not all(filled):
-        raise UnsupportedModel(
-            f"{name} does not keep what it has read in transformers' cache; run it with "
-            "transformers' generate"
-        )
 
 
 def _shape_of(layer: Any) -> LayerShape:
@@ -227,6 +164,6 @@ def _states_of(layer: Any) -> tuple[StateShape, ...]:
         return ()
     kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
     return tuple(
-        StateShape(kind, index, tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."))
+        StateShape(kind, index, tuple(state.shape[1:]), state.dtype)
         for kind, states in kinds.items() for index, state in states.items() if state is not None
     )

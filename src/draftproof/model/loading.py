@@ -3,17 +3,15 @@ transformers."""
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,24 +33,6 @@ from draftproof.model.kept import came_from
 log = logging.getLogger("draftproof")
 
 _EMBEDDED = Path(__file__).parent.parent / "embedded"
-
-PACKAGES = {
-    "gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel", "accelerate"),
-    "bitsandbytes": ("bitsandbytes", "accelerate"), "torchao": ("torchao",),
-    "compressed-tensors": ("compressed-tensors",), "fp8": ("accelerate",), "mxfp4": ("accelerate",),
-    "bitnet": ("accelerate",), "hqq": ("hqq",), "quanto": ("optimum-quanto", "accelerate"),
-    "auto-round": ("auto-round",), "aqlm": ("aqlm", "accelerate"), "eetq": ("kernels", "accelerate")
-}
-"""What transformers needs beside itself to load a checkpoint that was quantised so."""
-
-RENAMED = {
-    "_orig_mod.": "torch.compile put _orig_mod. before its names: save the uncompiled model",
-    "lora_": "it holds a LoRA adapter that is not merged: merge it with peft's merge_and_unload",
-    "base_layer.": "it is split by an adapter (LoRA): merge it with peft's merge_and_unload",
-    "module.": "DistributedDataParallel put module. before its names: save the model's .module",
-}
-"""What strange names of weights tell."""
-
 
 def embedded(name: str = "demo") -> Path:
     """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
@@ -76,7 +56,7 @@ def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
     sharding: Any = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM or an encoder-decoder in evaluation mode, of an image-text model what reads text.
+    """A causal LM or an encoder-decoder in evaluation mode, an image-text model for its text alone.
 
     dtype None: the checkpoint's own, or float32 where bfloat16 is not native. sharding: a
     DistributedConfig of transformers, by which each rank loads its part and keeps it where it is
@@ -91,44 +71,35 @@ def load_model(
             )
         folder, options = _source(name, trust_remote_code)
         config = AutoConfig.from_pretrained(folder, **options)
-        kind = _kind_of(name, config)
+        kind, place = _kind_of(name, config), Device.found(device)
         wanted = _dtype(dtype) or "auto"
-        place = Device.found(device)
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
-        where = place.where
         # blocks are unpacked, to what the file's floats have
         if "gguf_file" in options:
             options["quantization_config"] = GgufConfig(dequantize=True)
             wanted = place.dtype_for(torch.bfloat16) if wanted == "auto" else wanted
-        elif (method := _quantised_with(config)) is not None:
-            _check_quantiser(name, method)
-            options |= {"device_map": {"": str(where)}} if _is_installed("accelerate") else {}
+        elif getattr(config, "quantization_config", None) is not None:
+            _check_quantiser(name, config.quantization_config)
+            if util.find_spec("accelerate"):
+                options["device_map"] = {"": str(place.where)}
         if sharding is not None:
-            options = options | {"distributed_config": sharding, "device_map": None}
+            options |= {"distributed_config": sharding, "device_map": None}
         loaded, report = kind.from_pretrained(
             folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    _check_report(name, type(loaded).__name__, report)
-    if sharding is None:
-        _drop_towers(loaded)
-    if "gguf_file" in options:
-        vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
-        vars(loaded.config).pop("quantization_config", None)
-        loaded.config.name_or_path = name
-    # neither to move nor to cast
-    if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
-        return loaded.eval()
-    if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
-        loaded = loaded.to(place.dtype_for(loaded.dtype))
-    try:
-        loaded = loaded.to(where).eval()
+        _check_report(name, type(loaded).__name__, report)
+        if "gguf_file" in options:
+            vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
+            vars(loaded.config).pop("quantization_config", None)
+            loaded.config.name_or_path = name
+        # neither to move nor to cast
+        if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
+            return loaded.eval()
+        if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
+            loaded = loaded.to(place.dtype_for(loaded.dtype))
+        loaded = loaded.to(place.where).eval()
         came_from(loaded, name)
         return loaded
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
-        raise BadInput(
-            f"{name} cannot be put on device {str(where)!r}: {first_line(error)}; choose another "
-            "device"
-        ) from error
 
 
 def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -170,56 +141,40 @@ def _source(name: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
 
 def _kind_of(name: str, config: Any) -> Any:
     """What loads a model of this configuration; refuses what writes no text."""
-    if getattr(config, "is_encoder_decoder", False):
-        for kind in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
-            if type(config) in kind._model_mapping:
-                return kind
-        raise UnsupportedModel(
-            f"{name} is a {config.model_type} encoder-decoder, which transformers does not load as "
-            "one that writes text"
-        )
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) in AutoModelForCausalLM._model_mapping or own_code:
+    encodes = getattr(config, "is_encoder_decoder", False)
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    if encodes:
+        kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+    elif "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
-    if type(config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
+    for kind in kinds:
+        if type(config) in kind._model_mapping:
+            return kind
     raise UnsupportedModel(
-        f"{name} is a {config.model_type} model; transformers has no causal language model for it"
+        f"{name} is a {config.model_type} model; transformers has no "
+        f"{'encoder-decoder that writes text' if encodes else 'causal language model'} for it"
     )
-
-
-def _drop_towers(model: PreTrainedModel) -> None:
-    """Leave out what a model sees and hears with: it reads text, and need not be moved or held."""
-    decoder = model if model.config.is_encoder_decoder else model.get_decoder()
-    towers = [
-        (parent, name)
-        for parent in list(model.modules()) for name, child in parent.named_children()
-        if isinstance(child, PreTrainedModel) and decoder is not child
-        and decoder not in child.modules() and child not in decoder.modules()
-    ]
-    for parent, name in towers:
-        setattr(parent, name, nn.Module())
 
 
 def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
     """Refuse weights that transformers would make up; tell of those that nothing uses."""
     unused, lacking = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
-    mismatched = {key: f" {list(a)} for {list(b)}" for key, a, b in report["mismatched_keys"]}
-    reasons = {sign: why for sign, why in RENAMED.items() if any(sign in key for key in unused)}
-    why = next(iter(reasons.values()), "fetch it, or write it, again")
-    for keys, what in ((lacking, "lacks"), (sorted(mismatched), "has another size of")):
+    sizes = {key: f"{key}: {list(a)} for {list(b)}" for key, a, b in report["mismatched_keys"]}
+    for keys, what in ((lacking, "lacks"), (sorted(sizes.values()), "has another size of")):
         if keys:
+            instead = f" (and has {_several(unused)} instead)" if unused else ""
             raise ModelNotFound(
-                f"the checkpoint {name} {what} {keys[0]}{mismatched.get(keys[0], '')}"
-                f"{_and_more(keys)}, which {kind} would fill with random numbers; {why}"
+                f"the checkpoint {name} {what} {_several(keys)}, which {kind} would fill with "
+                f"random numbers{instead}; save the plain model, not compiled, wrapped or with an "
+                "adapter (peft: merge_and_unload), or fetch it again"
             )
     if unused:
-        what = f"{unused[0]}{_and_more(unused)} of {name}"
+        what = f"{_several(unused)} of {name}"
         log.warning("note: %s: unexpected in %s, and not used", what, kind)
 
 
-def _and_more(keys: Sequence[str]) -> str:
-    return f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+def _several(keys: Sequence[str]) -> str:
+    return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
@@ -228,38 +183,15 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
 
 
-def _quantised_with(config: Any) -> str | None:
-    """What a checkpoint says it was quantised with."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    # older ones of theirs do not say
-    return str(getattr(method, "value", method) or "bitsandbytes")
-
-
-def _check_quantiser(name: str, method: str) -> None:
-    """Refuse what transformers would load as if it were not quantised, or fail to load for want of
-    a package."""
+def _check_quantiser(name: str, quantized: Any) -> None:
+    """Refuse what transformers would load as if it were not quantised."""
+    asked = quantized if isinstance(quantized, dict) else vars(quantized)
+    method = asked.get("quant_method") or "bitsandbytes"        # older ones of theirs do not say
+    method = str(getattr(method, "value", method))
     if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):
         raise UnsupportedModel(
             f"{name} is quantised with {method}, which transformers does not know; choose another"
         )
-    missing = [package for package in PACKAGES.get(method, ()) if not _is_installed(package)]
-    if missing:
-        raise UnsupportedModel(
-            f"{name} is quantised with {method}, which needs {' and '.join(missing)}: pip install "
-            f"{' '.join(missing)}"
-        )
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a distribution of this name is there."""
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -279,37 +211,29 @@ def _clear_errors(name: str) -> Iterator[None]:
         yield
     except DraftproofError:
         raise
-    except OSError as error:
-        if Path(name).exists():
-            raise ModelNotFound(
-                f"the model in {name} cannot be read: {first_line(error)}"
-            ) from error
-        if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf"):
-            raise ModelNotFound(
-                f"there is no folder {name}; give a folder, 'demo', or a hub id such as org/model"
-            ) from error
-        raise ModelNotFound(
-            f"{name} is not a local folder and cannot be fetched from the hub "
-            f"({first_line(error)}); check the name and the network, or give a folder"
-        ) from error
-    except pickle.UnpicklingError as error:
-        raise ModelNotFound(
-            f"the weights of {name} are a pickle that runs code or is broken, and were not opened; "
-            "get them as safetensors"
-        ) from error
-    except (ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModel(
+    except Exception as error:
+        why = first_line(error)
+        if isinstance(error, OSError) and not Path(name).exists():
+            if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf"):
+                said = f"there is no folder {name}; give a folder, 'demo', or a hub id: org/model"
+            else:
+                said = (
+                    f"{name} is not a local folder and cannot be fetched from the hub ({why}); "
+                    "check the name and the network, or give a folder"
+                )
+        elif isinstance(error, pickle.UnpicklingError):
+            said = (
+                f"the weights of {name} are a pickle that runs code or is broken, and were not "
+                "opened; get them as safetensors"
+            )
+        elif "trust_remote_code" in str(error):
+            said = (
                 f"{name} comes with code of its own, which would run on this machine; read it, and "
                 "if you trust it give trust_remote_code (--trust-remote-code)"
-            ) from error
-        raise ModelNotFound(f"the model {name} cannot be loaded: {first_line(error)}") from error
-    except Exception as error:
-        known = type(error).__module__.startswith(("safetensors", "huggingface_hub", "httpx"))
-        # a cut-off one raises whatever reading it can
-        if known or name.endswith(".gguf"):
-            raise ModelNotFound(f"the model {name} cannot be read: {first_line(error)}") from error
-        raise
+            )
+        else:
+            said = f"the model {name} cannot be loaded: {why}"
+        raise ModelNotFound(said) from error
 
 
 @contextmanager
@@ -325,5 +249,5 @@ def _quiet(local: bool) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-        if local and bars:
+        if bars:
             transformers_logging.enable_progress_bar()

@@ -15,16 +15,14 @@ from draftproof.native.kernels import kernels, library
 def paths(target: Target) -> dict[str, str]:
     """By what is computed, one sentence each."""
     build, host = library().build, target.device.type == "cpu"
-    layers, fused = _layers(target), target.skips_absent
     sdpa = "torch's scaled_dot_product_attention"
     found = {
-        "layers": layers,
-        "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond" if fused else sdpa,
+        "layers": _layers(target),
+        "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond"
+        if target.skips_absent else sdpa,
         "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
     }
-    if not host:
-        return found
-    for kind in ("int8", "int4"):
+    for kind in ("int8", "int4") if host else ():
         slow = slow_because(kind, target.dtype)
         why = f"right, and not quicker than the original: {slow}"
         found[kind] = why if slow else f"our {build} kernel"
@@ -33,25 +31,22 @@ def paths(target: Target) -> dict[str, str]:
 
 def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
-    found, name = kernels(), type(target.model).__name__
+    found, name, build = kernels(), type(target.model).__name__, library().build
     own = "the model's own forward in transformers"
     own = own if target.fast is None else "torch's operators in a short forward"
     if target.skips_absent:
-        return f"our {library().build} kernels, a read in one call"
+        return f"our {build} kernels, a read in one call"
     if any(getattr(one, "native", None) is not None for one in target.model.modules()):
-        return f"{own}, with linear layers by our {library().build} kernels"
+        return f"{own}, with linear layers by our {build} kernels"
     if target.device.type != "cpu":
-        reason = ""
-    elif found is None:
-        reason = f": {library().reason}"
-    elif not found.linears:
-        build = library().build
-        reason = f": {build} kernels have no bfloat16 product; those of a processor with AVX2 do"
-    elif target.dtype != torch.bfloat16:
+        return own
+    if found is None:
+        return f"{own}: {library().reason}"
+    if not found.linears:
+        return f"{own}: {build} kernels have no bfloat16 product; those of AVX2 processors do"
+    if target.dtype != torch.bfloat16:
         dtype = str(target.dtype).removeprefix("torch.")
-        reason = f": our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
-    elif name not in FAMILIES:
-        reason = f": {name} is none of the families that our kernels read whole"
-    else:
-        reason = ": its layers are not packed, or of odd sizes; give the model by name"
-    return own + reason
+        return f"{own}: our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
+    if name not in FAMILIES:
+        return f"{own}: {name} is none of the families that our kernels read whole"
+    return f"{own}: its layers are not packed, or of odd sizes; give the model by name"

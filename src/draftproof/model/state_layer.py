@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from draftproof.model.kv_layer import KVLayer
-from draftproof.model.selective_scan import HandedStates
+from draftproof.model.patches import HandedStates
 
 
 class StateShape(NamedTuple):
@@ -22,11 +22,11 @@ class StateShape(NamedTuple):
     kind: str
     number: int
     size: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
         """The state before the first token."""
-        return torch.zeros(rows, *self.size, dtype=getattr(torch, self.dtype), device=device)
+        return torch.zeros(rows, *self.size, dtype=self.dtype, device=device)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

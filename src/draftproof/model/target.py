@@ -22,24 +22,17 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
-from draftproof.model.copies import first_layers
+from draftproof.model import inspection, quantize
+from draftproof.model.copies import Snapshot, first_layers
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
-from draftproof.model.inspection import check, examine, tolerance_of
-from draftproof.model.kv_cache import KVCache, tree_mask
+from draftproof.model.kv_cache import KVCache, key_depths, tree_mask
 from draftproof.model.kv_layer import LAYERS, KVLayer
 from draftproof.model.layout import STATES, Layout, LogitScaling, context_of, layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
-from draftproof.model.positions import takes_positions, with_positions
-from draftproof.model.quantize import (
-    Quantization,
-    is_quantized,
-    quantized,
-    quantized_and_compared,
-)
+from draftproof.model.patches import Place, forget_handed, patch_decoder, placed
+from draftproof.model.quantize import Quantization
 from draftproof.model.quantized_linear import slow_because
-from draftproof.model.selective_scan import forget_handed, hands_states
-from draftproof.model.snapshot import Snapshot, check_state
 from draftproof.model.state_cache import StateCache
 from draftproof.native.kernels import Chains
 
@@ -79,7 +72,7 @@ class Target:
         self._scaling = LogitScaling.of(config)         # a config is slow to ask
         self.kv_cache = kv_cache
         self.quantization: Quantization | None = None    # what it cost, and saved
-        self.tolerance = tolerance_of(model)
+        self.tolerance = inspection.tolerance_of(model)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.steps = True               # states may go on by single tokens
         self.fast: FastForward | None = None
@@ -87,10 +80,9 @@ class Target:
         self.vocab_size: int
         self.reads_trees: bool
         self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
-        self._positions = takes_positions(model)
-        hands_states(model)
+        self._takes_place = patch_decoder(model)
         with torch.inference_mode():
-            check(self)
+            inspection.check(self)
         self._seen = Snapshot.of(model)
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
@@ -122,7 +114,7 @@ class Target:
     def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
         """This target with quantised layers, compared with the original on `text`, token ids [S];
         see `quantize.quantized`. What was found out about the original holds."""
-        model, cost = quantized_and_compared(self.model, kind, text, give_up=give_up)
+        model, cost = quantize.quantized_and_compared(self.model, kind, text, give_up=give_up)
         other = self.around(model)
         other.quantization, other._original = cost, None if give_up else weakref.ref(self.model)
         other._seen = Snapshot.of(model if give_up else self.model, matrices=not give_up)
@@ -142,21 +134,31 @@ class Target:
         model = self.model if self._original is None else self._original()
         if model is None or not self.group.alone:
             return
-        check_state(model, self.name, self.dtype, self.device)
+        if model.training:
+            raise BadInput(
+                f"{self.name} was put in training mode, in which dropout changes what it writes; "
+                "call its eval() first"
+            )
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise BadInput(
+                f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
+                f"{model.dtype} on {model.device} now; load it here again"
+            )
         if self.fast is None and self._original is None:
             return
         now = Snapshot.of(model, matrices=self._original is not None)
         if self._seen.same(now):
             return
         if self._original is not None and self.quantization is not None:
-            self.model = quantized(model, self.quantization.kind)
+            self.model = quantize.quantized(model, self.quantization.kind)
         self.__dict__.pop("native", None)
-        with torch.inference_mode():
-            if self.fast is not None and now.modules == self._seen.modules:
-                self.fast = self.fast.of(self.model)
-            elif self.fast is not None:
-                fits = FastForward.fits(self.model)
-                self.examine(self.fast.of(self.model) if fits else None)
+        if self.fast is not None:
+            fast = self.fast.of(self.model) if FastForward.fits(self.model) else None
+            if fast is not None and now.modules == self._seen.modules:
+                self.fast = fast
+            else:
+                with torch.inference_mode():
+                    inspection.examine(self, fast)
         self._seen = now
 
     def lighter(self, text: Sequence[int]) -> Target | None:
@@ -164,12 +166,12 @@ class Target:
         says of a text stays near."""
         known = [token for token in text[: self.context] if token < self.vocab_size]
         slow = self.device.type != "cpu" or slow_because("int8", self.dtype) is not None
-        if slow or not known or is_quantized(self.model):
+        if slow or not known or quantize.is_quantized(self.model):
             return None
         with suppress(BadInput, UnsupportedModel):                      # nothing to quantise
             other = self.quantized("int8", torch.tensor(known))
-            lost = other.quantization
-            return other if lost is not None and lost.kl <= DRAFT_KL_LIMIT else None
+            if other.quantization is not None and other.quantization.kl <= DRAFT_KL_LIMIT:
+                return other
         return None
 
     def first_layers(self, count: int) -> Target:
@@ -220,10 +222,14 @@ class Target:
         if self.fast is not None:
             logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
             return Reading(self._scaling.apply(logits), hidden)
-        span = cache.write_at(first, tree.tokens.shape[1])
-        positions = tree.positions(cache.lengths, self.context)[:, first:]
-        masks = self._masks(tree, cache.lengths, span, first)
-        return self._forward(tokens, masks, positions, cache, 1 if last_only else 0, hidden_layers)
+        span, lengths = cache.write_at(first, tree.tokens.shape[1]), cache.lengths
+        positions, place = tree.positions(lengths, self.context)[:, first:], None
+        masks = self._masks(tree, lengths, span, first)
+        if self._takes_place:
+            keys = lengths[:, None] + key_depths(tree, lengths, span)[1]
+            place = Place(positions, keys, self.context)
+        with placed(place):
+            return self._forward(tokens, masks, positions, cache, int(last_only), hidden_layers)
 
     def _read_behind_states(
         self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
@@ -327,13 +333,10 @@ class Target:
     def _masks(
         self, tree: TokenTree, lengths: Tensor, span: int, first: int
     ) -> Tensor | dict[str, Tensor | None] | None:
-        def mask(kind: str, window: int | None) -> Tensor:
-            chunked = kind == "chunked_attention"
-            seen = tree_mask(tree, lengths, span, self.dtype, first, window, chunked)
-            return with_positions(seen, tree, lengths, first) if self._positions else seen
-
         kinds: dict[str, Tensor | None] = {
-            kind: mask(kind, window) for kind, window in self.layout.windows.items()
+            kind: tree_mask(tree, lengths, span, self.dtype, first, window,
+                            kind == "chunked_attention")
+            for kind, window in self.layout.windows.items()
         }
         if len(kinds) < 2:
             return next(iter(kinds.values()), None)
@@ -345,6 +348,3 @@ class Target:
         if not self.has_states:
             return KVCache.empty(layout.shapes, *how)
         return StateCache.for_states(layout.shapes, layout.states, *how, self.steps)
-
-    def examine(self, fast: FastForward | None) -> None:
-        examine(self, fast)

@@ -45,7 +45,7 @@ class Grammars:
     def lark(self, grammar: str) -> LogitsRule:
         """The text keeps to a grammar in llguidance's Lark. Raises BadInput if there is none."""
         self._matcher(grammar, self.ends)        # seconds, the first time: not while all wait
-        return LogitsRule("grammar", "usual", lambda request: self._processor(grammar, request))
+        return LogitsRule("grammar", lambda request: self._processor(grammar, request))
 
     def _processor(self, grammar: str, request: RuleRequest) -> LogitsProcessor:
         if not request.ends:

@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "mamba_d_state ssm_state_size state_size mamba_head_dim mamba_d_head mamba_headdim": 8,
     "mamba_n_heads n_mamba_heads mamba_num_heads mamba_chunk_size chunk_size index_topk": 8,
     "pad_token_id eos_token_id": None,
-    "sliding_window attention_chunk_size floor_scale": WINDOW,
+    "sliding_window attention_chunk_size": WINDOW,
     "initializer_range": 0.3, "tie_word_embeddings": False,
 }
 SIZES = {name: size for names, size in SMALL.items() for name in names.split()}

@@ -1,0 +1,171 @@
+"""What families of transformers compute from the slots of their cache, corrected during a read of
+ours, where rows, and nodes of a tree, have positions of their own.
+
+Their functions are wrapped where their classes use them; outside of a read they do what they did.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_MARK = "wrapped_by_draftproof"
+
+
+class Place(NamedTuple):
+    """Positions of the nodes [B, N] of the running read, and of the keys in all slots, [B, S]."""
+
+    nodes: Tensor
+    keys: Tensor
+    context: int
+
+
+_PLACE: ContextVar[Place | None] = ContextVar("place", default=None)
+_scan = threading.local()
+
+
+@contextmanager
+def placed(place: Place | None) -> Iterator[None]:
+    """A read of nodes and keys in these places."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def patch_decoder(model: PreTrainedModel) -> bool:
+    """Correct ALiBi (Bloom, Falcon), and Mamba's scan; whether a model has to know the place
+    of a read."""
+    files = [sys.modules[name] for name in {type(one).__module__ for one in model.modules()}]
+    _wrap(files, "mamba_selective_scan", _going_on)
+    alibi = _wrap(files, "build_alibi_tensor", _by_place(_alibi))
+    return alibi and bool(getattr(model.config, "alibi", True))
+
+
+def patch_encoder_decoder(decoder: Any) -> None:
+    """Correct embedded positions, and bias by distance, of a decoder that takes no positions."""
+    if (embed := getattr(decoder, "embed_positions", None)) is not None:
+        _wrap([type(embed)], "forward", _by_place(_embedded))
+    _wrap({type(module) for module in decoder.modules()}, "compute_bias", _by_place(_biased))
+
+
+def _wrap(owners: Collection[Any], name: str, around: Callable[[Any], Any]) -> bool:
+    """Wrap what these have by this name, unless it is already; return whether any has it."""
+    found = [owner for owner in owners if hasattr(owner, name)]
+    for owner in found:
+        inner = getattr(owner, name)
+        if not hasattr(inner, _MARK):
+            outer = around(inner)
+            setattr(outer, _MARK, True)
+            setattr(owner, name, outer)
+    return bool(found)
+
+
+def _by_place(instead: Callable[..., Any]) -> Callable[[Any], Any]:
+    """During a read, `instead` is asked with its place and the function itself in front."""
+
+    def around(own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def placed_or_own(*args: Any, **kwargs: Any) -> Any:
+            place = _PLACE.get()
+            return own(*args, **kwargs) if place is None else instead(place, own, *args, **kwargs)
+
+        return placed_or_own
+
+    return around
+
+
+def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """[B * heads, 1, S]. Softmax ignores what is equal for all keys of a query, so the bias is the
+    slope of a head times the key's position."""
+    rows, span = place.keys.shape
+    table = build(place.keys.new_ones(1, span), heads, dtype)[:, 0]                     # [H, S]
+    by_key: Tensor = table[:, place.keys].transpose(0, 1).reshape(rows * heads, 1, span)
+    return by_key
+
+
+def _embedded(place: Place, embed: Any, own: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of the embeddings of all positions, those of each node. Decoders give tokens, their
+    embeddings, or a shape."""
+    length, nodes = min(place.keys.shape[1], place.context), place.nodes
+    if isinstance(first, Tensor) and first.is_floating_point():
+        found: Tensor = embed(own, first[:1, :1].expand(1, length, -1))[0][nodes]
+        return found
+    if "position_ids" in inspect.signature(embed).parameters:
+        every = torch.arange(length, device=nodes.device)
+        return embed(own, first, position_ids=every).reshape(length, -1)[nodes]
+    if not isinstance(first, Tensor):
+        return embed(own, torch.Size((1, length))).reshape(length, -1)[nodes]
+    padding = getattr(own, "padding_idx", None)
+    other = 0 if padding is None else padding + 1
+    table = embed(own, first.new_full((1, length), other)).reshape(length, -1)[nodes]
+    if padding is None:
+        return table
+    pad = embed(own, first.new_full((1, 1), padding)).reshape(-1)       # it has no position
+    return torch.where((first == padding)[..., None], pad, table)
+
+
+def _biased(
+    place: Place, bias: Any, own: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Of the bias by distance, that between each node and each key."""
+    last = key_length - 1
+    by_distance = bias(own, 1, key_length, past_seen_tokens=last)[0, :, 0]              # [H, S]
+    back = last - place.nodes[..., None] + place.keys[:, None]                          # [B, N, S]
+    found: Tensor = by_distance[:, back.clamp(0, last)].transpose(0, 1)
+    return found
+
+
+class HandedStates(dict[int, Any]):
+    """Recurrent states by number; the one asked for last is what this thread's scan goes on
+    from."""
+
+    def __getitem__(self, index: int) -> Any:
+        _scan.state = super().__getitem__(index)
+        return _scan.state
+
+
+def forget_handed() -> None:
+    """No scan of this thread has a state until one is asked for."""
+    _scan.state = None
+
+
+def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba 1's scan of inputs [B, I, L] from the state handed, [B, I, S].
+
+    transformers 5 starts it from zero unless a single token is read. It is linear in its state, so
+    what the state adds is added behind it.
+    """
+
+    @wraps(scan)
+    def going_on(
+        inputs: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        return_last_state: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        state = getattr(_scan, "state", None)
+        same = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
+        if state is None:
+            return scan(inputs, dt, A, B, C, z=z, return_last_state=return_last_state, **same)
+        forget_handed()
+        output, last = scan(inputs, dt, A, B, C, return_last_state=True, **same)
+        steps = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+        steps = (F.softplus(steps) if delta_softplus else steps).float().cumsum(-1)
+        kept = (A[:, None] * steps[..., None]).exp() * state.float()[:, :, None]    # [B, I, L, S]
+        output = output + torch.einsum("bils,bsl->bil", kept, C.float()).to(output.dtype)
+        output = output if z is None else output * F.silu(z)
+        return (output, last + kept[:, :, -1]) if return_last_state else output
+
+    return going_on
