@@ -26,37 +26,26 @@ SPACES = "Ġ▁"
 class Vocabulary:
     """What every token of a tokenizer stands for. bytes_of: by id, empty where there is no token.
 
-    specials: the ids of special tokens, by their content."""
+    ids: of ordinary tokens, by what they stand for. specials: of the others, by their name."""
 
     def __init__(self, codec: Codec, size: int) -> None:
         self.codec, tokenizer = codec, codec.tokenizer
         tokens = {index: token for token, index in tokenizer.get_vocab().items() if index < size}
-        special = {*codec.special_tokens, *tokenizer.all_special_ids}
-        self.specials = {tokens[index]: index for index in sorted(special & tokens.keys())}
+        self._special = {*codec.special_tokens, *tokenizer.all_special_ids}
+        self.specials = {tokens[index]: index for index in sorted(self._special & tokens.keys())}
         end = tokenizer.eos_token_id
         self.end = end if isinstance(end, int) and end < size else None
-        marks = [sum(token.startswith(mark) for token in tokens.values()) for mark in SPACES]
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.bytes_of = [b""] * size
-        for index, token in tokens.items():
-            plain = index in added or index in special
-            self.bytes_of[index] = (token.encode(errors="ignore") if plain
-                                    else _bytes(token, marks[0] >= marks[1]))
-        self._special = special
-        self._begins = codec.encode("")[:1]
-
-    def ordinary(self) -> dict[bytes, list[int]]:
-        """The ids of tokens that are not special, by what they stand for; of several the one that
-        the tokenizer itself writes comes first."""
-        found: dict[bytes, list[int]] = {}
-        for index, text in enumerate(self.bytes_of):
+        spaces = [sum(token.startswith(mark) for token in tokens.values()) for mark in SPACES]
+        plain = self._special | getattr(tokenizer, "added_tokens_decoder", {}).keys()
+        self.bytes_of, self.ids = [b""] * size, dict[bytes, int]()
+        for index in sorted(tokens, key=lambda index: not tokens[index].startswith("<0x")):
+            token = tokens[index]
+            text = (token.encode(errors="ignore") if index in plain
+                    else _bytes(token, spaces[0] >= spaces[1]))
+            self.bytes_of[index] = text
             if text and index not in self._special:
-                found.setdefault(text, []).append(index)
-        for text, several in found.items():
-            if len(several) > 1:
-                own = self.encode(text)
-                several.sort(key=lambda index: [index] != own)
-        return found
+                self.ids[text] = index                  # a letter comes behind its byte
+        self._begins = codec.encode("")[:1]
 
     def is_special(self, token: int) -> bool:
         return token in self._special
@@ -81,41 +70,34 @@ class SharedVocabulary:
     """
 
     def __init__(self, target: Codec, draft: Codec, target_size: int, draft_size: int) -> None:
-        self.target = Vocabulary(target, target_size)
+        self.target, self.size = Vocabulary(target, target_size), target_size
         self.draft = Vocabulary(draft, draft_size)
-        sources = self._shared()
+        ours, theirs = self.target, self.draft
+        found = {index: theirs.ids[text] for text, index in ours.ids.items() if text in theirs.ids}
         smaller = min(len(target.tokenizer), len(draft.tokenizer))
-        ordinary = len(sources) - sum(map(self.target.is_special, sources))
-        if ordinary < max(1, LEAST_SHARED * smaller):
+        if len(found) < max(1, LEAST_SHARED * smaller):
             raise TokenizerMismatch(
-                f"the draft model {draft.name} and the target {target.name} share {ordinary} of "
+                f"the draft model {draft.name} and the target {target.name} share {len(found)} of "
                 f"{smaller} tokens; choose a draft model whose tokenizer is nearer to the target's"
             )
-        self.count, self.size = len(sources), target_size
-        self.to_draft = torch.full((target_size,), -1, dtype=torch.int64)
-        self.to_draft[list(sources)] = torch.tensor([ids[0] for ids in sources.values()])
-        self.tokens = torch.tensor(list(sources))                                           # [n]
-        most = max(map(len, sources.values()))
-        lists = [ids + ids[:1] * (most - len(ids)) for ids in sources.values()]
-        self.sources = torch.tensor(lists)                                                  # [n, m]
-        self.counted = torch.tensor([[place < len(ids) for place in range(most)]
-                                     for ids in sources.values()])
+        found |= {index: theirs.specials[name] for name, index in ours.specials.items()
+                  if name in theirs.specials}  # fmt: skip
+        if ours.end is not None and theirs.end is not None:     # one meaning, one token
+            found = {index: own for index, own in found.items() if own != theirs.end}
+            found[ours.end] = theirs.end
+        self.specials = {own: index for index, own in found.items() if theirs.is_special(own)}
+        self.count, self.to_draft = len(found), torch.full((target_size,), -1)
+        self.to_draft[list(found)] = torch.tensor([*found.values()])
 
     def to(self, device: torch.device) -> SharedVocabulary:
         """Its tensors on this device."""
-        for name in ("to_draft", "tokens", "sources", "counted"):
-            setattr(self, name, getattr(self, name).to(device))
+        self.to_draft = self.to_draft.to(device)
         return self
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """[..., V] what draft logits [..., draft V] say of the target's tokens: -inf of those not
-        shared; tokens of the draft that are one token of the target add their probabilities."""
-        each = logits[..., self.sources]                                        # [..., n, m]
-        if self.sources.shape[1] > 1:
-            each = each.masked_fill(~self.counted, -torch.inf)
-        found = each[..., 0] if self.sources.shape[1] == 1 else each.logsumexp(-1)
-        everything = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-        return everything.index_copy(-1, self.tokens, found)
+        """[..., V] what draft logits [..., draft V] say of the target's tokens; -inf of those not
+        shared."""
+        return logits[..., self.to_draft.clamp(min=0)].masked_fill(self.to_draft < 0, -torch.inf)
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
         """A prompt as the draft's tokenizer writes it, special tokens kept where it has them."""
@@ -128,60 +110,31 @@ class SharedVocabulary:
                 ids += [token for token in known if token >= 0]
         return ids if ids[: len(begins)] == begins else [*begins, *ids]
 
-    def follow(self, tokens: Sequence[int], guess: Sequence[int]) -> list[int]:
-        """New `tokens` of the target in the draft's ids: those of `guess` that say the same first,
-        then shared tokens one by one, and what lies between as the draft's tokenizer writes it."""
-        text, ids, done = self.target.said(tokens), list[int](), 0
-        for one in guess:
-            piece = self.draft.bytes_of[one]
-            if not piece or not text.startswith(piece, done):
-                break
-            ids.append(one)
-            done += len(piece)
-        start, between = 0, b""
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """New `tokens` of the target in the draft's ids: shared ones one by one, and what lies
+        between as the draft's tokenizer writes it."""
+        ids, between = list[int](), b""
         for token in tokens:
-            piece = self.target.bytes_of[token]
-            rest = piece[max(done - start, 0) :]
-            start += len(piece)
-            if not rest:
-                continue
-            shared = int(self.to_draft[token]) if len(rest) == len(piece) else -1
-            if shared < 0:
-                between += b"" if self.target.is_special(token) else rest
-                continue
-            ids += [*self.draft.encode(between), shared]
-            between = b""
+            shared = int(self.to_draft[token])
+            if shared >= 0:
+                ids += [*self.draft.encode(between), shared]
+                between = b""
+            elif not self.target.is_special(token):
+                between += self.target.bytes_of[token]
         return ids + self.draft.encode(between)
 
     def back(self, tokens: Sequence[int]) -> list[int]:
         """What the draft wrote, as the target's tokenizer writes it, as far as it is shared."""
-        ids: list[int] = []
-        names = {index: name for name, index in self.draft.specials.items()}
+        ids = list[int]()
         for special, part in groupby(tokens, self.draft.is_special):
             if not special:
                 ids += self.target.encode(self.draft.said(part))
                 continue
             for token in part:
-                known = self.target.specials.get(names.get(token, ""))
-                known = self.target.end if token == self.draft.end else known
-                if known is None:
+                if token not in self.specials:
                     return ids
-                ids.append(known)
+                ids.append(self.specials[token])
         return ids
-
-    def _shared(self) -> dict[int, list[int]]:
-        """By the target's id of each shared token, those of the draft, the usual one first."""
-        target, draft = self.target.ordinary(), self.draft.ordinary()
-        found = {ids[0]: draft[text] for text, ids in target.items() if text in draft}
-        for name, index in self.target.specials.items():
-            if name in self.draft.specials:
-                found[index] = [self.draft.specials[name]]
-        if self.target.end is not None and self.draft.end is not None:
-            for ids in found.values():                          # one meaning, one token
-                if self.draft.end in ids:
-                    ids.remove(self.draft.end)
-            found[self.target.end] = [self.draft.end]
-        return {index: ids for index, ids in found.items() if ids}
 
 
 def _bytes(token: str, byte_level: bool) -> bytes:
