@@ -202,11 +202,6 @@ def drafted(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
     return found
 
 
-def draft_of(name: str = "llama", seed: int = 1, **overrides: Any) -> Any:
-    """A small draft model that agrees with the target now and then."""
-    return target(name, seed, **overrides)
-
-
 def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
     """The head, fitted to what `target()` writes after `prompts(8)`, at temperatures 0 and 1."""
     asked, params = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
@@ -250,10 +245,10 @@ def redrafter_head(share_lm_head: bool = False) -> ReDrafterHead:
     return head
 
 
-def _draft_model(target: Target, *branches: int, **overrides: Any) -> DraftModel:
-    """A small draft model for this target that drafts chains, or trees of so many branches."""
+def _draft_model(own: Target, *branches: int, **overrides: Any) -> DraftModel:
+    """A small draft model that agrees with this target now and then; chains, or trees."""
     shape = TreeShape.branching(branches) if branches else None
-    return DraftModel(draft_of(**overrides), target.vocab_size, shape)
+    return DraftModel(target(seed=1, **overrides), own.vocab_size, shape)
 
 
 MEDUSA_TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,))

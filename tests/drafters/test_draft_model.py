@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from drafting import packed_target
 from tiny import CPU, of_family
 from torch import Tensor
 
-from draftproof.core.messages import Accepted, Commit, Frontier, Reading
+from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
@@ -61,15 +60,13 @@ class Recording(DraftModel):
 
     def __init__(self, draft: Target, in_calls: bool = False) -> None:
         super().__init__(draft, VOCAB)
-        self.in_calls, self.chains_at_once, self.drafted = in_calls, list[bool](), list[TokenTree]()
-        # reads of each row, and keys up to there
+        self.in_calls, self.at_once = in_calls, list[TokenTree]()
         self.told: list[tuple[TokenTree, list[int], list[Tensor]]] = []
+        """Trees, reads of each row, and keys up to there."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = super().propose(frontier)
-        self.drafted.append(tree)
-        assert isinstance(self.cache, KVCache)
-        assert self.scratch is not None
+        assert isinstance(self.cache, KVCache) and self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
         ends = [length + own
                 for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
@@ -81,12 +78,8 @@ class Recording(DraftModel):
 
     def _in_one_call(self, frontier: Frontier, steps: int) -> TokenTree | None:
         chain = None if self.in_calls else super()._in_one_call(frontier, steps)
-        self.chains_at_once += [True] * (chain is not None)
+        self.at_once += [chain] if chain is not None else []
         return chain
-
-    @property
-    def at_once(self) -> int:
-        return len(self.chains_at_once)
 
 
 def written(
@@ -127,7 +120,7 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
     assert found == written(often, target, params, budget, rows)
     assert [one[0] for one in found] == [one[0]
                                          for one in written(None, target, params, Fixed(0), rows)]
-    assert once.at_once == len(once.told) > 0 and not often.at_once
+    assert len(once.at_once) == len(once.told) > 0 and not often.at_once
     for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tree.tokens, same.tokens)
         assert all(max(1, size) <= own <= other
@@ -151,46 +144,9 @@ def test_a_model_drafts_by_its_own_law(family: str) -> None:
         texts = written(drafter, target, params, Fixed(4), 1)
         assert [one[0] for one in texts] == [one[0]
                                              for one in written(None, target, params, Fixed(0), 1)]
-        assert drafter.at_once == len(drafter.told) > 0
-        depth = [tree.sizes[0] for tree in drafter.drafted]
-        assert len(drafter.drafted) < 1.1 * sum(len(one[0]) for one in texts) / 5 and max(
-            depth
-        ) == 4
-
-
-@pytest.mark.parametrize("in_calls", [True, False], ids=["token by token", "in one call"])
-def test_a_node_has_one_number_whatever_may_be_drafted(in_calls: bool) -> None:
-    """A batch counts what stands by these; of the most that may be drafted nothing is left to
-    share, and it is told as well."""
-    target, numbers = model(3), list[list[list[int]]]()
-    for count in (2, 6):
-        drafter = Recording(model(1), in_calls)
-        written(drafter, target, [COOL] * 3, Shared(count, 6, 1e-9), 3)
-        first = next(tree for tree in drafter.drafted if len(tree.tokens) == 3)
-        assert first.budget_rank is not None
-        numbers.append([[turn for turn in row if 0 < turn <= 2]
-                        for row in (first.budget_rank * first.present).tolist()])
-    assert numbers[0] == numbers[1] and sum(map(len, numbers[0])) == 6
-
-
-def test_a_chain_has_noise_as_far_as_it_goes() -> None:
-    """Also of a prefix that does not say how far a draft may reach."""
-    draft, chains = model(1), []
-    for ahead in (0, 6):
-        drafter = Recording(draft)
-        drafter.start(1, 64, CPU)
-        prompt = torch.tensor([[5, 1, 7, 2]])
-        everything = Accepted(torch.arange(3)[None], torch.tensor([3]), prompt[:, 3])
-        drafter.observe(Commit.of([0], TokenTree.chain(prompt[:, :3]),
-                                  Reading(torch.zeros(1, 3, VOCAB)), everything))
-        prefix = Prefix(torch.nn.functional.pad(prompt, (0, 20)), torch.tensor([3]), ahead,
-                        longest=3)
-        params = SamplingParams(Sampling(temperature=0.9, seed=3), prompt_length=4)
-        with torch.inference_mode():
-            chains.append(drafter.propose(Frontier(prefix, Sampler([params], ops=CPU),
-                                                   budget=6)).tokens)
-        assert drafter.at_once
-    assert torch.equal(*chains)
+        assert len(drafter.at_once) == len(drafter.told) > 0
+        assert len(drafter.told) < 1.1 * sum(len(one[0]) for one in texts) / 5
+        assert max(tree.sizes[0] for tree, *_ in drafter.told) == 4
 
 
 def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
@@ -217,24 +173,19 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
 def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperature: float) -> None:
     """The draft model's first choice is the target's as often as its chance says."""
     engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
-    draft, begin = cast(
-        DraftModel, engine.drafter
-    ).model, engine.codec.encode if engine.codec else list
-    prompts = ("Once upon a time", "Lily and Tom", "The big dog", "One day, Ben") * (
-        2 if temperature else 1
-    )
-    params = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
-    texts = engine.generate(prompts, max_new_tokens=96, sampling=params)
-    chances, hits = [], []
-    for prompt, wished, done in zip(prompts, params, texts, strict=True):
-        first, text = len(begin(prompt)), torch.tensor([[*begin(prompt), *done.tokens]])
+    assert isinstance(engine.drafter, DraftModel) and engine.codec is not None
+    draft, chances, hits = engine.drafter.model, list[Tensor](), list[Tensor]()
+    prompts = ["Once upon a time", "Lily and Tom", "The big dog", "One day, Ben"]
+    for seed, prompt in enumerate(prompts * (2 if temperature else 1)):
+        want, begin = Sampling(temperature=temperature, seed=seed), engine.codec.encode(prompt)
+        done = engine.generate([prompt], max_new_tokens=96, sampling=want)[0]
+        text, first = torch.tensor([[*begin, *done.tokens]]), len(begin)
         tree = TokenTree.chain(text[:, :-1])
         with torch.inference_mode():
             logits = draft.read(tree, draft.new_cache(1, 128)).logits
         paths = Paths(Prefix(text, torch.tensor([0])), tree)
-        confidence, choices = Sampler([SamplingParams(wished, first)], ops=CPU).best(
-            logits, paths, 1, CONFIDENCE_SCALE
-        )
+        sampler = Sampler([SamplingParams(want, first)], ops=CPU)
+        confidence, choices = sampler.best(logits, paths, 1, CONFIDENCE_SCALE)
         chances.append(confidence[0, first - 1 :, 0].exp())
         hits.append(choices[0, first - 1 :, 0] == text[0, first:])
     supposed, came = torch.cat(chances), torch.cat(hits).float()

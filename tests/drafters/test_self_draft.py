@@ -43,15 +43,10 @@ def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None
 
 
 def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
-    asked = prompts(8, seed=5)
-    shares = [
-        accepted_share(
-            Engine(target(), SelfDraft(target(), **options), budget=4).generate(
-                asked, max_new_tokens=40
-            )
-        )
-        for options in ({"quantize": "int8"}, {"layers": 1}, {})
-    ]
+    asked, shares = prompts(8, seed=5), list[float]()
+    for options in ({"quantize": "int8"}, {"layers": 1}, {}):
+        engine = Engine(target(), SelfDraft(target(), **options), budget=4)
+        shares.append(accepted_share(engine.generate(asked, max_new_tokens=40)))
     assert shares[1] < 0.6 < shares[0] <= shares[2]
 
 
@@ -74,18 +69,12 @@ def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
     assert len(short.new_cache(1, 64).layers) == 1 and short.reads_trees == own.reads_trees
 
 
-def test_the_first_layers_are_no_second_copy() -> None:
-    own = target()
-    short = SelfDraft(own, layers=1).model.model
-    assert {one.data_ptr() for one in short.parameters()} < {one.data_ptr()
-                                                             for one in own.model.parameters()}
+def test_a_self_draft_shares_what_is_not_quantised() -> None:
+    own = Target(fresh("llama"))
+    short, draft = (SelfDraft(own, **options).model.model
+                    for options in ({"layers": 1}, {"quantize": "int8"}))
     assert weight_bytes(torch.nn.ModuleList([own.model, short])) == weight_bytes(own.model)
     assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
-
-
-def test_a_quantised_self_draft_shares_what_is_not_quantised() -> None:
-    own = Target(fresh("llama"))
-    draft = SelfDraft(own, quantize="int8").model.model
     assert draft.model.embed_tokens.weight is own.model.model.embed_tokens.weight
     assert draft.model.norm.weight is own.model.model.norm.weight
     assert isinstance(draft.model.layers[0].mlp.down_proj, Int8Linear)
@@ -98,17 +87,15 @@ def test_a_packed_target_drafts_for_itself() -> None:
         pytest.skip("nothing is packed on this machine")
     own, asked = Target(packed), prompts(4, seed=6)
     for options in ({"quantize": "int8"}, {"layers": 1}):
-        done = Engine(own, Watch(SelfDraft(own, **options)), budget=3).generate(
-            asked, max_new_tokens=20
-        )
+        engine = Engine(own, Watch(SelfDraft(own, **options)), budget=3)
+        done = engine.generate(asked, max_new_tokens=20)
         assert sum(one.stats.accepted for one in done) > 0
 
 
 def test_names() -> None:
     assert self_draft_options("self-layers:4") == (4, None)
-    assert self_draft_options("self-int8") == (None, "int8") and self_draft_options(
-        "self-int4"
-    ) == (None, "int4")
+    assert [self_draft_options(f"self-{kind}") for kind in ("int8", "int4")] == [(None, "int8"),
+                                                                                (None, "int4")]
     for wrong in ("self-", "self-layers", "self-layers:", "self-layers:-1", "self-int8:3",
                   "self-int3", "self-draft"):
         with pytest.raises(BadInput, match="self-int8, self-int4, or self-layers:N"):
@@ -116,11 +103,7 @@ def test_names() -> None:
     for count in (0, 2, 9):
         with pytest.raises(BadInput, match=f"{count} layers were asked for"):
             SelfDraft(target(), layers=count)
-
-
-def test_self_drafts_are_loaded_by_name() -> None:
-    own = load(model("llama"), drafter="self-layers:1", budget=3,
-               draft_tree=TreeShape.branching((2, 1)))
-    assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == TreeShape.branching((2, 1))
-    own = load(model("llama"), drafter="self-int8")
-    assert isinstance(own.drafter, SelfDraft) and own.drafter.name == "self-draft"
+    shape = TreeShape.branching((2, 1))
+    own = load(model("llama"), drafter="self-layers:1", budget=3, draft_tree=shape)
+    assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == shape
+    assert load(model("llama"), drafter="self-int8").drafter.name == "self-draft"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from math import log
+from math import inf, log
 from typing import Any, Protocol
 
 import torch
@@ -71,12 +71,6 @@ class DraftModel(Drafter):
         if not self.chains and not model.reads_trees:
             raise DrafterMismatch(
                 f"draft model {model.name} cannot read trees exactly; draft chains with it"
-            )
-        children = max(shape.ranks, default=0) + 1 if shape is not None else 1
-        if children > vocab_size:
-            raise DrafterMismatch(
-                f"a tree with {children} children of one node was asked of {vocab_size} tokens; "
-                "draft fewer"
             )
         self.model, self.vocab_size, self.shape = model, vocab_size, shape
         if shape is not None:
@@ -183,7 +177,8 @@ class DraftModel(Drafter):
             elif floor and self.chains:
                 steps = torch.where(there, scores[:, -1:] + steps, -torch.inf)
                 scores = torch.cat([scores, steps], 1)
-                least = _lowest(scores[:, 1:], frontier.budget * len(root))
+                nodes, drafted = frontier.budget * len(root), scores[:, 1:].flatten()
+                least = float(drafted.topk(nodes).values[-1]) if len(drafted) >= nodes else -inf
                 live = scores[:, -1:] >= max(log(floor), least)
                 if not bool(live.any()):
                     break
@@ -243,12 +238,6 @@ class DraftModel(Drafter):
     def _cache(self, stop: int, start: int = 0) -> KVCache:
         assert self.cache is not None, "start() comes before the first commit"
         return self.cache.rows(start, stop)
-
-
-def _lowest(scores: Tensor, nodes: int) -> float:
-    """The last of the highest `nodes` of scores [B, N]; -inf where there are fewer."""
-    enough = scores.numel() >= nodes
-    return float(scores.flatten().topk(nodes).values[-1]) if enough else -torch.inf
 
 
 class SelfDraft(DraftModel):
