@@ -70,9 +70,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_that_know_the_text_are_accepted(name: str, temperature: float) -> None:
     """Equality would mean little if nothing were accepted: heads draft what they were fitted to."""
-    engine, want = Engine(target(), DRAFTERS[name](target())), Sampling(
-        temperature=temperature, seed=5
-    )
+    engine, want = Engine(target(), DRAFTERS[name](target())), Sampling(temperature, seed=5)
     done = engine.generate(prompts(8), max_new_tokens=40, sampling=want)
     assert sum(one.stats.accepted for one in done) > sum(one.stats.rounds for one in done)
 
@@ -211,7 +209,7 @@ def test_select_commutes_with_propose(name: str) -> None:
 
 
 @any_drafter
-@pytest.mark.parametrize("budget", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("budget", [1, 3, 30])
 def test_the_budget_is_respected(name: str, budget: int) -> None:
     stage = Stage(DRAFTERS[name](target()), long_enough(3, 4))
     for round_ in range(3):
@@ -229,9 +227,8 @@ def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
         for one in done:
             assert (one.stats.accepted, one.stats.rounds) == ((0, 24) if wrong else (20, 4))
             assert one.stats.acceptance_by_position == ([0.0] if wrong else [1.0] * 5)
-    done = Engine(target(), Watch(drafting.Hinted(Oracle(known)))).generate(
-        asked, max_new_tokens=25
-    )
+    engine = Engine(target(), Watch(drafting.Hinted(Oracle(known))))
+    done = engine.generate(asked, max_new_tokens=25)
     assert [one.tokens for one in done] == wanted and all(one.stats.accepted > 8 for one in done)
 
 

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.fused_forward import Tables
 from draftproof.model.packed_linear import pack_linears, packable, put
 from draftproof.model.quantized_linear import Int8Linear, slow_because
+from draftproof.model.target import Target
 
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
@@ -98,26 +98,8 @@ class SharedMemory(dict[torch.device, T]):
             return self.setdefault(device, self.make(device))
 
 
-class Vocabulary(Protocol):
-    """A target's tables between tokens and hidden states, which draft heads share."""
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    context: int
-    reads_trees: bool
-
-    @property
-    def native(self) -> Tables | None:
-        """The same tables as the C library reads them, if it does."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def embed(self, tokens: Tensor, raw: bool = False) -> Tensor: ...
-    def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor: ...
+Vocabulary = Target
+"""A target, of which draft heads use the tables between tokens and hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True)
