@@ -18,11 +18,10 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead
+from draftproof.drafters.base import Drafter, DraftHead, Plain
 from draftproof.drafters.draft_model import DraftModel, SelfDraft
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.medusa import Medusa, MedusaHead
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from draftproof.core.params import Sampling
     from draftproof.core.tree import ABSENT, TokenTree, TreeShape
     from draftproof.core.typical import Typical
-    from draftproof.drafters.base import Drafter
+    from draftproof.drafters.base import Drafter, Plain
     from draftproof.drafters.checkpoints import read_head, write_head
     from draftproof.drafters.draft_model import DraftModel, SelfDraft
     from draftproof.drafters.medusa import Medusa, MedusaHead
-    from draftproof.drafters.plain import Plain
     from draftproof.drafters.portfolio import Portfolio
     from draftproof.drafters.prompt_lookup import PromptLookup
     from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
@@ -91,11 +90,10 @@ _HOME = {
     "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.engine.load": ("load",),
     "draftproof.engine.shape_policy": ("ShapePolicy",),
-    "draftproof.drafters.base": ("Drafter",),
+    "draftproof.drafters.base": ("Drafter", "Plain"),
     "draftproof.drafters.checkpoints": ("read_head", "write_head"),
     "draftproof.drafters.draft_model": ("DraftModel", "SelfDraft"),
     "draftproof.drafters.medusa": ("Medusa", "MedusaHead"),
-    "draftproof.drafters.plain": ("Plain",),
     "draftproof.drafters.portfolio": ("Portfolio",),
     "draftproof.drafters.prompt_lookup": ("PromptLookup",),
     "draftproof.drafters.token_recycling": ("TokenRecycling",),

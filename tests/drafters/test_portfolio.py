@@ -13,10 +13,9 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.medusa import Medusa
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter

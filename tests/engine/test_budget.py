@@ -12,8 +12,8 @@ from tiny import prompts, target
 from draftproof.core.messages import Frontier, Reading
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
+from draftproof.drafters.base import Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine, usual_budget
 from draftproof.engine.stats import Round, State

@@ -13,7 +13,7 @@ from tiny import prompts, target
 from draftproof.core.acceptance import RULES, Rule
 from draftproof.core.params import Sampling
 from draftproof.core.typical import Typical
-from draftproof.drafters.plain import Plain
+from draftproof.drafters.base import Plain
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.verify import cases

@@ -16,9 +16,8 @@ from tiny import fresh, prompts, target
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine

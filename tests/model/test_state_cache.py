@@ -11,8 +11,8 @@ from tiny import build
 
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.drafters.base import Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, UnsupportedModel

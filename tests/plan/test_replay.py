@@ -13,10 +13,9 @@ from tiny import model, prompts, target
 from draftproof.core.messages import Commit, Successors
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.medusa import MedusaHead
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.redrafter import ReDrafterHead

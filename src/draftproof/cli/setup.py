@@ -96,7 +96,7 @@ def must_have_folders(*files: Path | None) -> None:
 
 def plain_engine(engine: Engine) -> Engine:
     """Plain decoding with the same target and defaults; nothing is loaded twice."""
-    from draftproof.drafters.plain import Plain
+    from draftproof.drafters.base import Plain
     from draftproof.engine.engine import Engine
 
     return Engine(

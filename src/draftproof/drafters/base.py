@@ -87,6 +87,16 @@ class Drafter(ABC):
         return [[self.name] * len(row) for row in tree.tokens]
 
 
+class Plain(Drafter):
+    """Plain autoregressive decoding: proposes only the root, one token per round."""
+
+    name = "none"
+    default_budget = 0
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        return TokenTree.root(frontier.prefix.root)
+
+
 class SharedMemory(dict[torch.device, T]):
     """What a drafter learns for later runs, by device, made when it is first needed."""
 

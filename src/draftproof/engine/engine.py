@@ -20,8 +20,7 @@ from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
 from draftproof.core.tree_shape import CHUNKS
 from draftproof.core.typical import Typical
-from draftproof.drafters.base import Drafter
-from draftproof.drafters.plain import Plain
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.completion import Chunk as Chunk

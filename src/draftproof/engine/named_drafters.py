@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from draftproof.drafters.base import Drafter
-from draftproof.drafters.plain import Plain
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter

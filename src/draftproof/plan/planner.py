@@ -14,9 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.engine.budget import Adaptive, Costs, Fixed, presets
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine

@@ -20,8 +20,7 @@ from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
-from draftproof.drafters.base import Drafter
-from draftproof.drafters.plain import Plain
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Completion, Engine
 from draftproof.model.device import Device

@@ -16,9 +16,8 @@ from torch import Tensor
 from draftproof.core.acceptance import RULES, Rule
 from draftproof.core.params import LogitsProcessor, Sampling
 from draftproof.core.tree import TreeShape
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.engine import Completion, Engine

@@ -20,8 +20,8 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
+from draftproof.drafters.base import Plain
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.plain import Plain
 from draftproof.engine.engine import Engine
 from draftproof.verify.audit import Audit, audit
 from draftproof.verify.cases import Ask, Case, Setup, case, one_thread, setups, toy
