@@ -34,7 +34,7 @@ from draftproof.engine.stats import State
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.native.cpu_ops import CpuOps
-from draftproof.native.kernels import linear_kernels
+from draftproof.native.kernels import kernels
 
 
 class Oracle(Drafter):
@@ -309,7 +309,7 @@ def assert_counts(done: Completion) -> None:
     assert all(0 <= rate <= 1 for rate in (*stats.acceptance_by_position, stats.acceptance))
 
 
-needs_kernels = pytest.mark.skipif(linear_kernels() is None, reason="no kernels for it here")
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no kernels for it here")
 
 
 def packed_target(tied: bool = True, layers: int = 2) -> Target:

@@ -18,28 +18,28 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftproof.native.build import LEVELS, able, opened
+from draftproof.native.build import able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import BLOCK, GROUP, Linear, interleaved, nibbles, rounded
+from draftproof.native.structures import BLOCK, GROUP, Native, interleaved, linear, nibbles, rounded
 
 ROWS = (1, 2, 4, 8, 16)
 SPAN = 400_000_000
 
 
-def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, object]]:
+def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Native, object]]:
     """Copies of a layer, each with the tensors it reads."""
     scale, step = rounded(torch.rand(outputs)), torch.full((outputs, -(-inputs // GROUP)), 17)
     scales = torch.rand(outputs, -(-inputs // BLOCK))
-    makers: dict[int, Callable[[], tuple[Linear, object]]] = {
+    makers: dict[int, Callable[[], tuple[Native, object]]] = {
         16: lambda: _kept(interleaved(torch.randn(outputs, inputs).bfloat16(), 2),
-                          lambda w: Linear.of(w, None, None, inputs, outputs)),
+                          lambda w: linear(w, None, None, inputs, outputs)),
         8: lambda: _kept(
             interleaved(torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8), 4),
-            lambda w: Linear.of(w, scale, None, inputs, outputs),
+            lambda w: linear(w, scale, None, inputs, outputs),
         ),
         4: lambda: _kept(
             nibbles(torch.randint(0, 15, (outputs, inputs)), step, step - 17, scales),
-            lambda both: Linear.of_4_bits(*both, None, inputs, outputs),
+            lambda both: linear(*both, None, inputs, outputs),
         ),
     }
     for _ in range(-(-SPAN * 8 // (outputs * inputs * bits))):
@@ -47,12 +47,12 @@ def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Linear, objec
         yield layer, (held, scale)
 
 
-def _kept(held: object, make: Callable[..., Linear]) -> tuple[Linear, object]:
+def _kept(held: object, make: Callable[..., Native]) -> tuple[Native, object]:
     return make(held), held
 
 
 def measure(
-    found: Kernels, copies: list[tuple[Linear, object]], rows: int, inputs: int, repeats: int
+    found: Kernels, copies: list[tuple[Native, object]], rows: int, inputs: int, repeats: int
 ) -> float:
     """Seconds for one layer."""
     states, seconds = torch.randn(rows, inputs).bfloat16(), list[float]()
@@ -80,10 +80,8 @@ def main() -> None:
         table.add_column(name, justify="right")
     for bits in (16, 8, 4):
         copies = list(layers(bits, options.outputs, options.inputs))
-        for build in able(LEVELS[-1]):
+        for build in able():
             found = Kernels(opened(build))
-            if not found.linears:
-                continue
             times = [measure(found, copies, rows, options.inputs, options.repeats) for rows in ROWS]
             size = options.outputs * options.inputs * bits / 8e9
             speeds = (f"{size / seconds:.1f}" for seconds in times)

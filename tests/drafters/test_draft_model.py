@@ -23,9 +23,9 @@ from draftproof.engine.stats import State
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
-from draftproof.native.kernels import linear_kernels
+from draftproof.native.kernels import kernels
 
-pytestmark = pytest.mark.skipif(linear_kernels() is None, reason="no kernels for it here")
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels for it here")
 VOCAB = 96
 
 

@@ -20,9 +20,9 @@ from draftproof.model import loading
 from draftproof.model.loading import embedded
 from draftproof.model.quantize import is_quantized
 from draftproof.model.target import Target
-from draftproof.native.kernels import linear_kernels
+from draftproof.native.kernels import kernels
 
-needs_kernels = pytest.mark.skipif(linear_kernels() is None, reason="no kernels for 8 bits here")
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="no kernels for 8 bits here")
 WAYS = [pytest.param("int8", None, id="int8"), pytest.param("int4", None, id="int4"),
         pytest.param(None, "int8", id="int8 cache"), pytest.param(None, "fp8", id="fp8 cache"),
         pytest.param("int8", "int8", id="int8, int8 cache")]

@@ -86,13 +86,6 @@ def test_adapters_may_be_added_switched_and_merged(family: str, options: dict[st
     assert texts[0] != texts[1]
 
 
-def test_nothing_is_copied_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(fresh("llama").float(), quantize="int8")
-    fast, model = engine.target.fast, engine.target.model
-    engine.generate([PROMPT], max_new_tokens=4)
-    assert engine.target.fast is fast and engine.target.model is model
-
-
 @pytest.mark.parametrize("change, says", [
     (lambda own: own.train(), "training mode"), (lambda own: own.bfloat16(), "bfloat16 on cpu now"),
 ])  # fmt: skip

@@ -115,7 +115,7 @@ def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
 
 
 def test_without_kernels_a_bfloat16_model_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftproof.model.packed_linear.linear_kernels", lambda: None)
+    monkeypatch.setattr("draftproof.model.packed_linear.kernels", lambda: None)
     monkeypatch.setattr("draftproof.model.fused_forward.kernels", lambda: None)
     own = model("llama").bfloat16()
     assert pack_linears(own) == 0 and type(own.lm_head) is torch.nn.Linear

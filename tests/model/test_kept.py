@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,35 +48,25 @@ def text(folder: Path, **options: Any) -> list[int]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted((folder.parent / "cache" / "draftproof").glob("*.safetensors"))
+    return sorted((folder.parent / "cache" / "draftproof").glob("*.pt"))
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
-def test_a_second_start_finds_nothing_out_anew(
+def test_a_second_start_finds_nothing_out_anew_unless_the_file_is_cut_off(
     folder: Path, made: list[str], options: dict[str, Any]
 ) -> None:
     first = text(folder, **options)
     assert "examine" in made and ("_quantised" in made) is bool(options)
     made.clear()
     assert text(folder, **options) == first and made == []
-
-
-@pytest.mark.parametrize("harm", [
-    lambda file: file.write_bytes(file.read_bytes()[:-9]),
-    lambda file: file.write_bytes(b""),
-    lambda file: file.write_bytes(file.read_bytes()[:-64] + bytes(range(64))),
-    lambda file: file.write_bytes(file.read_bytes().replace(b'"key"', b'"kex"')),
-])  # fmt: skip
-def test_what_does_not_hold_together_is_made_anew(
-    folder: Path, made: list[str], harm: Callable[[Path], Any]
-) -> None:
-    first = text(folder, quantize="int4")
-    for file in files(folder):
-        harm(file)
-    made.clear()
-    assert text(folder, quantize="int4") == first and "_quantised" in made
-    made.clear()
-    assert text(folder, quantize="int4") == first and made == []
+    for left in (-9, 0):
+        for file in files(folder):
+            content = file.read_bytes()[:left]
+            file.unlink()               # a mapped one may not shrink
+            file.write_bytes(content)
+        assert text(folder, **options) == first and "examine" in made
+        made.clear()
+        assert text(folder, **options) == first and made == []
 
 
 def test_other_files_or_changed_weights_are_not_what_was_kept(

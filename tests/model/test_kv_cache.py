@@ -111,20 +111,20 @@ def test_a_view_leaves_the_other_rows_alone(kind: str | None) -> None:
     assert_reads_on(own, cache, [texts[0], *inner, texts[3]])
 
 
-@pytest.mark.parametrize("garbage", [1e30, -1e30])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_scratch_never_leaks(family: str, garbage: float) -> None:
+@pytest.mark.parametrize("kind", [None, *LAYERS])
+def test_scratch_never_leaks(kind: str | None) -> None:
     """Whatever lies beyond the committed tokens, huge numbers too, the logits are the same bits."""
-    own, dice = target(family), torch.Generator().manual_seed(3)
-    cache, texts = own.new_cache(3, CAPACITY), [[] for _ in range(3)]
-    for _ in range(3):
-        commit(own, cache, texts, dice, SHAPES[0])
-    tree = TokenTree.chain(torch.tensor([[1, 2, 3]] * 3))
-    wanted = own.read(tree, cache).logits
-    for layer in cache.layers:
-        for row, length in enumerate(cache.lengths.tolist()):
-            layer.keys[row, :, length:], layer.values[row, :, length:] = garbage, garbage
-    assert torch.equal(own.read(tree, cache).logits, wanted)
+    for family in ("llama", "gemma2"):
+        own, dice = of_kind(kind, family), torch.Generator().manual_seed(3)
+        cache, texts = own.new_cache(3, CAPACITY), [[] for _ in range(3)]
+        for _ in range(3):
+            commit(own, cache, texts, dice, SHAPES[0])
+        tree = TokenTree.chain(torch.tensor([[1, 2, 3]] * 3))
+        wanted = own.read(tree, cache).logits
+        for store in (store for layer in cache.layers for store in layer.stores):
+            for row, length in enumerate(cache.lengths.tolist()):
+                store[row, :, length:] = 1e30 if store.is_floating_point() else -127
+        assert torch.equal(own.read(tree, cache).logits, wanted)
 
 
 def test_a_path_may_overlap_its_destination() -> None:
@@ -212,22 +212,6 @@ def test_trees_leave_the_bits_that_chains_leave(kind: str) -> None:
 
 
 @any_kind
-def test_what_was_not_kept_is_forgotten(kind: str) -> None:
-    """Rolling back is not committing: whatever a round left behind its path, the next reads the
-    same bits."""
-    own = of_kind(kind)
-    text, answers = TokenTree.chain(torch.tensor([[1, 2, 3]])), []
-    for wrong in (5, 9):
-        cache = own.new_cache(1, CAPACITY)
-        own.read(text, cache)
-        cache.keep(None, torch.tensor([3]))
-        own.read(TokenTree.chain(torch.tensor([[4, wrong, wrong, wrong]])), cache)
-        cache.keep(None, torch.tensor([1]))
-        answers.append(own.read(TokenTree.chain(torch.tensor([[6, 7]])), cache).logits)
-    assert torch.equal(*answers)
-
-
-@any_kind
 def test_the_fast_forward_reads_what_the_model_reads(kind: str) -> None:
     """Both write through the same layers; in float32, where codes fall alike but for a few."""
     own = Target(fresh("llama").float(), kv_cache=kind)
@@ -262,8 +246,8 @@ def test_an_unknown_kind_is_refused() -> None:
 # Masks ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 3, 5])
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_node_sees_the_committed_text_and_its_ancestors(
     dtype: torch.dtype, window: int | None, first: int
@@ -272,6 +256,8 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(
     tree = TokenTree.shaped(torch.zeros(3, len(MASKED), dtype=torch.int64), MASKED)
     mask = tree_mask(tree, lengths, capacity, dtype, first, window)
     assert mask.shape == (3, 1, len(MASKED) - first, capacity) and mask.dtype == dtype
+    # added, not true or false; and softmax of nothing is NaN
+    assert dtype.is_floating_point and (mask == 0).any(-1).all()
     for row, length in enumerate(lengths.tolist()):
         for node in range(first, len(MASKED)):
             for slot in range(capacity):
@@ -284,11 +270,3 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(
                     seen = length + int(tree.depths[row, node]) - position < window
                 wanted = 0 if seen else torch.finfo(dtype).min
                 assert mask[row, 0, node - first, slot] == wanted, (row, node, slot)
-
-
-def test_a_mask_adds_and_never_reads_as_true_or_false() -> None:
-    """Additive: under eager attention a boolean mask would be added as 0 and 1, silently."""
-    tree = TokenTree.chain(torch.zeros(1, 3, dtype=torch.int64))
-    mask = tree_mask(tree, torch.tensor([2]), 8, torch.float32)
-    assert mask.dtype.is_floating_point and (mask <= 0).all()
-    assert (mask == 0).any(-1).all(), "every node sees something: softmax of nothing is NaN"

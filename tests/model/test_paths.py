@@ -27,7 +27,7 @@ def test_what_would_change_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "library", lambda: Library(None, "", "there is no C compiler; install gcc")
     )
-    monkeypatch.setattr("draftproof.model.quantized_linear.linear_kernels", lambda: None)
+    monkeypatch.setattr("draftproof.model.quantized_linear.kernels", lambda: None)
     told = paths(Target(own))
     assert told["layers"].endswith("install gcc") and told["sampling"] == "torch's operators"
     assert told["int8"].startswith("right, and not quicker")

@@ -1,16 +1,21 @@
-"""What small kernels compute, against torch."""
+"""What small kernels compute, against torch; layouts of weights; pages."""
 
 from __future__ import annotations
 
+import mmap
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftproof.native.kernels import kernels
+from draftproof.native.pages import enlarge, release
 from draftproof.native.structures import interleaved, plain
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
+SMAPS = Path("/proc/self/smaps")
 
 
 @pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
@@ -24,6 +29,7 @@ def test_what_is_interleaved_can_be_had_back(
     assert torch.equal(plain(packed, inputs, outputs), weight)
 
 
+@pytest.mark.skipif(kernels() is None, reason="no library here")
 @pytest.mark.parametrize(
     ("gelu", "opened"),
     [
@@ -41,11 +47,31 @@ def test_a_gate_of_any_size_lets_through_what_it_should(
     for sign in (-1, 1):
         gate = sign * torch.logspace(-2, 38, 1600).bfloat16()
         up, out = torch.full_like(gate, 2.0), torch.empty_like(gate)
-        both = torch.cat([gate, up])
-        found.gate(both.data_ptr(), out.data_ptr(), gelu, 1, len(gate))
+        found("gate", torch.cat([gate, up]), out, gelu, 1, len(gate))
         torch.testing.assert_close(
             out, opened(gate.float()).bfloat16() * up, rtol=0.01, atol=1e-3 if gelu else 1e-30
         )
     broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
-    found.gate(broken.data_ptr(), out.data_ptr(), gelu, 1, 16)
+    found("gate", broken, out, gelu, 1, 16)
     assert out[:16].isnan().all()
+
+
+@pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")
+                         and Path("/sys/kernel/mm/transparent_hugepage").exists()),
+                    reason="no large pages here, or they are not told of")
+def test_large_pages_are_asked_for() -> None:
+    numbers = enlarge(torch.empty(1 << 22))
+    address, entry = numbers.data_ptr() + numbers.nbytes // 2, ""
+    for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
+        if found and int(found[1], 16) <= address < int(found[2], 16):
+            break
+    assert re.search(r"VmFlags:.*\bhg\b", entry)
+    assert numbers.fill_(1).sum() == len(numbers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux")
+def test_pages_that_nobody_reads_are_given_back() -> None:
+    numbers = torch.ones(1 << 22)
+    release(numbers)
+    assert not numbers[1 << 21 : 1 << 21 | 1024].any()

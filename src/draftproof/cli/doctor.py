@@ -72,9 +72,8 @@ def _kernels() -> str:
     found, told = kernels(), library().reason
     if found is None:
         return f"none: torch's operators do everything; {told}"
-    layers = "linear layers in bfloat16, 8 and 4 bits, " if found.linears else ""
-    others = f"{layers}attention, norms, gates, noise and lookup"
-    return f"{library().build}: {others}" + (f"; {told}" if told else "")
+    what = "linear layers in bfloat16, 8 and 4 bits, attention, norms, gates, noise and lookup"
+    return f"{library().build}: {what}" + (f"; {told}" if told else "")
 
 
 def _page(facts: dict[str, Any], found: Exactness, lost: list[str]) -> Table:

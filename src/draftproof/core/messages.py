@@ -110,9 +110,9 @@ class Successors(NamedTuple):
     logits: Tensor
 
 
-def top_tokens(logits: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """[b, P * n, count] the tokens of the highest of P logits [b, n, V], and these logits."""
-    best = torch.cat(list(logits), 1).topk(count, -1)
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[b, n, count] the tokens of the highest of logits [b, n, V], and these logits."""
+    best = logits.topk(count, -1)
     return best.indices, best.values
 
 
@@ -148,7 +148,7 @@ class Commit:
             hidden = hidden.gather(1, index)
         successors, most = None, min(top, reading.logits.shape[-1])
         if top:
-            successors = Successors(tree, *ops.run(top_tokens, [reading.logits], most))
+            successors = Successors(tree, *ops.run(top_tokens, reading.logits, most))
         return cls(rows, tokens, accepted.nodes, accepted.count, hidden, successors)
 
 

@@ -140,7 +140,7 @@ class Medusa(HeadDrafter[MedusaHead]):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.prepared = ops.run(prepare_heads, self, WEIGHT)
+        self.prepared = ops.run(prepare_heads, self)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         heads, nodes, shape = self.head.steps, frontier.budget, None
@@ -150,31 +150,27 @@ class Medusa(HeadDrafter[MedusaHead]):
             shape = _prefix(self.tree, nodes)
         if shape is not None:
             heads, nodes = len(shape.levels) - 1, len(shape) - 1
-        return self.ops.run(medusa_tree, self, frontier, min(heads, nodes), nodes, shape)
+        logits = self.logits(len(frontier.prefix.root), min(heads, nodes))
+        return self.ops.run(bigram_tree, self.bigrams, logits, frontier, nodes, shape, WEIGHT)
 
     def logits(self, rows: int, heads: int) -> Tensor:
         """[rows, heads, V] what the first heads say of the first rows."""
-        hidden, own = self.hidden[:rows], self.head.own_projections
-        states = torch.stack([head(hidden) for head in self.head.heads[:heads]])
-        if own:
-            logits = torch.stack([own[head](state) for head, state in enumerate(states)])
-        else:
-            logits = self.head.unembed(states, self.vocabulary)
-        logits = logits.transpose(0, 1)
+        logits = self.ops.run(heads_logits, self, self.hidden[:rows], heads).transpose(0, 1)
         return base.over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
 
 
-def prepare_heads(medusa: Medusa, weight: float) -> object | None:
-    """What ops need to draft with all heads in one call, if they can. weight: of the bigrams."""
+def prepare_heads(medusa: Medusa) -> object | None:
+    """What ops need to compute all heads in one call, if they can."""
     return None
 
 
-def medusa_tree(
-    medusa: Medusa, frontier: Frontier, heads: int, nodes: int, shape: TreeShape | None
-) -> TokenTree:
-    """The tree of the likeliest `nodes` nodes, or the one of this shape, by the first heads."""
-    logits = medusa.logits(len(frontier.prefix.root), heads)
-    return medusa.ops.run(bigram_tree, medusa.bigrams, logits, frontier, nodes, shape, WEIGHT)
+def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
+    """[heads, B, rows of the projection] logits of the first heads for hidden states [B, H]."""
+    own = medusa.head.own_projections
+    states = torch.stack([head(hidden) for head in medusa.head.heads[:heads]])
+    if own:
+        return torch.stack([own[head](state) for head, state in enumerate(states)])
+    return medusa.head.unembed(states, medusa.vocabulary)
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ import torch
 from draftproof.core.ops import Ops
 from draftproof.errors import BadInput, first_line
 from draftproof.native.cpu_ops import CpuOps
-from draftproof.native.kernels import linear_kernels
+from draftproof.native.kernels import kernels
 
 R = TypeVar("R")
 
@@ -98,7 +98,7 @@ class Device:
         """What weights stored so are computed in when nobody says."""
         if stored == torch.float16 and self.kind == "hpu":      # the first Gaudi has none
             return torch.bfloat16
-        quick = self.bf16_is_native or (self.kind == "cpu" and linear_kernels() is not None)
+        quick = self.bf16_is_native or (self.kind == "cpu" and kernels() is not None)
         return torch.float32 if stored == torch.bfloat16 and not quick else stored
 
     def must_compute(self, dtype: torch.dtype) -> None:

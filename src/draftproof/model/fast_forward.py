@@ -30,7 +30,6 @@ from draftproof.model.layers import (
     norm_of,
     norm_weight,
 )
-from draftproof.native.structures import Norm
 
 FAMILIES = (
     "Gemma3ForCausalLM", "GraniteForCausalLM", "LlamaForCausalLM", "MinistralForCausalLM",
@@ -68,7 +67,7 @@ class FastForward:
         self.residual_scale = float(getattr(model.config, "residual_multiplier", 1.0))
         self.gelu = _activation(model.config) == GELU
         self.norm, self.norm_weight = norm_of(body.norm), norm_weight(body.norm)
-        self.norm_terms = Norm(epsilon_of(body.norm), self.residual_scale)
+        self.epsilon = epsilon_of(body.norm)
         self.head_dim = int(body.layers[0].self_attn.head_dim)
         kinds = [attention_kind(body, number, windows) for number in range(len(body.layers))]
         self.kinds = list(dict.fromkeys(kinds))
@@ -76,9 +75,8 @@ class FastForward:
             decoder_layer(layer, self.head_dim, self.kinds.index(kind))
             for layer, kind in zip(body.layers, kinds, strict=True)
         ]
-        self.norm_types = {
-            one.weight.dtype for one in body.modules() if type(one) is type(body.norm)
-        }
+        norms = [one for one in body.modules() if type(one) is type(body.norm)]
+        self.dtypes = {self.dtype, self.embed.weight.dtype, *(one.weight.dtype for one in norms)}
         self.head, self.native_head = bare(model.lm_head), native_of(model.lm_head)
         natives = [self.native_head, *(one for layer in self.layers for one in layer.natives)]
         self.native = not any(one is None for one in natives)
@@ -135,13 +133,11 @@ class FastForward:
             return self.fused(tokens, tree, first, cache, last_only, hidden_layers)
         span = cache.write_at(first, tree.tokens.shape[1])
         positions = tree.positions(cache.lengths, self.context)[:, first:]
-        windows = dict.fromkeys(kind.window for kind in self.kinds)
-        masks = {
-            window: tree_mask(tree, cache.lengths, span, self.dtype, first, window)
-            for window in windows
-        }
-        by_kind = [masks[kind.window] for kind in self.kinds]
-        return self.forward(tokens, positions, by_kind, cache, last_only, hidden_layers)
+        masks = [
+            tree_mask(tree, cache.lengths, span, self.dtype, first, kind.window)
+            for kind in self.kinds
+        ]
+        return self.forward(tokens, positions, masks, cache, last_only, hidden_layers)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """[..., H] hidden states before the first layer; an unknown token is read as the nearest
@@ -166,8 +162,10 @@ class FastForward:
         folded = tokens.shape[1] * self.sharing
         copies = self.sharing * -(-QUERIES // folded)
         masks = [mask.repeat(1, 1, copies, 1) if copies > 1 else mask for mask in masks]
-        turns = [self._rotation(kind, hidden, positions) for kind in self.kinds]
-        seen = [(*turn, mask) for turn, mask in zip(turns, masks, strict=True)]
+        seen = [
+            (*self._rotation(kind, hidden, positions), mask)
+            for kind, mask in zip(self.kinds, masks, strict=True)
+        ]
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
             attended = self._attend(layer, store, layer.input_norm(hidden), *seen[layer.kind])
@@ -198,13 +196,8 @@ class FastForward:
         """Rotary position embedding of heads [B, heads, W, D]."""
         if not (half := kind.rotary_dim // 2):
             return heads
-        if 2 * half == self.head_dim:
-            swapped = heads.roll(half, -1)
-        else:
-            swapped = torch.cat(
-                [heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]], -1
-            )
-        return torch.addcmul(heads * cos, swapped, sin)
+        swapped = (heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :])
+        return torch.addcmul(heads * cos, torch.cat(swapped, -1), sin)
 
     def _attend(
         self, layer: DecoderLayer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor,

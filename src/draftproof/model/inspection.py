@@ -3,7 +3,6 @@ what does not agree is refused. The verdict on files is kept for the next start.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
 from draftproof.model.fast_forward import FastForward
-from draftproof.model.kept import kept
+from draftproof.model.kept import Kept, kept
 from draftproof.model.layout import FAILURES
 from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import QuantizedLinear
@@ -36,16 +35,16 @@ def check(target: Target) -> None:
     target.vocab_size = target.layout.vocab
     fits = alone and FastForward.fits(target.model)
     fast = FastForward(target.model, target.layout.windows, target.context) if fits else None
-    known = kept(target.model, "check", changed=True) if alone and not target.encodes else None
-    verdict = known.read() if known is not None else None
-    if verdict is not None:
-        found = verdict[0]
+    own = alone and not target.encodes
+    known = kept(target.model, "check", changed=True) if own else Kept()
+    found = known.read()
+    if found is not None:
         target.reads_trees, target.steps = found["reads_trees"], found["steps"]
         target.fast = fast if found["fast"] else None
         if target.fast is not None and not found["fused"]:
             target.fast.fused = None
     else:
-        with known.if_slow() if known else nullcontext(dict[str, Any]()) as facts:
+        with known.if_slow() as facts:
             examine(target, fast)
             facts |= {"reads_trees": target.reads_trees, "steps": target.steps,
                       "fast": target.fast is not None, "fused": target.skips_absent}

@@ -137,12 +137,9 @@ class KVCache(transformers.Cache):
         if changed:
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
-            if self.stores is not None and _in_turn(changed):
-                self.stores.copy(changed, self.lengths)
-            else:
-                for layer in self.layers:
-                    for store in layer.stores:
-                        store.index_copy_(0, new, store.index_select(0, old))
+            for layer in self.layers:
+                for store in layer.stores:
+                    store.index_copy_(0, new, store.index_select(0, old))
             self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
         self.lengths[len(rows) :] = 0
 
@@ -183,17 +180,6 @@ def empty_layer(
         return EmptyLayer()
     kind = IndexedLayer if shape.index_dim else layer
     return kind.empty(shape, rows, capacity, dtype, device)
-
-
-def _in_turn(changed: Sequence[tuple[int, int]]) -> bool:
-    """Whether rows (new, old) may be copied one after another: none that is still to be copied is
-    overwritten before."""
-    done = set[int]()
-    for new, old in changed:
-        if old in done:
-            return False
-        done.add(new)
-    return True
 
 
 def _read(store: Tensor, slots: Tensor) -> Tensor:

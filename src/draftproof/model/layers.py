@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.model.packed_linear import JointLinear, PackedSlice
-from draftproof.native.structures import Linear as Native
+from draftproof.native.structures import Native
 
 Linear = Callable[[Tensor], Tensor]
 

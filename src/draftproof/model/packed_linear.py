@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftproof.native.kernels import linear_kernels
+from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
-from draftproof.native.structures import Linear, interleaved, plain, rounded
+from draftproof.native.structures import Native, interleaved, linear, plain, rounded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,15 +25,39 @@ CROSSED = ("encoder_attn", "cross_attn")
 
 
 class JointLinear(nn.Module):
-    """Linear layers that read the same inputs, multiplied as one; or a single layer."""
+    """Linear layers that read the same inputs, multiplied as one; or a single layer.
 
-    bias: Tensor | None
+    native: as our kernels read it, from weight, scales and padded_bias, if there are `kernels`.
+    """
 
-    def __init__(self, outputs: int) -> None:
+    weight: Tensor
+
+    def __init__(self, inputs: int, outputs: int, bias: Tensor | None, native: bool = True) -> None:
         super().__init__()
-        self.out_features = outputs
-        self.native: Linear | None = None                   # as our kernels read it, if they do
+        self.in_features, self.out_features, self.bias = inputs, outputs, bias
+        self.kernels = kernels() if native else None
+        self.padded_bias = None if bias is None or self.kernels is None else rounded(
+            bias.bfloat16()
+        )
+        self.scales: Tensor | None = None
+        self.native: Native | None = None
         self._last: tuple[Tensor, Tensor] | None = None     # what slices still wait for
+
+    def connect(self) -> None:
+        """Tell our kernels where everything lies."""
+        if self.kernels is not None:
+            self.native = linear(
+                self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights."""
+        return bytes_of(self.weight, self.scales, self.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.kernels is not None and self.native is not None
+        return self.kernels.multiply(self.native, inputs.bfloat16()).to(inputs.dtype)
 
     def dense(self) -> Tensor:
         """[outputs, inputs] the weight, where it was not rounded."""
@@ -51,27 +75,16 @@ class JointLinear(nn.Module):
 
 
 class PackedLinear(JointLinear):
-    """bfloat16 linear layers for our kernels, several in one if they share inputs.
-
-    A token's outputs are the same bits whatever is read beside it.
-    """
+    """bfloat16 linear layers for our kernels. A token's outputs are the same bits whatever is read
+    beside it."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         weights, biases = [one.weight.detach() for one in linears], [one.bias for one in linears]
-        super().__init__(sum(len(weight) for weight in weights))
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.in_features = weight.shape[1]
-        self.bias = torch.cat([bias.detach() for bias in biases]) if biases[0] is not None else None
-        self.kernels = linear_kernels()
+        bias = torch.cat([one.detach() for one in biases]) if biases[0] is not None else None
+        super().__init__(weight.shape[1], len(weight), bias)
         self.weight = interleaved(weight, 2)
-        self._padded_bias = None if self.bias is None else rounded(self.bias)
-        self.native = Linear.of(
-            self.weight, None, self._padded_bias, self.in_features, self.out_features
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        assert self.kernels is not None and self.native is not None
-        return self.kernels.multiply(self.native, inputs)
+        self.connect()
 
     def dense(self) -> Tensor:
         return plain(self.weight, self.in_features, self.out_features)
@@ -114,8 +127,9 @@ def pack_linears(model: nn.Module) -> int:
         for group in groups:
             widths = {name: linear.out_features for name, linear in group.items()}
             put(module, widths, PackedLinear(*group.values()))
-            for linear in group.values():
-                release(linear.weight, read_again=owners[id(linear.weight)] > 1)
+            for layer in group.values():
+                if owners[id(layer.weight)] == 1:
+                    release(layer.weight)
             packed += len(group)
     return packed
 
@@ -126,7 +140,7 @@ def packable(linear: nn.Linear) -> bool:
     plain = type(linear) is nn.Linear and type(weight.data) is Tensor
     cpu_bf16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
-    return plain and cpu_bf16 and not hooks and linear_kernels() is not None
+    return plain and cpu_bf16 and not hooks and kernels() is not None
 
 
 def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
@@ -146,3 +160,15 @@ def put(module: nn.Module, outputs: Mapping[str, int], whole: JointLinear) -> No
         slice_ = PackedSlice(whole, start, start + width) if len(outputs) > 1 else whole
         module._modules[name] = slice_
         start += width
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Bytes held; a tensor made of tensors holds those."""
+    total = 0
+    for tensor in tensors:
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is not None:
+            total += bytes_of(*(getattr(tensor, name) for name in inner()[0]))
+        elif tensor is not None:
+            total += tensor.nbytes
+    return total

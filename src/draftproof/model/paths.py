@@ -42,8 +42,6 @@ def _layers(target: Target) -> str:
         return own
     if found is None:
         return f"{own}: {library().reason}"
-    if not found.linears:
-        return f"{own}: {build} kernels have no bfloat16 product; those of AVX2 processors do"
     if target.dtype != torch.bfloat16:
         dtype = str(target.dtype).removeprefix("torch.")
         return f"{own}: our kernels read bfloat16, not {dtype}; give --dtype bfloat16"

@@ -7,9 +7,8 @@ A quantised model writes the text of its own weights: it changes with them, neve
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,18 @@ from transformers.pytorch_utils import Conv1D
 from draftproof.errors import BadInput, first_line
 from draftproof.model.copies import shallow_copy
 from draftproof.model.kept import kept
-from draftproof.model.packed_linear import PackedLinear, PackedSlice, put, together
+from draftproof.model.packed_linear import (
+    JointLinear,
+    PackedLinear,
+    PackedSlice,
+    bytes_of,
+    put,
+    together,
+)
 from draftproof.model.quantized_linear import (
     Int4Linear,
     Int8Linear,
     QuantizedLinear,
-    bytes_of,
     slow_because,
 )
 from draftproof.native.pages import release
@@ -102,8 +107,8 @@ def quantized(
             changed = True
             put(module, {name: _outputs(layer) for name, layer in group.items()}, whole)
             for layer in group.values() if give_up else ():
-                if isinstance(layer, nn.Linear):
-                    release(layer.weight, read_again=owners[id(layer.weight)] > 1)
+                if isinstance(layer, nn.Linear) and owners[id(layer.weight)] == 1:
+                    release(layer.weight)
     if not changed:
         raise BadInput(f"{_name(model)} has no linear layers to quantise; do not ask for {kind}")
     return made
@@ -115,49 +120,26 @@ def quantized_and_compared(
     """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing. Of a model
     that lies on disk as it is, both are kept there as well."""
     place = kept(model, kind, None if text is None else text.tolist())
-    known = place.read() if place is not None else None
+    known = place.read()
     if known is not None:
-        facts, parts = known
-        made = quantized(model, kind, give_up=give_up, ready=_restored(facts["layers"], parts))
-        return made, Quantization(*facts["cost"])
-    with place.if_slow() if place is not None else nullcontext(dict[str, Any]()) as facts:
-        made, cost = _quantized_and_compared(model, kind, text, give_up)
-        named = {name.removesuffix(".whole"): one for name, one in made.named_modules()
-                 if isinstance(one, QuantizedLinear)}
-        facts["cost"] = list(cost)
-        facts["layers"] = {name: [type(one).__name__, *one.shape] for name, one in named.items()}
-        facts["tensors"] = {f"{name}:{part}": tensor for name, one in named.items()
-                            for part, tensor in one.parts.items()}
+        ready = {name: QuantizedLinear.restored(one) for name, one in known["layers"].items()}
+        made = quantized(model, kind, give_up=give_up, ready=ready)
+        return made, Quantization(*known["cost"])
+    with place.if_slow() as facts:
+        before, truth = weight_bytes(model), _log_probs(model, text)
+        made = quantized(model, kind, give_up=give_up)
+        after, log_probs = weight_bytes(made), _log_probs(made, text)
+        kl, same = 0.0, 1.0
+        if len(truth):
+            kl = float((truth.exp() * (truth - log_probs)).sum(-1).mean())
+            same = float((truth.argmax(-1) == log_probs.argmax(-1)).double().mean())
+        slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
+        cost = Quantization(kind, kl, same, len(truth), before, after, slow)
+        facts["cost"] = tuple(cost)
+        facts["layers"] = {name.removesuffix(".whole"): one.state
+                           for name, one in made.named_modules()
+                           if isinstance(one, QuantizedLinear)}
     return made, cost
-
-
-def _restored(
-    layers: dict[str, tuple[str, int, int, bool]], parts: dict[str, Tensor]
-) -> dict[str, QuantizedLinear]:
-    """Layers as `quantized_and_compared` kept them."""
-    kinds: dict[str, type[QuantizedLinear]] = {"Int8Linear": Int8Linear, "Int4Linear": Int4Linear}
-    by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in parts.items():
-        layer, _, part = name.rpartition(":")
-        by_layer[layer][part] = tensor
-    return {
-        name: kinds[kind].restored((inputs, outputs, native), by_layer[name])
-        for name, (kind, inputs, outputs, native) in layers.items()
-    }
-
-
-def _quantized_and_compared(
-    model: PreTrainedModel, kind: str, text: Tensor | None, give_up: bool
-) -> tuple[PreTrainedModel, Quantization]:
-    before, truth = weight_bytes(model), _log_probs(model, text)
-    made = quantized(model, kind, give_up=give_up)
-    after, log_probs = weight_bytes(made), _log_probs(made, text)
-    kl, same = 0.0, 1.0
-    if len(truth):
-        kl = float((truth.exp() * (truth - log_probs)).sum(-1).mean())
-        same = float((truth.argmax(-1) == log_probs.argmax(-1)).double().mean())
-    slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
-    return made, Quantization(kind, kl, same, len(truth), before, after, slow)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -174,10 +156,8 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, packed and quantised ones included; shared ones count once.
     """
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    wholes = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    own = sum(module.nbytes for module in wholes)
-    return own + bytes_of(*shared.values()) + sum(bytes_of(one.weight, one.bias) for one in packed)
+    own = sum(module.nbytes for module in model.modules() if isinstance(module, JointLinear))
+    return own + bytes_of(*shared.values())
 
 
 PASSAGE = """\

@@ -6,21 +6,15 @@ A token's outputs are the same bits whatever is read beside it, on every path.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.model.packed_linear import JointLinear
-from draftproof.native.kernels import linear_kernels
-from draftproof.native.structures import (
-    BLOCK,
-    GROUP,
-    STRIP,
-    Linear,
-    interleaved,
-    nibbles,
-    rounded,
-)
+from draftproof.native.kernels import kernels
+from draftproof.native.structures import BLOCK, GROUP, STRIP, interleaved, nibbles, rounded
 
 CHUNK = 1 << 20
 """Weights converted at a time, so that a large table needs no second copy."""
@@ -30,47 +24,31 @@ EXACT = 1024
 
 
 class QuantizedLinear(JointLinear):
-    """What layers of both kinds are made of: `PARTS`, of which some may be None.
+    """What layers of both kinds are made of. weight, scales: as our kernels read them, else by
+    rows."""
 
-    weight, scales: as our kernels read them if there are `kernels`, else by rows. padded_bias: the
-    bias as those read it.
-    """
-
-    PARTS = ("weight", "scales", "bias", "padded_bias")
-    weight: Tensor
     scales: Tensor
 
-    def __init__(self, inputs: int, outputs: int, native: bool) -> None:
-        super().__init__(outputs)
-        self.in_features, self.kernels = inputs, linear_kernels() if native else None
-        self.bias: Tensor | None = None
-        self.padded_bias: Tensor | None = None
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `restored` makes the layer of."""
+        parts = {"weight": self.weight, "scales": self.scales, "padded_bias": self.padded_bias}
+        sizes = (self.in_features, self.out_features, self.bias, self.kernels is not None)
+        return {"kind": type(self).__name__, "sizes": sizes, "parts": parts}
 
-    @classmethod
-    def restored(cls, shape: tuple[int, int, bool], parts: dict[str, Tensor]) -> QuantizedLinear:
-        """A layer made earlier, of its `shape` and `parts`."""
-        made = cls.__new__(cls)
-        QuantizedLinear.__init__(made, *shape)
-        vars(made).update(parts)
-        made._connect()
+    @staticmethod
+    def restored(state: dict[str, Any]) -> QuantizedLinear:
+        kind = Int8Linear if state["kind"] == "Int8Linear" else Int4Linear
+        made = kind.__new__(kind)
+        JointLinear.__init__(made, *state["sizes"])
+        vars(made).update(state["parts"])
+        made.connect()
         return made
 
-    @property
-    def shape(self) -> tuple[int, int, bool]:
-        return self.in_features, self.out_features, self.kernels is not None
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._by_torch(inputs) if self.native is None else super().forward(inputs)
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in self.PARTS}
-        return {name: one for name, one in found.items() if one is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights."""
-        return bytes_of(self.weight, self.scales, self.bias)
-
-    def _connect(self) -> None:
-        """Tell our kernels where the parts lie."""
+    def _by_torch(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -83,44 +61,30 @@ class Int8Linear(QuantizedLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight.shape[1], len(weight), weight.dtype == torch.bfloat16)
-        codes = torch.empty(weight.shape, dtype=torch.int8)
-        scale = torch.empty(len(weight))
+        bias = None if bias is None else bias.to(weight.dtype)
+        super().__init__(weight.shape[1], len(weight), bias, weight.dtype == torch.bfloat16)
+        self.weight, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
         for rows in _chunks(weight):
             scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
-            codes[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
-        self.bias = None if bias is None else bias.to(weight.dtype)
-        self.weight, self.scales = codes, scale / 127
+            self.weight[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
+        self.scales = scale / 127
         if self.kernels is not None:
             self.scales = rounded(self.scales)
-            self.padded_bias = None if self.bias is None else rounded(self.bias)
-            self.weight = interleaved(codes, 4).view(torch.uint8).bitwise_xor_(128)
-        self._connect()
+            self.weight = interleaved(self.weight, 4).view(torch.uint8).bitwise_xor_(128)
+        self.connect()
 
-    def _connect(self) -> None:
-        if self.kernels is not None:
-            self.native = Linear.of(
-                self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
-            )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.kernels is not None and self.native is not None:
-            return self.kernels.multiply(self.native, inputs)
+    def _by_torch(self, inputs: Tensor) -> Tensor:
         largest = inputs.abs().amax(-1, keepdim=True).float()                       # [..., 1]
         codes = inputs.float() * (127 / largest.clamp(min=1e-30))
         # to the nearest, as our kernel
         codes = codes.add_(128.5).floor_().sub_(128)
-        outputs = self._sums(codes).mul_(self.scales).mul_(largest)
-        return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
-
-    def _sums(self, codes: Tensor) -> Tensor:
-        """[..., outputs] float32, of integers `codes` times the weight's."""
         outputs = codes.new_zeros(*codes.shape[:-1], self.out_features)
         for rows in _chunks(self.weight, EXACT):
             for start in range(0, self.in_features, EXACT):
                 some = slice(start, start + EXACT)
                 outputs[..., rows] += F.linear(codes[..., some], self.weight[rows, some].float())
-        return outputs
+        outputs = outputs.mul_(self.scales).mul_(largest)
+        return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
 
 
 class Int4Linear(QuantizedLinear):
@@ -132,22 +96,12 @@ class Int4Linear(QuantizedLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight.shape[1], len(weight), True)
+        super().__init__(weight.shape[1], len(weight), bias)
         parts = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
         self.weight, self.scales = nibbles(*(torch.cat(part) for part in parts))
-        self.bias = bias
-        self.padded_bias = None if bias is None else rounded(bias.bfloat16())
-        self._connect()
+        self.connect()
 
-    def _connect(self) -> None:
-        if self.kernels is not None:
-            self.native = Linear.of_4_bits(
-                self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
-            )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.kernels is not None and self.native is not None:
-            return self.kernels.multiply(self.native, inputs.bfloat16()).to(inputs.dtype)
+    def _by_torch(self, inputs: Tensor) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1]).bfloat16().float()
         weight = _widened(self.weight, self.scales, self.in_features, self.out_features)
         # a row at a time: no library's blocking can then mix one row's sums with another's
@@ -160,22 +114,10 @@ class Int4Linear(QuantizedLinear):
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are.
     """
-    if linear_kernels() is None:
+    if kernels() is None:
         return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
     reads = kind == "int4" or dtype == torch.bfloat16
     return None if reads else f"our 8-bit kernel reads bfloat16, not {dtype}"
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Bytes held; a tensor made of tensors holds those."""
-    total = 0
-    for tensor in tensors:
-        inner = getattr(tensor, "__tensor_flatten__", None)
-        if inner is not None:
-            total += bytes_of(*(getattr(tensor, name) for name in inner()[0]))
-        elif tensor is not None:
-            total += tensor.numel() * tensor.element_size()
-    return total
 
 
 def _chunks(weight: Tensor, columns: int | None = None) -> list[slice]:

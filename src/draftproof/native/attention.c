@@ -1,8 +1,33 @@
 /* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums
  * of values. */
-#include <omp.h>
+#include "model.h"
 
-#include "attention.h"
+/* Keys are taken BLOCK at a time, queries TOGETHER, and a thread takes up to MOST queries. */
+enum { BLOCK = LANES, TOGETHER = 8, MOST = 48, WIDEST = 256 };
+
+/* A query: a node, as the `place`-th of its row that is read, and a head. Its path from the root
+ * on, and where its window begins. */
+typedef struct {
+    int64_t place, head, start, deep;
+    const int64_t *path;
+    float share;                                /* one divided by the sum of its chances */
+} Query;
+
+/* What one head stores of one row: [slots][size] in bfloat16, or in 8 bits, with a scale per slot. */
+typedef struct {
+    void *keys, *values;
+    bf16 *key_scales, *value_scales;
+} Held;
+
+/* Queries of one head of keys, in one row, and what they are reckoned with: heads and sums
+ * [count][size], scores, later chances, [count][stride], and a tile of keys [size][BLOCK]. */
+typedef struct {
+    Query *queries;
+    Held held;
+    int64_t size, count, stride, earliest, length, nodes;
+    float *heads, *scores, *sums;
+    lanes *tile;
+} Heard;
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     float factor = factor_of(x, norm->epsilon, size);
@@ -12,11 +37,11 @@ static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *o
 
 /* One head of one token, normed if there is a weight; of its numbers those that do are turned to
  * its position. */
-static void turned(const Read *read, const bf16 *x, const float *weight, const Norm *norm,
-        int64_t position, bf16 *out) {
-    int64_t size = read->head_dim, half = read->turned / 2,
-            known = position < read->context ? position : read->context - 1;
-    const bf16 *cosines = read->cosines + known * size, *sines = read->sines + known * size;
+static void turned(const Read *read, const Way *way, const bf16 *x, const float *weight,
+        const Norm *norm, int64_t position, bf16 *out) {
+    int64_t size = read->head_dim, half = way->turned / 2;
+    int64_t known = position < read->context ? position : read->context - 1;
+    const bf16 *cosines = way->cosines + known * size, *sines = way->sines + known * size;
     bf16 own[WIDEST], other[WIDEST];
     if (weight) normed(x, weight, norm, own, size), x = own;
     if (!half) {
@@ -44,8 +69,8 @@ static int64_t depth_of(const int64_t *parents, int64_t node) {
  * nothing. */
 static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t end) {
     bits at = places + (int32_t)slot, outside = (at < (int32_t)start) | (at >= (int32_t)end);
-    lanes x = (lanes)(((bits)loaded(scores + slot) & ~outside) | ((bits)((lanes){}
-            - INFINITY) & outside));
+    bits nothing = (bits)((lanes){} - INFINITY) & outside;
+    lanes x = (lanes)(((bits)loaded(scores + slot) & ~outside) | nothing);
     memcpy(scores + slot, &x, sizeof x);
 }
 
@@ -53,8 +78,7 @@ static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t e
  * begins to `length`, then the nodes of its path. Those of other nodes, and of what only others
  * hear, become 0. */
 static void softened(const Heard *of, Query *query, float *scores) {
-    int64_t length = of->length, start = query->start, deep = query->deep,
-            coarse = of->way->whole > 1;
+    int64_t length = of->length, start = query->start, deep = query->deep;
     /* whether nodes that are on other paths lie between its own */
     int64_t apart = query->path[deep - 1] >= deep;
     float on[deep];
@@ -62,8 +86,8 @@ static void softened(const Heard *of, Query *query, float *scores) {
         for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
         memcpy(scores + length, on, sizeof on);
     }
-    int64_t first = start / LANES * LANES, end = length + deep,
-            whole = (end + LANES - 1) / LANES * LANES;
+    int64_t first = start / LANES * LANES, end = length + deep;
+    int64_t whole = (end + LANES - 1) / LANES * LANES;
     bounded(scores, first, start, end);
     bounded(scores, whole - LANES, start, end);
     lanes most = loaded(scores + first), sum = {};
@@ -71,11 +95,10 @@ static void softened(const Heard *of, Query *query, float *scores) {
     float top = largest(most);
     for (int64_t s = first; s < whole; s += LANES) {
         lanes chance = expo(loaded(scores + s) - top);
-        if (coarse) chance = rounded(chance);
         sum += chance;
         memcpy(scores + s, &chance, sizeof chance);
     }
-    for (int64_t s = of->earliest / of->way->whole * of->way->whole; s < first; s++) scores[s] = 0;
+    for (int64_t s = of->earliest; s < first; s++) scores[s] = 0;
     if (apart) memcpy(on, scores + length, sizeof on);
     int64_t kept = apart ? 0 : deep;
     memset(scores + length + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
@@ -96,62 +119,68 @@ static void softened(const Heard *of, Query *query, float *scores) {
     default: CALL(8); \
     }
 
-/* Queries as numbers, where vectors read them: [padded][size], behind the heads. */
-static inline float *widened_heads(const Heard *of) {
-    return (float *)(of->heads + of->padded * of->size);
-}
-
-/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on; keys [size][BLOCK].
- * Each a sum along size. */
-static inline __attribute__((always_inline)) void scored(const Heard *of, int64_t first,
-        const int some, int64_t slot, const lanes *keys, float scale) {
-    const float *heads = widened_heads(of) + first * of->size;
-    lanes sum[TOGETHER] = {};
-    for (int64_t i = 0; i < of->size; i++)
-        for (int q = 0; q < some; q++) sum[q] += keys[i] * heads[q * of->size + i];
-    for (int q = 0; q < some; q++) {
-        sum[q] *= scale;
-        memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
+/* Numbers of the BLOCK keys from `slot` on beside those of the others, in the tile. What lies
+ * behind the last slot may be nobody's, and is not read. */
+static void beside(const Heard *of, int64_t slot) {
+    int64_t size = of->size, some = of->length + of->nodes - slot;
+    const bf16 *keys = (const bf16 *)of->held.keys + slot * size;
+    bf16 own[BLOCK * WIDEST];
+    if (some < BLOCK || of->held.key_scales) {
+        some = some < BLOCK ? some : BLOCK;
+        memset(own + some * size, 0, (size_t)((BLOCK - some) * size) * sizeof *own);
+        if (!of->held.key_scales) memcpy(own, keys, (size_t)(some * size) * sizeof *own);
+        for (int64_t i = 0; of->held.key_scales && i < some * size; i += LANES)
+            narrowed(own + i, decoded((const int8_t *)of->held.keys + slot * size + i,
+                    of->held.key_scales[slot + i / size]));
+        keys = own;
     }
-}
-
-/* Numbers of BLOCK keys [.][size] beside those of the others: [size][BLOCK]. */
-static inline void beside(const bf16 *keys, int64_t size, lanes *tile) {
+    lanes *tile = of->tile;
     for (int64_t i = 0; i < size; i += 2 * LANES) {
-        lanes square[BLOCK];
-        int whole = i + 2 * LANES <= size;
+        lanes square[BLOCK] = {};
+        int64_t pairs = i + 2 * LANES <= size ? LANES : LANES / 2;
         for (int64_t j = 0; j < BLOCK; j++)
-            if (whole) memcpy(square + j, keys + j * size + i, sizeof *square);
-            else square[j] = half_loaded(keys + j * size + i);
+            if (pairs == LANES) memcpy(square + j, keys + j * size + i, sizeof *square);
+            else memcpy(square + j, keys + j * size + i, sizeof *square / 2);
         transposed(square);
-        for (int64_t j = 0; j < (whole ? LANES : LANES / 2); j++) {
+        for (int64_t j = 0; j < pairs; j++) {
             *tile++ = (lanes)((bits)square[j] << 16);
             *tile++ = (lanes)((bits)square[j] & ~0xffff);
         }
     }
 }
 
-static void all_scored(const Heard *of, float scale) {
-    lanes *tile = of->room;
-    float *heads = widened_heads(of);
-    int64_t end = of->length + of->nodes;
-    for (int64_t i = 0; i < of->count * of->size; i += LANES) {
-        lanes number = wide(of->heads + i);
-        memcpy(heads + i, &number, sizeof number);
+/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on, whose keys are in
+ * the tile. Each a sum along size. */
+ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot, float scale) {
+    const float *heads = of->heads + first * of->size;
+    lanes sum[TOGETHER] = {};
+    for (int64_t i = 0; i < of->size; i++)
+        for (int q = 0; q < some; q++) sum[q] += of->tile[i] * heads[q * of->size + i];
+    for (int q = 0; q < some; q++) {
+        sum[q] *= scale;
+        memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
     }
-    for (int64_t s = of->earliest / BLOCK * BLOCK; s < end; s += BLOCK) {
-        ahead(of, s);
-        bf16 *room = (bf16 *)((float *)of->room + STRETCH / 4 * of->size);
-        beside(keys_at(of, s, room), of->size, tile);
-#define SCORED(n) scored(of, q, n, s, tile, scale)
+}
+
+static void all_scored(const Heard *of, float scale) {
+    for (int64_t s = of->earliest / BLOCK * BLOCK; s < of->length + of->nodes; s += BLOCK) {
+        beside(of, s);
+#define SCORED(n) scored(of, q, n, s, scale)
         for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
     }
 }
 
+/* LANES numbers of the values of a slot, from the `i`-th on. */
+ALWAYS lanes value_at(const Heard *of, const int coded, int64_t slot, int64_t i) {
+    if (!coded) return wide((const bf16 *)of->held.values + slot * of->size + i);
+    return decoded((const int8_t *)of->held.values + slot * of->size + i,
+            of->held.value_scales[slot]);
+}
+
 /* Sums of the values of `some` queries from `first` on, over what is committed and these `count`
  * slots behind it. */
-static inline __attribute__((always_inline)) void summed(const Heard *of, int64_t first,
-        const int some, const int coded, const int64_t *slots, int64_t count) {
+ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded,
+        const int64_t *slots, int64_t count) {
     const float *chances = of->scores + first * of->stride;
     for (int64_t i = 0; i < of->size; i += LANES) {
         lanes sum[TOGETHER] = {};
@@ -181,55 +210,48 @@ static void all_summed(const Heard *of) {
     for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
-static const Way by_vectors = {TOGETHER, 1, all_scored, all_summed};
-
-#if TILES
-#include "attention_tiles.h"
-#endif
-
 /* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is
  * (node, head of the group). */
-static void attended(const Read *read, const Way *way, int64_t row, int64_t key_head, Held held,
-        const void *next, const bf16 *inner, const float *weight, const Norm *norm, bf16 *out,
-        int64_t from, int64_t to) {
-    int64_t size = read->head_dim, group = read->heads / read->key_heads,
-            begin = start_of(read, row), count = to - from;
-    int64_t length = read->lengths[row], nodes = read->nodes, together = way->together;
-    int64_t padded = (count + together - 1) / together * together,
-            stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES;
-    float *sums = scratch(padded * (stride + 3 * size) + STRETCH / 2 * size),
-            *scores = sums + padded * size;
-    bf16 *heads = (bf16 *)(scores + padded * stride), *room = heads + 4 * padded * size;
-    Heard heard = {
-        .way = way, .held = held, .next = next, .size = size, .count = count, .padded = padded,
-        .stride = stride, .earliest = length, .length = length, .nodes = nodes,
-        .heads = heads, .scores = scores, .sums = sums, .room = room,
-    };
+static void attended(const Read *read, const Layer *layer, int64_t row, int64_t key_head,
+        Held held, const bf16 *inner, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
+    const Way *way = read->ways + layer->way;
+    int64_t size = read->head_dim, group = read->heads / read->key_heads, nodes = read->nodes;
+    int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
+    int64_t stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
     Query queries[count];
-    int64_t paths[count][nodes];
-    heard.queries = queries;
-    memset(heads + count * size, 0, (size_t)((padded - count) * size) * sizeof *heads);
+    Heard heard = {
+        .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
+        .earliest = length, .length = length, .nodes = nodes,
+        .heads = scratch(count * (stride + 2 * size) + BLOCK * size),
+    };
+    heard.sums = heard.heads + count * size, heard.scores = heard.sums + count * size;
+    heard.tile = (lanes *)(heard.scores + count * stride);
     for (int64_t q = 0; q < count; q++) {
-        int64_t place = (from + q) / group, node = node_at(read, row, place),
-                head = key_head * group + (from + q) % group;
-        int64_t depth = depth_of(read->parents + row * nodes, node), position = length + depth;
+        int64_t place = (from + q) / group, node = node_at(read, row, place);
+        int64_t head = key_head * group + (from + q) % group;
+        const int64_t *parents = read->parents + row * nodes;
+        int64_t depth = depth_of(parents, node), position = length + depth;
         const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head)
                 * size;
-        turned(read, x, weight, norm, position, heads + q * size);
-        for (int64_t d = depth, n = node; d >= 0; d--, n = read->parents[row * nodes + n])
-            paths[q][d] = n;
+        bf16 own[WIDEST];
+        turned(read, way, x, layer->query, norm, position, own);
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes number = wide(own + i);
+            memcpy(heard.heads + q * size + i, &number, sizeof number);
+        }
+        for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
-        if (read->window && position >= read->window) queries[q].start
-                = position + 1 - read->window;
+        if (way->window && position >= way->window)
+            queries[q].start = position + 1 - way->window;
         if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
     }
-    way->scored(&heard, read->scale);
-    for (int64_t q = 0; q < count; q++) softened(&heard, queries + q, scores + q * stride);
-    way->summed(&heard);
+    all_scored(&heard, read->scale);
+    for (int64_t q = 0; q < count; q++) softened(&heard, queries + q, heard.scores + q * stride);
+    all_summed(&heard);
     for (int64_t q = 0; q < count; q++) {
         bf16 *to = out + ((begin + queries[q].place) * read->heads + queries[q].head) * size;
         for (int64_t i = 0; i < size; i += LANES)
-            narrowed(to + i, loaded(sums + q * size + i) * queries[q].share);
+            narrowed(to + i, loaded(heard.sums + q * size + i) * queries[q].share);
     }
 }
 
@@ -257,18 +279,18 @@ static Held held_of(const Read *read, void *const *stores, int64_t which) {
 
 /* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys
  * normed if there is a weight, and turned. */
-static void written(const Read *read, int64_t row, int64_t head, const bf16 *inner,
-        const float *weight, const Norm *norm, Held held) {
-    int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads,
-            length = read->lengths[row];
-    int64_t begin = start_of(read, row), some = start_of(read, row + 1) - begin;
+static void written(const Read *read, const Layer *layer, int64_t row, int64_t head,
+        const bf16 *inner, const Norm *norm, Held held) {
+    int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads;
+    int64_t length = read->lengths[row], begin = start_of(read, row);
+    int64_t some = start_of(read, row + 1) - begin;
     for (int64_t w = 0; w < some; w++) {
         int64_t node = node_at(read, row, w), slot = length + node;
         const bf16 *x = inner + ((begin + w) * lines + read->heads + head) * size,
                 *value = x + read->key_heads * size;
         bf16 own[WIDEST], *key = held.key_scales ? own : (bf16 *)held.keys + slot * size;
-        turned(read, x, weight, norm, length + depth_of(read->parents + row * read->nodes, node),
-                key);
+        int64_t depth = depth_of(read->parents + row * read->nodes, node);
+        turned(read, read->ways + layer->way, x, layer->key, norm, length + depth, key);
         if (held.key_scales) {
             held.key_scales[slot] = encoded(own, (int8_t *)held.keys + slot * size, size);
             held.value_scales[slot] = encoded(value, (int8_t *)held.values + slot * size, size);
@@ -280,43 +302,29 @@ static void written(const Read *read, int64_t row, int64_t head, const bf16 *inn
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
  * head_dim]: turn them, write keys and values to `stores` [rows, key_heads, capacity, head_dim]
  * behind the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
- * head_dim]. The weights of head norms may be null. By all threads of a team, which do not wait for
- * each other in the end. */
-void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
-        const float *key_weight, const Norm *norm, void *const *stores, bf16 *out) {
-    int64_t group = read->heads / read->key_heads,
-            shared = read->rows * read->key_heads;
+ * head_dim]. By all threads of a team, which do not wait for each other in the end. */
+void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
+        void *const *stores, bf16 *out) {
+    int64_t group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
     int64_t queries = (read->nodes - read->first) * group;
-    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1,
-            each = (queries + wanted - 1) / wanted;
-    each = each > 48 ? 48 : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
+    int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1;
+    int64_t each = (queries + wanted - 1) / wanted;
+    each = each > MOST ? MOST : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
     int64_t parts = (queries + each - 1) / each;
     /* several threads read what one has written */
     if (parts > 1) {
 #pragma omp for
         for (int64_t one = 0; one < shared; one++)
-            written(read, one / read->key_heads, one % read->key_heads, inner, key_weight, norm,
+            written(read, layer, one / read->key_heads, one % read->key_heads, inner, norm,
                     held_of(read, stores, one));
     }
-    int64_t team = omp_get_num_threads();
-    const Way *way = &by_vectors;
-#if TILES
-    unsigned mode = draftproof_tiles ? tiled() : 0;
-    if (draftproof_tiles) way = &by_tiles;
-#endif
 #pragma omp for schedule(static, 1) nowait
     for (int64_t one = 0; one < shared * parts; one++) {
         int64_t which = one / parts, row = which / read->key_heads, head = which % read->key_heads;
-        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group,
-                from = one % parts * each;
-        int64_t next = one + team < shared * parts ? (one + team) / parts : which;
+        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group;
+        int64_t from = one % parts * each, to = from + each < own ? from + each : own;
         Held held = held_of(read, stores, which);
-        if (parts == 1) written(read, row, head, inner, key_weight, norm, held);
-        if (from < own)
-            attended(read, way, row, head, held, held_of(read, stores, next).keys, inner,
-                    query_weight, norm, out, from, from + each < own ? from + each : own);
+        if (parts == 1) written(read, layer, row, head, inner, norm, held);
+        if (from < own) attended(read, layer, row, head, held, inner, norm, out, from, to);
     }
-#if TILES
-    if (draftproof_tiles) released(mode);
-#endif
 }

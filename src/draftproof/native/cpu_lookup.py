@@ -1,29 +1,43 @@
-"""Drafting from what was read before, by the C library: lookup.c, ensemble.c."""
+"""Drafting from what was read before, by the C library: lookup.c, ensemble.c; and the trees that it
+writes."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftproof.core.prefix import Prefix
-from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.native.arguments import DECLINED, Declined, TreeBuffer, pointers, require, texts_of
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.native.declarations import structure
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import Counts, Index, Member, Table
+
+Counts, Index, Member, Table, Texts, TreeOutput = map(
+    structure, ("Counts", "Index", "Member", "Table", "Texts", "TreeOutput")
+)
 
 
-class Same(IntEnum):
-    """Nodes of a pool that have the same text: there are none, the likeliest counts, or their
-    chances add up."""
+class TreeBuffer:
+    """Where the library writes trees, [rows, nodes] each: tokens, parents and confidence."""
 
-    NONE = 0
-    LIKELIEST = 1
-    SUMMED = 2
+    def __init__(self, rows: int, nodes: int) -> None:
+        tokens, parents = torch.empty(2, rows, nodes, dtype=torch.int64)
+        self.parts = (tokens, parents, torch.empty(rows, nodes))
+        # the library sets the widest
+        self.output = TreeOutput(*map(Tensor.data_ptr, self.parts), nodes, ABSENT, 1)
+
+    def tree(self, depth_limit: int, shape: TreeShape | None = None) -> TokenTree:
+        """The trees written there, as wide as the widest; of this shape if there is one."""
+        tokens, parents, confidence = self.parts
+        if shape is not None:
+            return TokenTree.shaped(tokens, shape, confidence=confidence)
+        if (width := self.output.widest) < tokens.shape[1]:
+            tokens, parents = tokens[:, :width], parents[:, :width]
+            confidence = confidence[:, :width]
+        return TokenTree.found(tokens, parents, confidence, depth_limit)
 
 
 class Pool(NamedTuple):
@@ -35,101 +49,108 @@ class Pool(NamedTuple):
     kinds: Tensor
 
 
+def require(fits: bool) -> None:
+    if not fits:
+        raise IndexError(
+            "tensors of other rows, or of other sizes, than the batch has were given; the library "
+            "cannot read them"
+        )
+
+
 class LookupFunctions:
     """Functions of the library, each with the arguments of its namesake in torch."""
 
     def __init__(self, library: Kernels) -> None:
-        self._library = library
+        self._call = library
 
     def likeliest(
-        self, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int,
-        same: Same = Same.NONE
+        self, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int
     ) -> TokenTree:
         rows, size = tokens.shape
-        parts = [part.contiguous() for part in (tokens, parents, confidence.float())]
         out = TreeBuffer(rows, min(nodes, size))
-        self._library.likeliest(*pointers(*parts), rows, size, same, out.output)
-        return out.likeliest(depth_limit)
+        self._call("likeliest", tokens, parents, confidence.float(), rows, size, out.output)
+        return out.tree(depth_limit)
 
     def match_prompt(
         self, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool
-    ) -> TokenTree | Declined:
+    ) -> Any:
         if not trees:
-            return DECLINED
+            return NotImplemented
         out = TreeBuffer(len(prefix.position), 1 + budget)
-        self._library.match_prompt(texts_of(prefix), *sizes, budget, out.output)
-        return out.likeliest(budget)
+        self._call("match_prompt", _texts(prefix), *sizes, budget, out.output)
+        return out.tree(budget)
 
     def learn_text(
         self, index: Any, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor
     ) -> None:
-        tokens, count = tokens.contiguous(), count.contiguous()
         require(len(tail) == len(end) == len(tokens) == len(count))
-        index_at = Index(*pointers(*index.parts), *index.numbers)
-        self._library.learn_text(
-            ctypes.addressof(index_at), *pointers(tail, end, tokens, count), *tokens.shape
-        )
+        self._call("learn_text", _at(Index, index), tail, end, tokens, count, *tokens.shape)
 
     def continue_text(
         self, index: Any, prefix: Prefix, rows: Any, own: float, paths: int, budget: int
     ) -> TokenTree:
-        index_at = Index(*pointers(*index.parts), *index.numbers)
         out = TreeBuffer(len(prefix.position), 1 + budget)
         require(len(rows.end) == len(prefix.position))
-        given = (ctypes.addressof(index_at), texts_of(prefix), *pointers(*rows), own, paths, budget)
-        self._library.continue_text(*given, out.output)
-        return out.likeliest(budget)
+        given = (_at(Index, index), _texts(prefix), *rows, own, paths, budget, out.output)
+        self._call("continue_text", *given)
+        return out.tree(budget)
 
     def recycle(self, table: Any, tail: Tensor, seen: Any) -> None:
-        table_at = Table(*pointers(*table.parts), *table.numbers)
-        tensors = (seen.tree.tokens, seen.tree.parents, tail, seen.tokens, seen.logits.float())
-        parts = [part.contiguous() for part in tensors]
         require(len(tail) == len(seen.tokens) and seen.tokens.shape[:2] == seen.tree.tokens.shape)
-        self._library.recycle(ctypes.addressof(table_at), *pointers(*parts), *seen.tokens.shape)
+        given = (seen.tree.tokens, seen.tree.parents, tail, seen.tokens, seen.logits.float())
+        self._call("recycle", _at(Table, table), *given, *seen.tokens.shape)
 
     def learn_pairs(
         self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, chance: float
     ) -> None:
-        table_at = Table(*pointers(*table.parts), *table.numbers)
-        parts = [part.contiguous() for part in (before, tokens, successors)]
-        self._library.learn_pairs(
-            ctypes.addressof(table_at), *pointers(*parts), tokens.numel(), chance
-        )
+        given = (before, tokens, successors, tokens.numel(), chance)
+        self._call("learn_pairs", _at(Table, table), *given)
 
     def likely_successors(
         self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int
     ) -> TokenTree:
-        table_at, out = Table(*pointers(*table.parts), *table.numbers), TreeBuffer(len(tail), nodes)
+        out = TreeBuffer(len(tail), nodes)
         require(len(tail) == len(prefix.position))
-        self._library.likely_successors(
-            ctypes.addressof(table_at), texts_of(prefix), tail.data_ptr(), *sizes, out.output
-        )
-        return out.likeliest(sizes[2])
+        given = (_at(Table, table), _texts(prefix), tail, *sizes, out.output)
+        self._call("likely_successors", *given)
+        return out.tree(sizes[2])
 
     def judge(self, counts: Any, proposed: Any, prefix: Prefix) -> None:
-        counts_at = Counts(*pointers(counts.rows, counts.all), *counts.numbers)
-        where = pointers(proposed.texts, proposed.parents, proposed.kinds, proposed.position)
         require(len(prefix.position) == len(proposed.texts) == len(counts.rows))
-        self._library.judge(
-            ctypes.addressof(counts_at), *where, proposed.texts.shape[1], texts_of(prefix), ABSENT
-        )
+        where = (proposed.texts, proposed.parents, proposed.kinds, proposed.position)
+        size = proposed.texts.shape[1]
+        self._call("judge", _counts(counts), *where, size, _texts(prefix), ABSENT)
 
     def merge_trees(
         self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int
     ) -> tuple[Pool, TokenTree]:
-        counts_at = Counts(*pointers(counts.rows, counts.all), *counts.numbers)
-        rows = len(trees[0].tokens)
-        held, members, sizes = [], (Member * len(trees))(), [one.tokens.shape[1] for one in trees]
-        fits = rows == len(counts.rows)
+        rows, sizes = len(trees[0].tokens), [one.tokens.shape[1] for one in trees]
+        held, members, fits = [], (Member * len(trees))(), rows == len(counts.rows)
         for number, tree in enumerate(trees):
             fits &= tree.tokens.shape == tree.parents.shape == (rows, sizes[number])
             fits &= tree.tokens.dtype == tree.parents.dtype == torch.int64
             chances = None if tree.confidence is None else tree.confidence.float().contiguous()
             held.append((tree.tokens.contiguous(), tree.parents.contiguous(), chances))
-            members[number] = Member(*pointers(*held[-1]), sizes[number])
+            places = (None if one is None else one.data_ptr() for one in held[-1])
+            members[number] = Member(*places, sizes[number])
         require(fits)
         pool = Pool(*torch.empty(3, rows, sum(sizes), dtype=torch.int64))
         out = TreeBuffer(rows, min(nodes, sum(sizes)))
-        given = (ctypes.addressof(counts_at), everyone.data_ptr(), members, len(trees), rows)
-        self._library.merge_trees(*given, *pointers(*pool), out.output)
-        return pool, out.likeliest(max(tree.depth_limit for tree in trees))
+        given = (_counts(counts), everyone, members, len(trees), rows, *pool, out.output)
+        self._call("merge_trees", *given)
+        return pool, out.tree(max(tree.depth_limit for tree in trees))
+
+
+def _texts(prefix: Prefix) -> ctypes.Structure:
+    text, position = prefix.tokens, prefix.position
+    require(text.stride(1) == 1 and position.is_contiguous() and len(position) <= len(text))
+    return Texts(text.data_ptr(), position.data_ptr(), len(text), text.stride(0))
+
+
+def _at(kind: type[ctypes.Structure], owner: Any) -> ctypes.Structure:
+    """Where the parts of a drafter's memory lie, and its numbers."""
+    return kind(*map(Tensor.data_ptr, owner.parts), *owner.numbers)
+
+
+def _counts(counts: Any) -> ctypes.Structure:
+    return Counts(counts.rows.data_ptr(), counts.all.data_ptr(), *counts.numbers)

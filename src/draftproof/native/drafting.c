@@ -22,8 +22,8 @@ void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *pl
         float top = -INFINITY;
         int64_t token = nothing;
         for (int l = 0; l < LANES; l++)
-            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token)) top
-                    = most[l], token = first[l] + l;
+            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token))
+                top = most[l], token = first[l] + l;
         tokens[r] = some_of(broken) ? nothing : token;
     }
 }
@@ -55,8 +55,8 @@ void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int6
             path += deep) {
         int64_t last = depths[0] = levels[0] = 0, there = 0, reach = 0;
         for (int64_t node = 1; node < nodes; node++) {
-            int64_t above = parents[node], stands
-                    = depths[above] >= 0 && tokens[node] == picks[above];
+            int64_t above = parents[node];
+            int64_t stands = depths[above] >= 0 && tokens[node] == picks[above];
             depths[node] = stands ? depths[above] + 1 : -1;
             last = depths[node] > depths[last] ? node : last;
             levels[node] = levels[above] + 1;
@@ -72,24 +72,18 @@ void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int6
 }
 
 /* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is
- * none of them. The rows lie in `parts` matrices [rows, nodes, vocab]; tokens and best are [rows,
- * parts * nodes, count]. */
-void draftproof_top_tokens(const bf16 *const *logits, int64_t parts, int64_t rows, int64_t nodes,
-        int64_t vocab, int64_t count, int64_t *tokens, float *best, int64_t threads) {
-    int64_t each = parts * nodes;
-#pragma omp parallel for num_threads(threads) if (rows * each > 1 && rows * each * vocab > SMALL)
-    for (int64_t i = 0; i < rows * each; i++) {
-        const bf16 *own = logits[i % each / nodes] + (i / each * nodes + i % nodes) * vocab;
+ * none of them. */
+void draftproof_top_tokens(const bf16 *logits, int64_t rows, int64_t vocab, int64_t count,
+        int64_t *tokens, float *best, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const bf16 *own = logits + r * vocab;
         Scored found[count];
         for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
-        lanes most = (lanes){} - INFINITY;
         for (int64_t t = 0; t < vocab; t += LANES)
-            most = larger(heated(own, NULL, 1, t, vocab), most);
-        float least = bar(most, count);
-        for (int64_t t = 0; t < vocab; t += LANES)
-            chosen(heated(own, NULL, 1, t, vocab), least, t, found, count);
+            chosen(heated(own, NULL, 1, t, vocab), t, found, count);
         for (int64_t k = 0; k < count; k++)
-            tokens[i * count + k] = found[k].token, best[i * count + k] = found[k].score;
+            tokens[r * count + k] = found[k].token, best[r * count + k] = found[k].score;
     }
 }
 
@@ -124,15 +118,14 @@ void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
  * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
  * rows * width * size + rows * vocab more. */
-int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, const int64_t *text,
+int64_t draftproof_chain(Read *read, const Model *model, void *const *stores, const int64_t *text,
         int64_t room, const int64_t *positions, int64_t *lengths, int64_t width, int64_t steps,
         int64_t nodes, const float *noise, const int64_t *places, const float *heats,
         const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
         int64_t *reads, bf16 *work) {
     const Linear *head = model->head;
-    const Read *read = ways;
-    int64_t rows = read->rows, vocab = head->outputs, size = head->size,
-            most = width > steps ? width : steps, lack = 1;
+    int64_t rows = read->rows, vocab = head->outputs, size = head->size, lack = 1;
+    int64_t most = width > steps ? width : steps;
     bf16 *last = work, *own = last + rows * width * size, *rest = own + rows * vocab;
     for (int64_t r = 0; r < rows; r++)
         lack = 1 + positions[r] - lengths[r] > lack ? 1 + positions[r] - lengths[r] : lack;
@@ -154,10 +147,8 @@ int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, co
             tokens[r * (1 + steps) + d] = absent, turns[r * (1 + steps) + d] = 0;
         tokens[r * (1 + steps)] = text[r * room + positions[r]], sums[r] = 0;
     }
-    for (int64_t way = 0; way < model->ways; way++)
-        ways[way].lengths = lengths, ways[way].parents = parents, ways[way].first = 0,
-                ways[way].nodes = width;
-    draftproof_forward(ways, model, stores, asked, last, NULL, NULL, rest);
+    read->lengths = lengths, read->parents = parents, read->first = 0, read->nodes = width;
+    draftproof_forward(read, model, stores, asked, last, NULL, NULL, rest);
     for (int64_t r = 0; r < rows; r++) {
         bf16 *root = last + (r * width + positions[r] - lengths[r]) * size;
         memmove(last + r * size, root, (size_t)size * sizeof(bf16));
@@ -180,8 +171,8 @@ int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, co
         d++;
         for (int64_t i = 0; i < going && d < steps; i++) {
             float sum = sums[live[i]];
-            if (sum > -INFINITY && sum >= floor && sum >= likely[nodes - 1].score) live[on++]
-                    = live[i];
+            if (sum > -INFINITY && sum >= floor && sum >= likely[nodes - 1].score)
+                live[on++] = live[i];
         }
         if (!on) break;
         going = on;
@@ -195,10 +186,8 @@ int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, co
             starts[r + 1] += starts[r];
             for (int64_t node = 0; node <= d; node++) parents[r * (d + 1) + node] = node - 1;
         }
-        for (int64_t way = 0; way < model->ways; way++)
-            ways[way].first = d, ways[way].nodes = d + 1, ways[way].starts = starts,
-                    ways[way].which = which;
-        draftproof_forward(ways, model, stores, asked, last, own, NULL, rest);
+        read->first = d, read->nodes = d + 1, read->starts = starts, read->which = which;
+        draftproof_forward(read, model, stores, asked, last, own, NULL, rest);
     }
     int64_t longest = 0;
     for (int64_t n = 0; n < nodes && likely[n].score > -INFINITY; n++)
@@ -210,20 +199,4 @@ int64_t draftproof_chain(Read *ways, const Model *model, void *const *stores, co
             else if (d > longest) longest = d;
         }
     return longest;
-}
-
-/* Which nodes of trees [rows, nodes] are there: `which`, row by row, ascending, and where each
- * row's start [rows + 1]; their tokens; and back [rows, nodes], which of them each node is, or, if
- * it is not there, some other. */
-void draftproof_present_nodes(int64_t rows, int64_t nodes, int64_t absent, const int64_t *tokens,
-        int64_t *starts, int64_t *which, int64_t *some, int64_t *back) {
-    int64_t count = starts[0] = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t node = 0; node < nodes; node++) {
-            if (tokens[r * nodes + node] != absent) which[count] = node,
-                    some[count++] = tokens[r * nodes + node];
-            back[r * nodes + node] = count - 1;
-        }
-        starts[r + 1] = count;
-    }
 }

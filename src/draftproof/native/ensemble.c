@@ -4,9 +4,9 @@
 
 /* Of pools [rows, size] the trees. */
 void draftproof_likeliest(const int64_t *pool, const int64_t *above, const float *odds,
-        int64_t rows, int64_t size, int64_t same, TreeOutput *out) {
+        int64_t rows, int64_t size, TreeOutput *out) {
     for (int64_t r = 0; r < rows; r++)
-        grow_tree(pool + r * size, above + r * size, odds + r * size, size, (int)same, out, r);
+        grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
 }
 
 /* Of pairs of tokens, and of tokens alone, the `best` likeliest successors, [2 slots, best] both.

@@ -1,4 +1,5 @@
 /* Trees of draft heads: Medusa, with pairs of tokens, and beams of a recurrent head. */
+#include "pools.h"
 #include "scores.h"
 
 /* Pairs of tokens, as in drafters/bigram.py. */
@@ -38,17 +39,15 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
         best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
-/* Each row's tree of the `nodes` likeliest nodes behind its root by logits [rows, heads, vocab] and
- * pairs, in falling order of their chances, of which at most `children` have one parent: tokens,
- * parents and chances [rows, nodes + 1], `absent` and 0 where there are no more. With a shape [2,
- * nodes + 1], the tree of this shape instead: each node's parent, and which of its children it is.
+/* Each row's tree of the likeliest nodes behind its root by logits [rows, heads, vocab] and pairs,
+ * in falling order of their chances, of which at most `children` have one parent. With a shape [2,
+ * nodes], the tree of this shape instead: each node's parent, and which of its children it is.
  * Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
 void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *shape,
         const bf16 *logits, const int64_t *roots, int64_t rows, int64_t heads, int64_t vocab,
-        int64_t nodes, int64_t children, const float *noise, const int64_t *places,
-        const float *heats, const float *trusts, int64_t absent, int64_t *tokens, int64_t *parents,
-        float *odds, float *work, int64_t threads) {
-    int64_t wide = vocab + LANES, most = children < vocab ? children : vocab;
+        int64_t children, const float *noise, const int64_t *places, const float *heats,
+        const float *trusts, TreeOutput *out, float *work, int64_t threads) {
+    int64_t wide = vocab + LANES, most = children < vocab ? children : vocab, nodes = out->nodes;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();
 #pragma omp parallel for num_threads(threads) if (rows * heads * vocab > SMALL)
@@ -59,108 +58,59 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
         const float *heard = noise ? noise + (places[r] + i % heads) * vocab : NULL;
         float whole = weighed(logits + i * vocab, heard, heats[r], trusts[r], vocab, chances, best,
                 most), top = best->score;
+        int there = whole < INFINITY;
         for (int64_t k = 0; k < most; k++)
-            best[k].score = whole < INFINITY ? (best[k].score - top) * trusts[r] - whole
-                    : -INFINITY;
+            best[k].score = there ? (best[k].score - top) * trusts[r] - whole : -INFINITY;
         for (int64_t t = 0; t < vocab; t += LANES) {
-            lanes chance = whole < INFINITY ? (loaded(chances + t) - top) * trusts[r] - whole
-                    : (lanes){} - INFINITY;
+            lanes chance = (loaded(chances + t) - top) * trusts[r] - whole;
+            if (!there) chance = (lanes){} - INFINITY;
             memcpy(chances + t, &chance, sizeof chance);
         }
     }
+    out->widest = nodes;
 #pragma omp parallel for num_threads(threads) if (rows > 2)
     for (int64_t r = 0; r < rows; r++) {
-        int64_t *token = tokens + r * (nodes + 1), *above = parents + r * (nodes + 1),
-                rank[nodes + 1], depth[nodes + 1];
-        float *chance = odds + r * (nodes + 1), next[nodes + 1],
-                push = weight * trusts[r] / heats[r];
-        Scored *lists = (Scored *)scratch((nodes + 1) * most
-                * (int64_t)(sizeof(Scored) / sizeof(float)));
-        rank[0] = 0;
-        /* next: the chance of the next child that a node has not got */
-        for (int64_t n = 0; n <= nodes; n++) {
+        int64_t *token = out->tokens + r * nodes, *above = out->parents + r * nodes;
+        int64_t rank[nodes], depth[nodes];
+        float *chance = out->odds + r * nodes, push = weight * trusts[r] / heats[r];
+        float next[nodes];                  /* the chance of the next child that a node has not got */
+        Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
+        for (int64_t n = 0; n < nodes; n++) {
             int64_t from = n && shape ? shape[n] : 0;
             for (int64_t m = 1; m < n && !shape; m++)
                 if (next[m] > next[from]) from = m;
-            const Scored *child = lists + from * most
-                    + (n && shape ? shape[nodes + 1 + n] : rank[from]);
             token[n] = roots[r], above[n] = -1, chance[n] = 0, depth[n] = 0;
             if (n) {
+                const Scored *child = lists + from * most + (shape ? shape[nodes + n] : rank[from]);
                 int there = next[from] > -INFINITY && child->score > -INFINITY;
-                token[n] = there ? child->token : absent;
+                token[n] = there ? child->token : out->absent;
                 above[n] = there || shape ? from : 0;
                 chance[n] = there ? chance[from] + child->score : -INFINITY;
                 depth[n] = depth[from] + 1;
-                if (!shape) next[from] = ++rank[from] < most ? chance[from] + child[1].score
-                        : -INFINITY;
+                if (!shape)
+                    next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
             }
             rank[n] = 0, next[n] = -INFINITY;
-            if (token[n] == absent || depth[n] == heads) continue;
+            if (token[n] == out->absent || depth[n] == heads) continue;
             int64_t at = r * heads + depth[n];
             behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most,
                     most);
             next[n] = chance[n] + lists[n * most].score;
         }
-        for (int64_t n = 0; n <= nodes; n++) chance[n] = expf(chance[n]);
+        for (int64_t n = 0; n < nodes; n++) chance[n] = expf(chance[n]);
     }
     free(own);
 }
 
-/* Logits [rows, vocab] from those of a draft vocabulary, `few` [rows, known]: -inf where it lacks a
- * token. */
-static void spread(const bf16 *few, const int64_t *map, int64_t rows, int64_t known, int64_t vocab,
-                   bf16 *logits) {
-    bf16 lowest = narrow(-INFINITY);
-    for (int64_t r = 0; r < rows; r++) {
-        bf16 *row = logits + r * vocab;
-        for (int64_t i = 0; i < vocab; i++) row[i] = lowest;
-        for (int64_t i = 0; i < known; i++) row[map[i]] = few[r * known + i];
-    }
-}
-
-/* Medusa heads of `layers` blocks each, those of the first head first; what projects the states of
- * all, to `map` [outputs], the tokens of a draft vocabulary, if there is one; and pairs, and what
- * their gains are multiplied with. */
-typedef struct {
-    const Linear *blocks;
-    Linear projection;
-    const int64_t *map;
-    Pairs pairs;
-    int64_t layers, vocab;
-    float weight;
-} Heads;
-
-/* As draftproof_bigram_tree, by what the first `heads` heads say of hidden states [rows, size].
- * room: rows * heads * (2 size + vocab + outputs) numbers. */
-void draftproof_medusa_tree(const Heads *of, const bf16 *hidden, const int64_t *shape,
-        const int64_t *roots, int64_t rows, int64_t heads, int64_t nodes, int64_t children,
-        const float *noise, const int64_t *places, const float *heats, const float *trusts,
-        int64_t absent, int64_t *tokens, int64_t *parents, float *odds, bf16 *room, float *work,
-        int64_t threads) {
-    int64_t size = of->blocks->size, vocab = of->vocab, known = of->projection.outputs,
-            all = rows * heads;
-    bf16 *states = room, *beside = states + all * size, *logits = beside + all * size;
-    bf16 *few = of->map ? logits + all * vocab : logits;
-    draftproof_heads(of->blocks, hidden, states, beside, heads, of->layers, rows, threads);
-    for (int64_t i = 0; i < all; i++)                               /* row by row */
-        memcpy(beside + i * size, states + (i % heads * rows + i / heads) * size,
-                (size_t)size * sizeof(bf16));
-    draftproof_linear(&of->projection, beside, few, all, threads);
-    if (of->map) spread(few, of->map, all, known, vocab, logits);
-    draftproof_bigram_tree(&of->pairs, of->weight, shape, logits, roots, rows, heads, vocab, nodes,
-            children, noise, places, heats, trusts, absent, tokens, parents, odds, work, threads);
-}
-
-/* A recurrent draft head. Without `fed` the state is the sum of embeddings; `smooth`: through SiLU;
- * `first`: the bias of `back` counts where there is no state yet. narrow: in front of the blocks,
- * if its size is not 0. table: [vocab, hidden]. map: the tokens of a draft vocabulary, that the
- * projection knows alone, or none. */
+/* A recurrent draft head. Its state is `smooth`: through SiLU; `first`: the bias of `back` counts
+ * where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab,
+ * hidden]. map: the tokens of a draft vocabulary, that the projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks;
     const bf16 *table;
     const int64_t *map;
-    int64_t hidden, layers, recurs, smooth, first, vocab;
+    int64_t hidden, layers, smooth, first, vocab;
 } Recurrence;
 
 /* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before
@@ -169,19 +119,15 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
         int64_t rows, int64_t threads) {
     int64_t size = head->hidden, all = rows * size;
     bf16 *more = beside + all;
-    if (head->recurs) {
-        draftproof_linear(&head->fed, x, beside, rows, threads);
-        memcpy(x, beside, (size_t)all * sizeof(bf16));
-        if (before) draftproof_linear(&head->back, before, more, rows, threads);
-        else if (head->first && head->back.bias)
-            for (int64_t r = 0; r < rows; r++)
-                memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
-        else memset(more, 0, (size_t)all * sizeof(bf16));
-    } else if (before) memcpy(more, before, (size_t)all * sizeof(bf16));
-    else memset(more, 0, (size_t)all * sizeof(bf16));
+    draftproof_linear(&head->fed, x, beside, rows, threads);
+    memset(more, 0, (size_t)all * sizeof(bf16));
+    if (before) draftproof_linear(&head->back, before, more, rows, threads);
+    else if (head->first && head->back.bias)
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(more + r * size, head->back.bias, (size_t)size * sizeof(bf16));
     for (int64_t i = 0; i < all; i += LANES) {
-        lanes v = rounded(wide(x + i) + wide(more + i));
-        narrowed(x + i, head->recurs && head->smooth ? silu(v) : v);
+        lanes v = rounded(wide(beside + i) + wide(more + i));
+        narrowed(x + i, head->smooth ? silu(v) : v);
     }
 }
 
@@ -192,15 +138,15 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
  * (8 hidden + 2 wide + outputs) numbers, where wide and outputs are the projection's. */
 int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots,
         int64_t rows, int64_t width, int64_t length, const float *noise, const int64_t *places,
-        const float *heats, const float *trusts, float floor, int64_t *tokens, int64_t *parents,
-        float *chances, int64_t room, bf16 *work, int64_t threads) {
-    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab,
-            most = rows * width;
-    int64_t known = head->projection.outputs;
-    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden,
-            *beside = before + most * hidden;
-    bf16 *pairs = beside + 2 * most * hidden, *x = pairs + 2 * most * hidden,
-            *room_beside = x + most * wider;
+        const float *heats, const float *trusts, float floor, TreeOutput *out, bf16 *work,
+        int64_t threads) {
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab;
+    int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;
+    int64_t *tokens = out->tokens, *parents = out->parents;
+    float *chances = out->odds;
+    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden;
+    bf16 *beside = before + most * hidden, *pairs = beside + 2 * most * hidden;
+    bf16 *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
     /* by the draft vocabulary */
     float *heard = noise && head->map ? scratch(most * known) : NULL;

@@ -2,8 +2,6 @@
  * all of its layers. */
 #include "model.h"
 
-enum { PART = 1024 };
-
 /* Norms and gates are made by all threads of a team together, which do not wait for each other in
  * the end. */
 
@@ -38,13 +36,10 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
 void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t part = 0; part < size; part += PART) {
-            const bf16 *gate = gate_up + 2 * r * size, *up = gate + size;
-            bf16 *y = out + r * size;
-            for (int64_t i = part; i < part + PART && i < size; i += LANES) {
-                lanes x = wide(gate + i);
-                narrowed(y + i, rounded(gelu ? tanh_gelu(x) : silu(x)) * wide(up + i));
-            }
+        for (int64_t i = 0; i < size; i += LANES) {
+            const bf16 *gate = gate_up + 2 * r * size + i;
+            lanes x = wide(gate);
+            narrowed(out + r * size + i, rounded(gelu ? tanh_gelu(x) : silu(x)) * wide(gate + size));
         }
 }
 
@@ -65,30 +60,14 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
         }
 }
 
-/* Rows become copies of others, one after another: `to` of `from`, each as long as it is, in stores
- * as above. */
-void draftproof_copy(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count,
-        int64_t capacity, int64_t copies, const int64_t *to, const int64_t *from,
-        const int64_t *lengths) {
-    for (int64_t s = 0; s < count; s++)
-        for (int64_t c = 0; c < copies; c++)
-            for (int64_t head = 0; head < heads[s]; head++) {
-                char *mine = stores[s] + (to[c] * heads[s] + head) * capacity * bytes[s];
-                const char *theirs = stores[s] + (from[c] * heads[s] + head) * capacity * bytes[s];
-                memcpy(mine, theirs, (size_t)(lengths[from[c]] * bytes[s]));
-            }
-}
-
-/* Read a model, whose layers see in one of several ways, told apart by windows and angles: tokens
- * [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if
+/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if
  * they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
  * the model does not know are read as some that it knows. stores: those of each layer in turn.
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
-void draftproof_forward(const Read *ways, const Model *model, void *const *stores,
+void draftproof_forward(const Read *read, const Model *model, void *const *stores,
         const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work) {
     const Layer *layers = model->layers;
-    const Read *read = ways;
     const Norm *norm = &model->norm;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
     bf16 *hidden = work, *normed = hidden + width * size;
@@ -97,8 +76,8 @@ void draftproof_forward(const Read *ways, const Model *model, void *const *store
         bf16 *delta = NULL;
 #pragma omp for nowait                                          /* rows as norms have them */
         for (int64_t r = 0; r < width; r++) {
-            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < model->vocab ? tokens[r] : model->vocab
-                    - 1;
+            int64_t vocab = model->vocab;
+            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < vocab ? tokens[r] : vocab - 1;
             const bf16 *embedding = model->embeddings + known * size;
             for (int64_t i = 0; i < size; i += LANES)
                 narrowed(hidden + r * size + i, wide(embedding + i) * model->loud);
@@ -115,8 +94,7 @@ void draftproof_forward(const Read *ways, const Model *model, void *const *store
             if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
             draftproof_multiply(&layer->inner, normed, states, width, threads);
 #pragma omp barrier
-            draftproof_attention(ways + layer->way, states, layer->query, layer->key, norm,
-                    stores + read->stores * n, mixed);
+            draftproof_attention(read, layer, states, norm, stores + read->stores * n, mixed);
 #pragma omp barrier
             delta = last;
             draftproof_multiply(&layer->output, mixed, delta, width, threads);

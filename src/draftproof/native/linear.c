@@ -1,35 +1,24 @@
 /* Linear layers in bfloat16, 8 and 4 bits: by tiles where the processor has them, else by vectors.
  * */
 #define _GNU_SOURCE
-#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
-#endif
 #include "linear_vectors.h"
-#if TILES
+#ifdef __AMX_TILE__
+#define TILES 1
 #include "linear_tiles.h"
-#endif
-
-#if AVX2 || (defined(__AVX512VNNI__) && defined(__AVX512BF16__))
-#define HAS_LINEARS 1
 #else
-#define HAS_LINEARS 0
+#define TILES 0
 #endif
-
-int draftproof_tiles;
 
 /* Whether this build can be used: of tiles, the kernel of the system has to be asked. */
-int64_t draftproof_usable(void) {
+int draftproof_usable(void) {
 #if TILES
     enum { ASK = 0x1023, TILE_DATA = 18 };
-    draftproof_tiles = !syscall(SYS_arch_prctl, ASK, TILE_DATA);
-    return draftproof_tiles;
+    return !syscall(SYS_arch_prctl, ASK, TILE_DATA);
 #else
     return 1;
 #endif
 }
-
-/* Whether there are linear layers here (bit 0), and by tiles (bit 1). */
-int64_t draftproof_linears(void) { return HAS_LINEARS | TILES << 1; }
 
 static int by_tiles(const Product *of) { return TILES && of->kind != INT4; }
 
@@ -191,28 +180,14 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
 }
 
-static void one_head(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
-        int64_t layers, int64_t rows, int64_t threads) {
-    memcpy(states, hidden, (size_t)(rows * blocks->size) * sizeof *states);
-    for (int64_t l = 0; l < layers; l++)
-        draftproof_residual(blocks + l, states, beside, rows, threads);
-}
-
 /* What heads with `layers` residual blocks each, blocks [heads, layers], make of hidden states
- * [rows, size]: [heads, rows, size]. Heads know nothing of each other, so threads take whole ones,
- * where there are enough of them: a parallel region within another makes its threads anew. beside:
- * as much room as states. */
+ * [rows, size]: [heads, rows, size]. beside: room for the states of one head. */
 void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
         int64_t heads, int64_t layers, int64_t rows, int64_t threads) {
     int64_t count = rows * blocks->size;
-    if (heads < threads) {
-        for (int64_t h = 0; h < heads; h++)
-            one_head(blocks + h * layers, hidden, states + h * count, beside, layers, rows,
-                    threads);
-        return;
+    for (int64_t h = 0; h < heads; h++, states += count) {
+        memcpy(states, hidden, (size_t)count * sizeof *states);
+        for (int64_t l = 0; l < layers; l++)
+            draftproof_residual(blocks + h * layers + l, states, beside, rows, threads);
     }
-#pragma omp parallel for num_threads(threads) if (heads * layers * count * blocks->size > PRODUCTS)
-    for (int64_t h = 0; h < heads; h++)
-        one_head(blocks + h * layers, hidden, states + h * count, beside + h * count, layers, rows,
-                1);
 }

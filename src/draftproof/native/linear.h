@@ -1,7 +1,7 @@
 /* Linear layers: how a product is described to the kernels that compute it, by vectors or by tiles.
  * */
 #pragma once
-#include "tiles.h"
+#include "model.h"
 
 /* Weights lie in strips of 32 outputs, and in words of 32 bits: two inputs of an output in
  * bfloat16, four in 8 bits. A line is one word of each output of a strip. */
@@ -17,7 +17,7 @@ enum { MOST = 12, CHUNKS = 8, ROWS = 128, FEW = LANES == 16 ? 9 : MOST };
 enum { BLOCK = 64, STRIPS = 4, PART = 32 };
 
 /* AVX2 without VNNI multiplies codes of 8 bits in 16: first and third, then second and fourth. */
-#if AVX2 && !defined(__AVXVNNI__)
+#if LANES == 8 && !defined(__AVXVNNI__)
 #define WIDE_CODES 1
 #else
 #define WIDE_CODES 0

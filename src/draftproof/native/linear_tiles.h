@@ -10,6 +10,17 @@
 enum { TILE_ROWS = 16, TILE_BLOCK = 16, TILE_STRIPS = 2 };
 enum { STEP = TILE_BLOCK * LINE, STEPS = 64, EARLY = 4 };
 
+/* What the tiles of a thread look like. */
+typedef struct {
+    uint8_t palette, start, nothing[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads
+ * it. */
+#define WRITTEN __asm__ volatile("" ::: "memory")
+
 /* of a thread's tiles; 0 if it has none */
 static _Thread_local int64_t tile_form;
 

@@ -3,8 +3,6 @@
 #pragma once
 #include "linear.h"
 
-#define ALWAYS static inline __attribute__((always_inline))
-
 /* Words of LANES outputs: bfloat16 numbers one and two; codes of 8 bits as they are or, where wide,
  * first and third, second and fourth; those of 4 bits in the lower and the upper half of bytes. */
 typedef struct { bits even, odd; } Weight;
@@ -28,11 +26,9 @@ ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
     return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(codes));
 #elif defined(__AVXVNNI__)
     return (bits)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(codes));
-#elif AVX2
+#else
     __m256i two = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(codes));
     return (bits)_mm256_add_epi16((__m256i)sum, two);
-#else
-    return sum + weights * codes;                                               /* never called */
 #endif
 }
 

@@ -3,18 +3,23 @@
 #pragma once
 #include "lanes.h"
 
-/* One read of a model: what all its layers share. */
+/* How the heads of some layers see: so many positions back, or all if 0; so many of the first
+ * numbers of a head turn with its position, by cosines and sines [context, head_dim]. */
 typedef struct {
-    int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, window, context, threads;
-    /* so many of the first numbers of a head turn with its position; stores of a layer: keys and
-     * values in bfloat16, or 4: keys and values in 8 bits, and their scales */
-    int64_t turned, stores;
+    int64_t window, turned;
+    const bf16 *cosines, *sines;
+} Way;
+
+/* One read of a model: what all its layers share. Stores of a layer: keys and values in bfloat16,
+ * or 4: keys and values in 8 bits, and their scales. */
+typedef struct {
+    int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, context, threads, stores;
     const int64_t *lengths;                     /* [rows] committed tokens */
     /* [rows, nodes] a parent comes before its children; -1 at the root */
     const int64_t *parents;
-    const bf16 *cosines, *sines;                /* [context, head_dim] */
     /* [rows + 1] and [starts[rows]], or null: see below */
     const int64_t *starts, *which;
+    const Way *ways;
     float scale;
 } Read;
 
@@ -51,7 +56,7 @@ typedef struct {
 } Norm;
 
 /* One layer of a model: queries, keys and values as one, gates and what they let through as one.
- * Its heads see as the `way`-th of several reads says. */
+ * Its heads see as the `way`-th of several ways says. */
 typedef struct {
     Linear inner, output, gate_up, down;
     /* weights of norms in front of attention and gates; of heads, and of what */
@@ -64,7 +69,7 @@ typedef struct {
  * multiplied by, and what makes logits of the last states, or null. */
 typedef struct {
     const Layer *layers;
-    int64_t count, vocab, ways, gelu;           /* gates are GELU by tanh, or SiLU */
+    int64_t count, vocab, gelu;                 /* gates are GELU by tanh, or SiLU */
     const float *last;
     const bf16 *embeddings;
     const Linear *head;
@@ -72,15 +77,13 @@ typedef struct {
     float loud;
 } Model;
 
-void draftproof_attention(const Read *read, const bf16 *inner, const float *query_weight,
-        const float *key_weight, const Norm *norm, void *const *stores, bf16 *out);
+void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
+        void *const *stores, bf16 *out);
 void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads);
-void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
-        int64_t heads, int64_t layers, int64_t rows, int64_t threads);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
         int64_t threads);
-void draftproof_forward(const Read *ways, const Model *model, void *const *stores,
+void draftproof_forward(const Read *read, const Model *model, void *const *stores,
         const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work);

@@ -1,25 +1,19 @@
 /* Random numbers, as in core/noise.py: the same bits on every processor.
  *
  * Each operation here is one of IEEE arithmetic, rounded by itself, in the order of the torch
- * version: this file is compiled with -ffp-contract=off, so that no compiler makes one operation of
- * a product and a sum. */
+ * version: no compiler may make one operation of a product and a sum. */
+#pragma GCC optimize("fp-contract=off")
 #include "lanes.h"
 
-static inline uint32_t mixed(uint32_t x) {      /* lowbias32 */
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
-    x ^= x >> 15;
-    x *= 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-
-static inline words all_mixed(words x) {
-    x ^= x >> 16;
-    x *= 0x7FEB352Du;
-    x ^= x >> 15;
-    x *= 0x846CA68Bu;
-    return x ^ x >> 16;
-}
+/* lowbias32, of a number or of a vector of them */
+#define MIXED(TYPE, NAME) \
+    static inline TYPE NAME(TYPE x) { \
+        x = (x ^ x >> 16) * 0x7FEB352Du; \
+        x = (x ^ x >> 15) * 0x846CA68Bu; \
+        return x ^ x >> 16; \
+    }
+MIXED(uint32_t, mixed)
+MIXED(words, all_mixed)
 
 /* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows,
  * count], told apart by origins [rows, count] if there are some. */

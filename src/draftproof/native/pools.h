@@ -16,7 +16,7 @@ typedef struct {
 /* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier.
  * Parents come before their children; what has none is the root once more. Nobody is likelier than
  * its parent; what has odds of 0 is not there. */
-static void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size,
+static inline void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size,
         int same, TreeOutput *out, int64_t r) {
     int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
     float best[size];

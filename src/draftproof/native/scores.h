@@ -15,26 +15,11 @@ static inline lanes heated(const bf16 *logits, const float *noise, float heat, i
     return score;
 }
 
-/* A number that the `count` best scores are not below: the best of each lane are all different
- * ones. */
-static inline float bar(lanes most, int64_t count) {
-    float sorted[LANES];
-    for (int l = 0; l < LANES; l++) {
-        int at = l;
-        for (; at > 0 && sorted[at - 1] < most[l]; at--) sorted[at] = sorted[at - 1];
-        sorted[at] = most[l];
-    }
-    return count <= LANES ? sorted[count - 1] : -INFINITY;
-}
-
-/* Put those of the scores of tokens from i on that are not below the bar into the `count` best; of
- * equals the earlier. */
-static inline void chosen(lanes score, float bar, int64_t i, Scored *best, int64_t count) {
-    if (!some_of(score >= bar)) return;
-    float each[LANES];
-    memcpy(each, &score, sizeof each);
+/* Put the scores of tokens from i on among the `count` best; of equals the earlier, and never NaN. */
+static inline void chosen(lanes score, int64_t i, Scored *best, int64_t count) {
+    if (!some_of(score > best[count - 1].score)) return;
     for (int l = 0; l < LANES; l++)
-        if (each[l] >= bar && each[l] > best[count - 1].score) ranked(best, count, each[l], i + l);
+        if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
 }
 
 /* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the
@@ -51,15 +36,15 @@ static float weighed(const bf16 *logits, const float *noise, float heat, float t
         broken |= score != score;
         most = larger(score, most);
     }
-    float least = bar(most, count), top = bar(most, 1);
+    float top = largest(most);
     for (int64_t i = 0; i < vocab; i += LANES) {
         lanes score = loaded(scores + i);
-        chosen(score, least, i, best, count);
+        chosen(score, i, best, count);
         sum += expo((score - top) * trust);
     }
     return some_of(broken) || top == -INFINITY ? INFINITY : logf(total(sum));
 }
 
 void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places,
-                            const float *heats, const float *trusts, int64_t rows, int64_t vocab,
-                            int64_t count, float *odds, int64_t *tokens, int64_t threads);
+        const float *heats, const float *trusts, int64_t rows, int64_t vocab, int64_t count,
+        float *odds, int64_t *tokens, int64_t threads);

@@ -1,15 +1,14 @@
-"""Structures that describe a model to the kernels, and the layouts of its weights. Knows no
-functions."""
+"""Structures that describe a model to the kernels, and the layouts of its weights."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.native.declarations import structure
 from draftproof.native.pages import enlarge
 
 STRIP, WORDS = 32, 16
@@ -21,152 +20,31 @@ is a multiple of it."""
 GROUP, PART, BLOCK = 32, 128, 256
 """Weights of 4 bits that share a step and a base; activations, and weights, that share a scale."""
 
-
-def _fields(pointers: str, numbers: str = "", floats: str = "") -> tuple[tuple[str, type], ...]:
-    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
-    return tuple((name, kind) for names, kind in kinds for name in names.split())
-
-
-class Read(ctypes.Structure):
-    """What all layers of one read share; as in model.h."""
-
-    _fields_ = (
-        *_fields("", "rows nodes first heads key_heads head_dim capacity"),
-        *_fields("", "window context threads turned stores"),
-        *_fields("lengths parents cosines sines starts which", "", "scale"),
-    )
+Read, Way, Norm, Layer, Model = map(structure, ("Read", "Way", "Norm", "Layer", "Model"))
+Native = ctypes.Structure
+"""The type of a linear layer as the kernels read it."""
 
 
-class Linear(ctypes.Structure):
-    """A linear layer; as in model.h."""
-
-    _fields_ = (*_fields("weights scale bias", "size padded outputs"), *_fields("blocks"))
-
-    @classmethod
-    def of(
-        cls, weights: Tensor, scale: Tensor | None, bias: Tensor | None, size: int, outputs: int
-    ) -> Linear:
-        """weights as `interleaved` made them; scale and bias of as many outputs. The caller keeps
-        them alive."""
-        places = (None if one is None else one.data_ptr() for one in (weights, scale, bias))
-        return cls(*places, size, size + -size % (WORDS * 4 // weights.element_size()), outputs)
-
-    @classmethod
-    def of_4_bits(
-        cls, weights: Tensor, scales: Tensor, bias: Tensor | None, size: int, outputs: int
-    ) -> Linear:
-        """weights and scales as `nibbles` made them. The caller keeps them alive."""
-        places = (weights.data_ptr(), None, None if bias is None else bias.data_ptr())
-        return cls(*places, size, size + -size % PART, outputs, scales.data_ptr())
-
-
-class Norm(ctypes.Structure):
-    """How norms are made, and sums; as in model.h."""
-
-    _fields_ = _fields("", "", "epsilon share")
-
-
-class Layer(ctypes.Structure):
-    """One layer of a model; as in model.h."""
-
-    _fields_ = (
-        *((name, Linear) for name in ("inner", "output", "gate_up", "down")),
-        *_fields("before after query key mixed fed", "way"),
-    )
-
-
-class Model(ctypes.Structure):
-    """A model: its layers, and what lies between these and tokens; as in model.h."""
-
-    _fields_ = (
-        ("layers", ctypes.POINTER(Layer)), *_fields("", "count vocab ways gelu"),
-        *_fields("last embeddings"), ("head", ctypes.POINTER(Linear)), ("norm", Norm),
-        *_fields("", "", "loud"),
-    )  # fmt: skip
-
-    @classmethod
-    def of(
-        cls, layers: Sequence[Layer], ways: int, gelu: bool, last: Tensor, embeddings: Tensor,
-        head: Linear | None, norm: Norm, loud: float
-    ) -> Model:
-        """last: [H] float32, the weight of the final norm. embeddings: [V, H], and what they are
-        multiplied by.
-
-        The caller keeps alive what is named by its place.
-        """
-        behind = ctypes.pointer(head) if head is not None else None
-        some, places = (Layer * len(layers))(*layers), (last.data_ptr(), embeddings.data_ptr())
-        return cls(some, len(layers), len(embeddings), ways, gelu, *places, behind, norm, loud)
-
-
-class Recurrence(ctypes.Structure):
-    """A recurrent draft head; as in heads.c."""
-
-    _fields_ = (
-        *((name, Linear) for name in ("fed", "back", "narrow", "projection")),
-        *_fields("blocks table map", "hidden layers recurs smooth first vocab"),
-    )
-
-
-class Pairs(ctypes.Structure):
-    """Pairs of tokens; as in heads.c."""
-
-    _fields_ = _fields("starts tokens gains rest")
-
-
-class Heads(ctypes.Structure):
-    """Medusa heads that share the target's projection, with pairs; as in heads.c."""
-
-    _fields_ = (
-        ("blocks", ctypes.c_void_p), ("projection", Linear), ("map", ctypes.c_void_p),
-        ("pairs", Pairs), *_fields("", "layers vocab", "weight")
-    )
-
-
-class TreeOutput(ctypes.Structure):
-    """Where trees are written; as in pools.h."""
-
-    _fields_ = _fields("tokens parents confidence", "nodes absent widest")
-
-
-class Texts(ctypes.Structure):
-    """Where texts lie; as in pools.h."""
-
-    _fields_ = _fields("tokens positions", "rows room")
-
-
-class Index(ctypes.Structure):
-    """Where a suffix index lies; as in lookup.c."""
-
-    _fields_ = _fields(
-        "text places tags counts weights sizes", "room count ways slots shift follow scatter absent"
-    )
-
-
-class Table(ctypes.Structure):
-    """Where known successors lie; as in ensemble.c."""
-
-    _fields_ = _fields("tags tokens odds", "best slots shift token before absent")
-
-
-class Counts(ctypes.Structure):
-    """How often members of an ensemble were right; as in ensemble.c."""
-
-    _fields_ = _fields("own all", "kinds classes levels", "fade fade_all trust trust_all unknown")
-
-
-class Member(ctypes.Structure):
-    """A member's trees; as in ensemble.c."""
-
-    _fields_ = _fields("tokens parents confidence", "nodes")
+def linear(
+    weights: Tensor, scales: Tensor | None, bias: Tensor | None, size: int, outputs: int
+) -> Native:
+    """A linear layer. weights: as `interleaved` made them, or with its scales, of float16,
+    `nibbles`. Scales in 8 bits, and the bias, are of as many outputs. The caller keeps them alive.
+    """
+    places = (weights.data_ptr(), *(None if one is None else one.data_ptr()
+                                    for one in (scales, bias)))
+    if scales is not None and scales.dtype == torch.float16:
+        packed = (places[0], None, places[2], size, size + -size % PART, outputs, places[1])
+        return structure("Linear")(*packed)
+    padded = size + -size % (WORDS * 4 // weights.element_size())
+    return structure("Linear")(*places, size, padded, outputs)
 
 
 def interleaved(weight: Tensor, fold: int) -> Tensor:
     """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as
     the kernels read it."""
     outputs, inputs = weight.shape
-    beyond = (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)
-    padded = F.pad(weight, beyond) if any(beyond) else weight.contiguous()
+    padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)).contiguous()
     # `fold` numbers are one word
     words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)
     packed = enlarge(torch.empty(words.shape, dtype=torch.int32)).copy_(words)
