@@ -36,9 +36,7 @@ class JointLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = inputs, outputs, bias
         self.kernels = kernels() if native else None
-        self.padded_bias = None if bias is None or self.kernels is None else rounded(
-            bias.bfloat16()
-        )
+        self.padded_bias = None if bias is None else rounded(bias.bfloat16())
         self.scales: Tensor | None = None
         self.native: Native | None = None
         self._last: tuple[Tensor, Tensor] | None = None     # what slices still wait for

@@ -105,7 +105,7 @@ def compile_to(target: Path, build: str, compiler: str) -> None:
     """Compile one build; the library appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         told = ["-c", *FLAGS, *BUILDS[build][1].split(), *map(str, SOURCES)]
-        # OpenMP is torch's
+        # without OpenMP, which is torch's
         linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
         for one in (told, linked):
             subprocess.run([compiler, *one], check=True, cwd=folder, capture_output=True, text=True)

@@ -151,14 +151,13 @@ class DraftFunctions:
 
     def prepare_heads(self, medusa: Any) -> PreparedHeads | None:
         """None where heads have projections of their own, or some are not packed."""
-        head, last = medusa.head, _projection(medusa)
+        head, form, last = medusa.head, medusa.head.config, _projection(medusa)
         blocks = [block for one in head.heads for block in one.blocks]
         linears = _natives(blocks)
-        if last is None or not head.config.share_lm_head or len(linears) < len(blocks) or (
-            head.config.hidden_size % LANES
-        ):
+        fits = form.share_lm_head and form.hidden_size % LANES == 0 and len(linears) == len(blocks)
+        if last is None or not fits:
             return None
-        return PreparedHeads((Linear * len(linears))(*linears), head.config.num_layers, last)
+        return PreparedHeads((Linear * len(linears))(*linears), form.num_layers, last)
 
     def heads_logits(self, medusa: Any, hidden: Tensor, heads: int) -> Any:
         if medusa.prepared is None:
@@ -216,7 +215,7 @@ class DraftFunctions:
         rows, context = len(root), drafter.hidden[: len(root)]
         require(width <= head.projection.outputs and len(context) == rows)
         out = TreeBuffer(rows, 1 + width + max(length - 1, 0) * width * width)
-        each = 8 * head.hidden + 2 * head.projection.size + head.projection.outputs
+        each = 8 * head.hidden + 2 * head.projection.size + 3 * head.projection.outputs
         size = self._call(
             "beam_search", head, context, root, rows, width, length, *sampling[:4], sampling.floor,
             out.output, context.new_empty(rows * width * each)

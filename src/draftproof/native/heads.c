@@ -135,7 +135,7 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
  * hidden] and roots [rows]. All that is weighed goes into pools [rows, .]: tokens, parents (places
  * in the pool), logarithms of the chance of the path; the root is in place 0. A search may end
  * early below `floor`, as a chain does. Returns the size of a pool. work: room for rows * width *
- * (8 hidden + 2 wide + outputs) numbers, where wide and outputs are the projection's. */
+ * (8 hidden + 2 wide + 3 outputs) numbers, where wide and outputs are the projection's. */
 int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots,
         int64_t rows, int64_t width, int64_t length, const float *noise, const int64_t *places,
         const float *heats, const float *trusts, float floor, TreeOutput *out, bf16 *work,
@@ -144,12 +144,12 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
     int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;
     int64_t *tokens = out->tokens, *parents = out->parents;
     float *chances = out->odds;
-    bf16 *states[2] = {work, work + most * hidden}, *before = states[1] + most * hidden;
+    float *heard = noise && head->map ? (float *)work : NULL;   /* by the draft vocabulary */
+    bf16 *first = work + 2 * most * known;
+    bf16 *states[2] = {first, first + most * hidden}, *before = states[1] + most * hidden;
     bf16 *beside = before + most * hidden, *pairs = beside + 2 * most * hidden;
     bf16 *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
-    /* by the draft vocabulary */
-    float *heard = noise && head->map ? scratch(most * known) : NULL;
     int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
     float sums[most], odds[most * width], heat[most], trust[most];
     for (int64_t r = 0; r < rows; r++) {
@@ -193,8 +193,8 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
             for (int64_t b = 0; b < beams; b++)
                 for (int64_t k = 0; k < width; k++) {
                     int64_t at = (r * beams + b) * width + k, place = size + b * width + k;
-                    tokens[r * room + place] = found[at],
-                            parents[r * room + place] = ends[r * width + b];
+                    tokens[r * room + place] = found[at];
+                    parents[r * room + place] = ends[r * width + b];
                     float chance = chances[r * room + place] = sums[r * width + b] + odds[at];
                     if (chance > best[width - 1].score) ranked(best, width, chance, place);
                 }
