@@ -13,7 +13,7 @@ from typing import Any
 from run import Row
 
 import draftproof as dp
-from draftproof.bench.workloads import GENERAL, STORIES, read_questions
+from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
 from draftproof.engine.named_drafters import HEADS
 from draftproof.engine.stats import RoundStats
 from draftproof.model.loading import resolve
@@ -29,7 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> list[Row]:
     file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
-    prompts = [str(one.prompt) for one in read_questions(file)]
+    prompts = [str(one) for one in read_prompts(file)]
     plain = dp.load(given.model, drafter="none", dtype=given.dtype)
 
     def written(drafter: dp.Drafter, size: int, heat: float, lossy: bool) -> tuple[Any, list[Any]]:

@@ -20,7 +20,7 @@ import torch
 from run import Row, ratio
 
 import draftproof as dp
-from draftproof.bench.workloads import GENERAL, STORIES, read_questions
+from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
 
 SLICE, FIXED, SHORT, LONG = 2, 5, 8, 640
 """Tokens: a turn, of a fixed draft, of a short text, of a long prompt."""
@@ -79,8 +79,7 @@ def run(given: argparse.Namespace) -> list[Row]:
     gc.freeze()
     target, codec = engine.target, engine.codec
     file = STORIES if given.model == "demo" else GENERAL
-    questions = read_questions(file)
-    prompts = [codec.encode(one.prompt) for one in questions][: given.prompts]
+    prompts = [codec.encode(str(one)) for one in read_prompts(file)][: given.prompts]
     step = _plain_step(engine, prompts[0])
     drafters: dict[str, Callable[[], dp.Drafter]] = {
         "always wrong": lambda: Wrong(target.vocab_size),

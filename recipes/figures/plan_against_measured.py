@@ -25,7 +25,7 @@ from typing import Any
 
 import draftproof as dp
 from draftproof.bench.methods import load_methods
-from draftproof.bench.workloads import GENERAL, STORIES, read_questions
+from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
 from draftproof.engine.budget import Adaptive
 from draftproof.plan.planner import AUTO, PLAIN, PlanConfig, Planner, is_light
 from draftproof.plan.report import EVEN, judged
@@ -71,8 +71,8 @@ def measure(given: argparse.Namespace) -> None:
                                   quantize=given.quantize)
     gc.freeze()
     file = given.prompts or (STORIES if given.model == "demo" else GENERAL)
-    questions = read_questions(file, given.chat)[: given.count]
-    prompts = [plain.requests.tokens(one.prompt) for one in questions]
+    prompts = [plain.requests.tokens(one)
+               for one in read_prompts(file, given.chat)[: given.count]]
     drafters = {one.name: one.engine.drafter for one in methods[1:]}
     for heat in map(float, given.temperature.split(",")):
         for batch in map(int, given.batch.split(",")):

@@ -24,7 +24,7 @@ from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import SelfGenerateConfig
-from draftproof.training.self_generate import Progress, SelfGeneratedText
+from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import fingerprint
 
@@ -190,8 +190,8 @@ def main() -> None:
     for held_out, documents in zip((False, True), data.split(0, print), strict=True):
         with tqdm(total=asked.tokens if not held_out else None, unit=" tokens") as bar:
 
-            def said(progress: Progress, bar: Any = bar) -> None:
-                bar.update(progress.tokens - bar.n)
+            def said(tokens: int, of: int, bar: Any = bar) -> None:
+                bar.update(tokens - bar.n)
 
             texts.write(writer, codec, context, documents, held_out, said)
 

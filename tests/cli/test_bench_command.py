@@ -12,15 +12,14 @@ import pytest
 from draftproof.bench import measure
 
 Call = Callable[..., Any]
-SHORT = ("--new-tokens", "6", "--rounds", "1", "--limit", "1")
+SHORT = ("--new-tokens", "6", "--rounds", "1")
 
 
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "some.jsonl"
-    rows: list[dict[str, Any]] = [{"prompt": "Lily and Tom", "category": "a"}, {"text": "The sun"},
-                                  {"turns": ["One day", "Two days"], "category": "writing"},
-                                  {"prompt": "word " * 300, "category": "long"}]
+    rows: list[dict[str, Any]] = [{"prompt": "Lily and Tom"}, {"text": "The sun"},
+                                  {"turns": ["One day", "Two days"]}, {"prompt": "word " * 300}]
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return file
 
@@ -42,15 +41,10 @@ def test_everything_at_once(
 
 
 def test_the_demo_brings_its_own_prompts_and_drafters(call: Call) -> None:
-    said = call("bench", *SHORT)
+    said = call("bench", *SHORT, "--limit", "1")
     assert said.code == 0, said.err
     names = ("plain", "portfolio", "medusa", "redrafter", "demo-draft", "prompts of stories.jsonl")
     assert all(name in said.out for name in names)
-
-
-def test_a_category_is_chosen(call: Call, target: str, some: Path) -> None:
-    said = call("bench", target, "--prompts", str(some), "--category", "writing", *SHORT)
-    assert said.code == 0 and "1 of the 1 prompts" in said.out, said.err
 
 
 def test_an_interrupt_shows_and_saves_what_was_measured(
@@ -82,7 +76,7 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--new-tokens", "0"), "new_tokens was 0"),
     (("--drafter", "medusa-9"), "drafter was 'medusa-9'"),
     (("--drafter", "prompt-lookup", "--drafter", "prompt-lookup"), "given twice"),
-    (("--category", "x"), "there is no category 'x'"),
+    (("--limit", "0"), "limit was 0"),
     (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
     (("--prompts", "/no/such/file"), "there is no file"),
     (("--new-tokens", "9999"), "no prompt leaves room"),

@@ -17,36 +17,34 @@ from draftproof.errors import BadInput
 from draftproof.model.loading import load_tokenizer
 from draftproof.model.tokenizer import Codec
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
-from draftproof.training.texts import Document, Message, read, split
+from draftproof.training.texts import Document, read, split
 
-QUESTION, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
-CHAT, ASKED = Document(messages=(QUESTION, ANSWER)), Document(messages=(QUESTION,))
-SAID = {"role": "assistant", "content": "Hello"}
+HI, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT, ASKED = Document(messages=[HI, SAID]), Document(messages=[HI])
 CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
-CALLED = json.dumps([{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}])
+CALLED = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 FORMATS: list[tuple[Any, Document]] = [
     ({"text": "a b"}, Document("a b")),
     ({"text": "cut \ud83d"}, Document("cut \ufffd")),
-    ({"text": "a\u2028b"}, Document("a\u2028b")),
     ({"prompt": "q"}, Document(prompt="q")),
     ({"prompt": "q", "completion": "a"}, Document("a", "q")),
     ({"question": "q", "answer": "a"}, Document("a", "q")),
     ({"instruction": "q", "input": "of", "output": "a"}, Document("a", "q\n\nof")),
     ({"instruction": "q", "input": "", "output": "a"}, Document("a", "q")),
     ({"turns": ["first", "second"]}, Document(prompt="first")),
-    ({"messages": [{"role": "user", "content": "Hi"}, SAID]}, CHAT),
+    ({"messages": [HI, SAID]}, CHAT),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, SAID]}, CHAT),
-    ({"messages": [{"role": "user", "content": "Hi"}, {**SAID, "role": "model"}]}, CHAT),
-    ({"prompt": [{"role": "user", "content": "Hi"}], "completion": [SAID]}, CHAT),
-    ({"custom_id": "1", "body": {"messages": [{"role": "user", "content": "Hi"}]}}, ASKED),
-    ({"messages": [{"role": "developer", "content": "Be."}, {"role": "user", "content": "Hi"}]},
-     Document(messages=(Message("system", "Be."), QUESTION))),
+    ({"messages": [HI, {**SAID, "role": "model"}]}, CHAT),
+    ({"prompt": [HI], "completion": [SAID]}, CHAT),
+    ({"custom_id": "1", "body": {"messages": [HI]}}, ASKED),
+    ({"messages": [{"role": "developer", "content": "Be \ud83d"}, HI]},
+     Document(messages=[{"role": "system", "content": "Be \ufffd"}, HI])),
     ({"conversations": [{"from": a, "value": b} for a,
                         b in (("gpt", "cut"), ("human", "Hi"), ("gpt", "Hello"))]}, CHAT),
-    ({"messages": [{"role": "user", "content": "Hi"},
-                   {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ({"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                    {"role": "tool", "content": "3"}, SAID]},
-     Document(messages=(QUESTION, Message("assistant", "", CALLED), Message("tool", "3"), ANSWER))),
+     Document(messages=[HI, {"role": "assistant", "content": "", "tool_calls": CALLED},
+                        {"role": "tool", "content": "3"}, SAID])),
 ]  # fmt: skip
 UNUSABLE: list[tuple[bytes, str]] = [
     (b'{"text": "two"', "not JSON"), (b"[" * 5000, "not JSON"), (b"7", "not an object"),
@@ -54,7 +52,7 @@ UNUSABLE: list[tuple[bytes, str]] = [
     (b'{"story": "a"}', "none of the fields text, messages"),
     (b'{"messages": [{"role": "robot", "content": "a"}]}', "role 'robot'"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "not text"),
-    (b'{"messages": "Hi"}', "list of messages"), (b'{"messages": [1]}', "list of messages"),
+    (b'{"messages": "Hi"}', "list of objects"), (b'{"messages": [1]}', "list of objects"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "without a user"),
 ]  # fmt: skip
 
@@ -64,22 +62,19 @@ def test_every_common_format_is_understood(tmp_path: Path, row: Any, document: D
     (tmp_path / "rows.JSONL").write_text(json.dumps(row) + "\n\n")
     (tmp_path / "array.json").write_text(json.dumps([row, row], indent=2), encoding="utf-8-sig")
     for name in ("rows.JSONL", "array.json"):
-        assert read([tmp_path / name], strict=True) == [document]
+        assert read([tmp_path / name]) == [document]
         assert read([tmp_path / name], chat=True) == [document.as_chat()]
     assert Document("Hello", "Hi").as_chat() == CHAT and Document("Hi").as_chat() == ASKED
 
 
 @pytest.mark.parametrize(("row", "words"), UNUSABLE)
-def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: bytes,
-                                                          words: str) -> None:
+def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: bytes, words: str) -> None:
     file, notes = tmp_path / "rows.jsonl", list[str]()
     file.write_bytes(b'{"text": "one"}\r\n' + 5 * (row + b"\n") + b'{"text": "three"}\n')
     assert read([file], note=notes.append) == [Document("one"), Document("three")]
     (note,) = notes
     assert note.startswith("skipped 5 rows") and note.count(words) == 3
-    assert "line 2 of rows.jsonl" in note
-    with pytest.raises(BadInput, match=f"line 2 .*{words}"):
-        read([file], strict=True)
+    assert "row 2 of rows.jsonl" in note
     file.write_bytes(row)
     with pytest.raises(BadInput, match=words if row[:1] != b"[" else "broken"):
         read([file])
@@ -87,34 +82,33 @@ def test_unusable_rows_are_skipped_and_counted_or_refused(tmp_path: Path, row: b
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
-    [("a.csv", b"text\nhello\n", "csv"), ("a.PARQUET", b"PAR1", "PARQUET"),
-     ("a.txt", b"caf\xe9", "UTF-8"),
+    [("a.CSV", b"text\nhello\n", "CSV"), ("a.txt", b"caf\xe9", "UTF-8"),
      ("a.txt", b"a\0b", "not a text file"), ("a.jsonl", b"", "no text"),
      ("a.json", b'[{"text": "a"},', "JSON array")],
 )  # fmt: skip
-def test_files_that_cannot_be_read_rightly_are_refused(tmp_path: Path, name: str, data: bytes,
-                                                       words: str) -> None:
+def test_files_that_cannot_be_read_rightly_are_refused(
+    tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(BadInput, match=words):
         read([tmp_path / name])
 
 
-@pytest.mark.parametrize(("encoding", "end"),
-                         [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16", "\n")])
+@pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n")])
 def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(
     tmp_path: Path, encoding: str, end: str
 ) -> None:
     paragraphs = [f"{index} " + "word " * 300 for index in range(20)]
     (tmp_path / "book.txt").write_bytes((end * 2).join(paragraphs).encode(encoding))
     pieces = read([tmp_path / "book.txt", tmp_path / "book.txt"])              # each once
-    assert len(pieces) > 3 and "\n\n".join(piece.text
-                                           for piece in pieces) == "\n\n".join(paragraphs)
+    whole = "\n\n".join(piece.text for piece in pieces)
+    assert len(pieces) > 3 and whole == "\n\n".join(paragraphs)
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
     documents = [Document(str(number)) for number in range(1000)]
     train, held_out = split(documents, seed=3)
-    assert not set(train) & set(held_out) and set(train) | set(held_out) == set(documents)
+    assert sorted(train + held_out) == sorted(documents)
     assert len(held_out) == 20 and split(documents, seed=3) == (train, held_out)
     assert split(documents, seed=4) != (train, held_out)
     assert [len(part) for part in split(documents[:3], 0)] == [2, 1]
@@ -126,20 +120,14 @@ PLAIN = """{% for m in messages %}<{{ m.role }}>
 {{ m.content }}<end>
 {% endfor %}{% if add_generation_prompt %}<assistant>
 {% endif %}"""
-MARKED = """{% for m in messages %}<{{ m.role }}>
-{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>
-{% endgeneration %}{% else %}{{ m.content }}<end>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>
-{% endif %}"""
 FORGETFUL = """{% for m in messages %}<{{ m.role }}>
 {% set cut = m.role == 'assistant' and not loop.last %}
 {{- m.content.split('|')[-1 if cut else 0:] | join('|') }}<end>
 {% endfor %}{% if add_generation_prompt %}<assistant>
 {% endif %}"""
-TURNS = tuple(Message(*one)
-              for one in (("system", "Be kind."), ("user", "Who are you?"),
-                          ("assistant", "hm|A dog."),
-                                        ("user", "Really?"), ("assistant", "so|Yes!")))  # fmt: skip
+TURNS = [{"role": role, "content": content} for role, content in (
+    ("system", "Be kind."), ("user", "Who are you?"), ("assistant", "hm|A dog."),
+    ("user", "Really?"), ("assistant", "so|Yes!"))]  # fmt: skip
 
 
 def codec_of(template: str | None) -> Codec:
@@ -151,9 +139,9 @@ def codec_of(template: str | None) -> Codec:
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [(PLAIN, ["hm|A dog.<end>\nso|Yes!<end>\n"]), (MARKED, ["hm|A dog.<end>\nso|Yes!<end>\n"]),
+    [(PLAIN, ["hm|A dog.<end>\nso|Yes!<end>\n"]),
      (FORGETFUL, ["hm|A dog.<end>\n", "so|Yes!<end>\n"])],
-    ids=["plain", "generation marks", "forgets thoughts"],
+    ids=["plain", "forgets thoughts"],
 )  # fmt: skip
 def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(
     template: str, said: list[str]
@@ -168,8 +156,7 @@ def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(
     asked = prompt_of(Document(messages=TURNS[:2]), codec)
     tokens, mask = tokenized(Document(messages=TURNS[:3]), codec, None)[0]
     assert tokens[: len(asked)] == asked and not any(mask[: len(asked)]) and all(mask[len(asked) :])
-    assert prompt_of(Document(messages=TURNS), codec,
-                     2) == asked        # turns of the user, in a circle
+    assert prompt_of(Document(messages=TURNS), codec, 2) == asked   # turns of the user, in a circle
 
 
 def test_only_answers_are_in_the_loss_and_an_end_is_added() -> None:
@@ -189,8 +176,9 @@ def ragged() -> Rows:
 
 
 def test_every_row_comes_once_per_epoch_and_a_batch_follows_from_seed_and_step() -> None:
-    one, two, other = Batches(ragged(), 4, 7), Batches(ragged(), 4, 7), Batches(ragged(), 4, 8)
-    size = len(one)
+    """Padding is not in the loss, and the rest is the text."""
+    one, two, other = (Batches(ragged(), 4, seed) for seed in (7, 7, 8))
+    size, rows = len(one), one.rows
     epochs = [[number for step in range(size) for number in one[epoch * size + step].rows]
               for epoch in (0, 1)]
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(range(len(one.rows)))
@@ -198,12 +186,7 @@ def test_every_row_comes_once_per_epoch_and_a_batch_follows_from_seed_and_step()
     for step in (13, 2, 40):
         assert torch.equal(one[step].tokens, two[step].tokens) and one[step].rows == two[step].rows
     assert any(one[step].rows != other[step].rows for step in range(5))
-
-
-def test_padding_is_not_in_the_loss_and_the_rest_is_the_text() -> None:
-    rows = ragged()
-    for step in range(len(batches := Batches(rows, 4, 0))):
-        batch = batches[step]
+    for batch in (one[step] for step in range(size)):
         for place, number in enumerate(batch.rows):
             (row, mask), size = rows.rows[number], batch.sizes[place]
             assert torch.equal(batch.tokens[place, :size].int(), row)

@@ -14,16 +14,15 @@ from training_helpers import Recorder, head_of, ruled, trainer_of, written
 from draftproof.drafters.losses import head_loss
 from draftproof.model.target import Target
 from draftproof.training import joint
-from draftproof.training.config import JointConfig
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.rows import Batches
 
 pytest.importorskip("peft")
 
 
-def both_of(distil: bool = True) -> HeadsAndBackbone:
+def both_of() -> HeadsAndBackbone:
     where = Target(fresh("llama").requires_grad_(False))
-    return HeadsAndBackbone(head_of("medusa"), where, JointConfig(distil), "ce")
+    return HeadsAndBackbone(head_of("medusa"), where, "ce")
 
 
 def logits(model: Any) -> Tensor:
@@ -48,42 +47,42 @@ def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(
 ) -> None:
     """L_backbone + lambda * sum of 0.8^k L_k, in slices, halted at the hidden states."""
     monkeypatch.setattr(joint, "DROPOUT", 0.0)
-    both, plain = both_of(distil=False), both_of(distil=False)
+    both, plain = both_of(), both_of()
+    for one in (both, plain):                           # where the backbone has learnt already
+        torch.manual_seed(7)
+        for name, parameter in one.adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
     batch = written().batch(range(6), 32)
-    loss = both.backward(batch, 0.5)
+    loss = both.backward(batch)
     features = plain.features(batch)
-    labels = features.tokens[:, 1:]
-    assert features.logits is not None
-    text = -features.logits[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    whole = (text * features.weights[:, 1:]).sum() / features.weights[:, 1:].sum()
-    whole = 0.5 * (whole + 0.2 * head_loss(plain.head, features, plain.target))
+    with torch.no_grad(), plain.adapted.disable_adapter():
+        teacher = plain.features(batch).logits
+    assert features.logits is not None and teacher is not None
+    before, now = (x[:, :-1].log_softmax(-1) for x in (teacher, features.logits))
+    apart = (before.exp() * (before - now)).sum(-1)
+    whole = (apart * features.weights[:, 1:]).sum() / features.weights[:, 1:].sum()
+    assert whole > 1e-4
+    whole = whole + 0.2 * head_loss(plain.head, features, plain.target)
     whole.backward()  # type: ignore[no-untyped-call]
-    assert torch.allclose(loss.double(), whole, rtol=1e-5)
+    assert torch.allclose(loss.double(), whole.double(), rtol=1e-4)
     for mine, theirs in zip(both.param_groups(), plain.param_groups(), strict=True):
         for one, other in zip(mine["params"], theirs["params"], strict=True):
             assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("distil", [True, False])
-def test_distilled_the_backbone_stays_and_taught_the_texts_it_learns_them(
-    tmp_path: Path, distil: bool
-) -> None:
+def test_the_backbone_stays_near_what_it_was_and_is_merged(tmp_path: Path) -> None:
     """Merged it says what it said adapted; with the adapters off it is the original to the bit."""
-    recorder, both = Recorder(), both_of(distil)
+    recorder, both = Recorder(), both_of()
     trainer_of(tmp_path, both, recorder, texts=ruled, steps=60, learning_rate=1e-2).fit()
     first, last = recorder.evaluations[0], recorder.evaluations[-1]
-    original, now, kl = (last.figures[name]
-                         for name in ("original_loss", "backbone_loss", "backbone_kl"))
-    if distil:
-        assert last.loss < 0.7 * first.loss and sum(last.top1) > sum(first.top1) + 0.3
-        assert original > 3 and abs(now - original) < 0.15 * original and 0 < kl < 0.3
-    else:
-        assert now < 0.5 * original and kl > 0.5
+    assert last.loss < 0.7 * first.loss and sum(last.top1) > sum(first.top1) + 0.3
+    assert last.backbone_kl is not None and 0 < last.backbone_kl < 0.3
     adapted = logits(both.adapted)
     with both.adapted.disable_adapter():
         assert torch.equal(logits(both.adapted), logits(fresh("llama")))
     assert not torch.equal(adapted, logits(fresh("llama")))
     merged = both.merged()
-    assert torch.allclose(logits(merged), adapted,
-                          atol=1e-9) and type(merged) is type(fresh("llama"))
+    assert torch.allclose(logits(merged), adapted, atol=1e-9)
+    assert type(merged) is type(fresh("llama"))
     assert not any("lora" in name for name in merged.state_dict())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.self_generate import (
-    Progress,
     SelfGeneratedText,
     Writer,
     by_engine,
     by_transformers,
 )
-from draftproof.training.texts import Document, Message
+from draftproof.training.texts import Document
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")
 DOCUMENTS = [Document(f"Once upon a time there was a {word} who liked to play.") for word in WORDS]
@@ -41,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def write_with(
     own: SelfGeneratedText, engine: Engine, documents: list[Document], held_out: bool = False,
-    progress: Callable[[Progress], None] = lambda progress: None, writer: Writer | None = None,
+    progress: Callable[[int, int], None] = lambda tokens, of: None, writer: Writer | None = None,
 ) -> None:  # fmt: skip
     assert engine.codec is not None
     given = (writer or partial(by_engine, engine), engine.codec, engine.target.context)
@@ -85,13 +83,11 @@ def test_each_text_is_what_the_target_writes_behind_the_beginning_of_a_document(
     for held_out in (False, True):
         texts = list(whole[1].examples(held_out))
         assert sum(sum(text.mask) for text in texts) >= 600
-        assert all(len(text.tokens) <= 48 for text in texts)
-        in_order = sorted((row for row in rows if row["held_out"] is held_out),
-                          key=lambda row: row["number"])
-        for text, row in zip(texts, in_order, strict=True):
-            places = range(len(text.tokens))
-            assert text.tokens == row["tokens"]
-            assert text.mask == [place >= row["prompt"] for place in places]
+        assert all(len(text.tokens) <= LENGTH for text in texts)
+        in_order = sorted((row["number"], row["prompt"], row["tokens"]) for row in rows
+                          if row["held_out"] is held_out)
+        for (tokens, mask), (_, prompt, written) in zip(texts, in_order, strict=True):
+            assert tokens == written and mask == [at >= prompt for at in range(len(tokens))]
 
 
 def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
@@ -114,20 +110,28 @@ def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
     assert asked == []
 
 
-def test_text_of_another_origin_is_refused(whole: tuple[Path, SelfGeneratedText]) -> None:
+def test_other_files_are_refused_and_more_of_the_same_goes_on_behind(
+    whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path
+) -> None:
     with pytest.raises(BadInput, match="length 48, now it is 32"):
         SelfGeneratedText(whole[0], {"model": "m"}, WANTED, 32)
     with pytest.raises(BadInput, match="model"):
         SelfGeneratedText(whole[0], {"model": "n"}, WANTED, LENGTH)
-    SelfGeneratedText(whole[0], {"model": "m"}, SelfGenerateConfig(900, (0.0, 0.9), None, 16),
-                      LENGTH)  # more of the same
+    (mine := tmp_path / "mine.jsonl").write_text("[1]\nhalf a line")
+    with pytest.raises(BadInput, match="something else"):
+        SelfGeneratedText(mine, {}, WANTED, LENGTH)
+    assert mine.read_text() == "[1]\nhalf a line"
+    (file := tmp_path / "own_text.jsonl").write_bytes(whole[0].read_bytes())
+    more = write(file, engine, SelfGenerateConfig(900, (0.0, 0.9), 16))
+    assert file.read_bytes().startswith(whole[0].read_bytes())
+    assert sum(sum(text.mask) for text in more.examples(False)) >= 900
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
     file, told = tmp_path / "own_text.jsonl", list[int]()
 
-    def stop(progress: Progress) -> None:
-        told.append(progress.tokens)
+    def stop(tokens: int, of: int) -> None:
+        told.append(tokens)
         if len(told) == 3:
             raise KeyboardInterrupt
 
@@ -135,22 +139,6 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path
         write_with(SelfGeneratedText(file, {}, WANTED, LENGTH), engine, DOCUMENTS, progress=stop)
     assert len(lines(file)) == 4 and told == sorted(told)
     assert len(list(SelfGeneratedText(file, {}, WANTED, LENGTH).examples(False))) == 3
-
-
-def test_another_file_is_never_overwritten(engine: Engine, tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text("[1]\nhalf a line")
-    with pytest.raises(BadInput, match="something else"):
-        SelfGeneratedText(tmp_path / "mine.jsonl", {}, WANTED, LENGTH)
-    assert (tmp_path / "mine.jsonl").read_text() == "[1]\nhalf a line"
-
-
-def test_more_of_the_same_goes_on_behind(whole: tuple[Path, SelfGeneratedText], engine: Engine,
-                                         tmp_path: Path) -> None:
-    file = tmp_path / "own_text.jsonl"
-    file.write_bytes(whole[0].read_bytes())
-    more = write(file, engine, SelfGenerateConfig(900, (0.0, 0.9), None, 4))
-    assert file.read_bytes().startswith(whole[0].read_bytes())
-    assert sum(sum(text.mask) for text in more.examples(False)) >= 900
 
 
 def test_chats_are_asked_question_by_question(
@@ -161,7 +149,8 @@ def test_chats_are_asked_question_by_question(
     assert engine.codec is not None
     tokenizer = engine.codec.tokenizer
     turns = (("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))
-    chat, config = Document(messages=tuple(starmap(Message, turns))), SelfGenerateConfig(60, (0.0,))
+    chat = Document(messages=[{"role": role, "content": content} for role, content in turns])
+    config = SelfGenerateConfig(60, (0.0,))
     monkeypatch.setattr(tokenizer, "chat_template", template)
     own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, config, LENGTH)
     write_with(own, engine, [chat])

@@ -19,8 +19,8 @@ from draftproof.model.device import processor
 from draftproof.model.packed_linear import JointLinear
 from draftproof.model.quantized_linear import slow_because
 from draftproof.native.kernels import kernels
-from draftproof.training import train_run
-from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
+from draftproof.training import train_run, trainer
+from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import locked
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.texts import DataConfig
@@ -132,7 +132,7 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     own = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
     first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
     second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
-    assert first.progress and not second.progress and first.progress[-1].tokens == 800
+    assert first.bars["writing"][-1] == (800, 800) and not second.bars["writing"]
     assert packed == [kernels() is not None] and readers == 2 * packed
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     assert record["counted"] >= 750
@@ -147,9 +147,7 @@ def test_a_target_that_is_quantised_already_reads_as_it_is(
     assert run(source, tmp_path / "heads", dtype="bfloat16", steps=2).losses
 
 
-def test_chats_that_the_template_refuses_are_skipped_or_refused(
-    source: Path, tmp_path: Path
-) -> None:
+def test_chats_that_the_template_refuses_are_skipped(source: Path, tmp_path: Path) -> None:
     template = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system')"
                 " }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     model, file = saved_model(tmp_path / "tiny"), tmp_path / "chats.jsonl"
@@ -165,23 +163,21 @@ def test_chats_that_the_template_refuses_are_skipped_or_refused(
     assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
     own = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
     generated = run(source, tmp_path / "own", self_generate=own, **given)
-    assert any("no system" in note for note in generated.notes) and generated.progress
-    with pytest.raises(BadInput, match="no system"):
-        run(source, tmp_path / "strict", **given | {"data": DataConfig((file,), strict=True)})
+    assert any("no system" in note for note in generated.notes) and generated.bars["writing"]
 
 
 def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
-    source: Path, tmp_path: Path
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft")
+    monkeypatch.setattr(trainer, "SAVED", 0)
 
     class Dying(Recorder):
-        def stepped(self, step: int, loss: float, speed: float) -> None:
-            super().stepped(step, loss, speed)
+        def stepped(self, step: int) -> None:
             if len(self.losses) == 10:
                 raise SystemExit
 
-    joint: dict[str, Any] = {"joint": JointConfig(distil=True), "steps": 6, "learning_rate": 1e-2}
+    joint: dict[str, Any] = {"joint": True, "steps": 6, "learning_rate": 1e-2}
     out, broken = tmp_path / "whole", tmp_path / "broken"
     whole = run(source, out, **joint)
     assert whole.begun == (0, 6) and len(whole.losses) == 12                # heads alone, then both
@@ -191,7 +187,7 @@ def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
     assert not list(out.rglob("*.pt")) and str(tmp_path) not in card
     assert run(source, out, **joint).notes == [f"{out} is complete"]
     with pytest.raises(SystemExit):
-        run(source, broken, Dying(), save_minutes=0, **joint)
+        run(source, broken, Dying(), **joint)
     assert len(run(source, broken, **joint).losses) == 3
     for file in ("heads/model.safetensors", "model/model.safetensors"):
         assert (broken / file).read_bytes() == (out / file).read_bytes()

@@ -19,7 +19,6 @@ from draftproof.model.loading import load_tokenizer
 from draftproof.training.config import TrainConfig
 from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batches, Example, Rows
-from draftproof.training.self_generate import Progress
 from draftproof.training.trainer import Trainer
 
 LENGTH = 32
@@ -77,24 +76,24 @@ class Recorder:
         self.losses: list[float] = []
         self.evaluations: list[Evaluation] = []
         self.notes: list[str] = []
-        self.read_batches: list[tuple[int, int]] = []
-        self.progress: list[Progress] = []
-        self.begun, self.stop_at = (0, 0), stop_at
+        self.bars: dict[str, list[tuple[int, int]]] = {"reading": [], "writing": [], "training": []}
+        self.stop_at = stop_at
+
+    @property
+    def begun(self) -> tuple[int, int]:
+        """At which step it begins, and how many there are."""
+        return self.bars["training"][0]
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def wrote(self, progress: Progress) -> None:
-        self.progress.append(progress)
+    def progress(self, what: str, done: int, of: int, said: str = "") -> None:
+        self.bars[what].append((done, of))
+        if said:
+            self.losses.append(float(said.split()[1]))
+            self.stepped(done)
 
-    def read(self, batches: int, of: int) -> None:
-        self.read_batches.append((batches, of))
-
-    def planned(self, step: int, steps: int) -> None:
-        self.begun = (step, steps)
-
-    def stepped(self, step: int, loss: float, speed: float) -> None:
-        self.losses.append(loss)
+    def stepped(self, step: int) -> None:
         if step == self.stop_at:
             raise SystemExit
 

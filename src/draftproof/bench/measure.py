@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
@@ -17,6 +16,7 @@ from draftproof.engine.stats import RoundStats
 
 Clock = Callable[[], float]
 Prompts = Sequence[list[int]]
+Output = tuple[list[list[int]], float | None, RoundStats]
 
 PLAIN = "plain"
 """The method that others are compared with."""
@@ -36,14 +36,6 @@ class Setting:
         return f"{kind}, batch {self.batch}"
 
 
-class Output(NamedTuple):
-    """New tokens per prompt; when the first token came, by the clock; counts of all rows."""
-
-    tokens: list[list[int]]
-    first_token: float | None
-    stats: RoundStats
-
-
 class OurEngine:
     """An engine as a user calls it; a single prompt is streamed, to see its first token come."""
 
@@ -51,7 +43,8 @@ class OurEngine:
         self.name, self.engine = name, engine
 
     def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
-        """Complete all prompts (token ids), at most `batch` rows side by side."""
+        """Complete all prompts (token ids), at most `batch` rows side by side: the new tokens of
+        each, when the first came, by the clock, and counts of all rows."""
         first, total = None, RoundStats()
         if len(prompts) == 1:
             chunks = self.engine.stream(prompts[0], sampling=sampling)
@@ -61,7 +54,7 @@ class OurEngine:
             done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
         for completion in done:
             total.add(completion.checked().stats)
-        return Output([completion.tokens for completion in done], first, total)
+        return [completion.tokens for completion in done], first, total
 
 
 @dataclass(frozen=True)
@@ -134,13 +127,11 @@ class Bench:
     def _trial(
         self, method: OurEngine, setting: Setting, number: int, group: int, new_tokens: int
     ) -> Trial:
-        indices = self.groups(setting)[group]
+        indices, heat = self.groups(setting)[group], setting.temperature
         prompts = [self.prompts[i] for i in indices]
-        heat = setting.temperature
         sampling = replace(self.sampling, temperature=heat, max_new_tokens=new_tokens)
         start = self.clock()
-        out = method.write(prompts, sampling, setting.batch, self.clock)
+        tokens, first, stats = method.write(prompts, sampling, setting.batch, self.clock)
         seconds = self.clock() - start
-        first = out.first_token - start if out.first_token is not None else None
-        done = (out.tokens, seconds, first, out.stats)
-        return Trial(method.name, setting, number, group, indices, *done)
+        first = first - start if first is not None else None
+        return Trial(method.name, setting, number, group, indices, tokens, seconds, first, stats)

@@ -29,8 +29,7 @@ def bench(
     drafter: Annotated[Names, _plan("NAME", "As in run; repeatable.", "--drafter")] = None,
     assistant_model: Annotated[Names, _plan("MODEL", "A draft model; repeatable.")] = None,
     prompts: opt.Prompts = None,
-    category: Annotated[Names, _plan("NAME", "Only this category; repeatable.")] = None,
-    limit: Annotated[int | None, _plan("N", "Only the first N prompts of each category.")] = None,
+    limit: Annotated[int | None, _plan("N", "Only the first N prompts.")] = None,
     chat: opt.Chat = False,
     batch: Annotated[str, _plan("1,4,8", "Rows side by side; each number is measured.")] = "1",
     temperature: Annotated[str, _plan("0,0.7", "0 is greedy; each number is measured.")] = "0",
@@ -45,26 +44,27 @@ def bench(
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
     from draftproof.bench.methods import load_methods
-    from draftproof.bench.workloads import built_in, read_questions, select, that_fit
+    from draftproof.bench.workloads import built_in, read_prompts, that_fit
 
     batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
-    for name, value in (("batch", min(batches)), ("new_tokens", new_tokens), ("rounds", rounds)):
-        if value < 1:
+    for name, value in (("batch", min(batches)), ("new_tokens", new_tokens), ("rounds", rounds),
+                        ("limit", limit)):  # fmt: skip
+        if value is not None and value < 1:
             raise BadInput(f"{name} was {value}; it must be at least 1")
     must_have_folders(json_)
     known, texts = built_in(model)
     file, assistants = prompts or texts, assistant_model or []
-    questions = select(read_questions(file, chat), category or [], limit)
+    asked = read_prompts(file, chat)[:limit]
     with show.status("loading ...") as status:
         plain, methods = load_methods(model, drafter or ([] if assistants else known), assistants,
                                       **engine)
-        fitting = that_fit(plain, questions, new_tokens)
+        fitting = that_fit(plain, asked, new_tokens)
         settings = [Setting(rows, heat) for heat in heats for rows in batches]
         run = Bench(methods, fitting, settings, replace(plain.sampling, seed=seed), new_tokens,
                     rounds)
         about = ctx.params | {
             "machine": report.machine_facts(plain.target.device), "quantised": lost(plain),
-            "workload": f"{len(fitting)} of the {len(questions)} prompts of {file.name}"}
+            "workload": f"{len(fitting)} of the {len(asked)} prompts of {file.name}"}
         with suppress(KeyboardInterrupt):
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
     figures = report.compute(run)

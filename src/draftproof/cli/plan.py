@@ -40,7 +40,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""
     from draftproof.bench.methods import load_methods
-    from draftproof.bench.workloads import built_in, read_questions, that_fit
+    from draftproof.bench.workloads import built_in, read_prompts, that_fit
     from draftproof.plan import report
     from draftproof.plan.planner import PlanConfig, Planner
 
@@ -54,7 +54,7 @@ def plan(
     assistants = assistant_model or []
     drafters = drafter or ([] if assistants else known)
     file = prompts or (None if logs else texts)
-    rows = read_questions(file, chat) if file else []
+    rows = read_prompts(file, chat) if file else []
     with show.status("loading ...") as status:
         plain, methods = load_methods(model, drafters, assistants, **engine)
         must_decode_alone(plain, "plan")

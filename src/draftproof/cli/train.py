@@ -13,12 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.errors import BadInput
-from draftproof.training.config import JointConfig, SelfGenerateConfig, TrainConfig, TrainRun
+from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.texts import DataConfig
 
 if TYPE_CHECKING:
     from draftproof.training.heads import Evaluation
-    from draftproof.training.self_generate import Progress as Written
 
 Method = StrEnum("Method", ["medusa", "redrafter"])
 _text, _medusa = partial(opt.option, "Text"), partial(opt.option, "Medusa")
@@ -28,11 +27,7 @@ opt.OPTIONS |= {"config": opt.options_of(TrainConfig), "own": opt.options_of(Sel
 Trained = Annotated[Method, typer.Argument(help="medusa or redrafter.", show_default=False)]
 Data = Annotated[list[Path], _text("FILE", "Texts, .txt or .jsonl; repeatable.", "--data")]
 Out = Annotated[Path, opt.option(None, "DIR", "For the heads; the same command goes on.", "--out")]
-HeldOut = Annotated[
-    Path | None, _text("FILE", "Texts to evaluate with; else a share of --data.", "--held-out")
-]
 Chat = Annotated[bool, _text(None, "Prompts and texts are the user's messages.", "--chat")]
-Strict = Annotated[bool, _text(None, "Refuse rows that cannot be used, not skip them.", "--strict")]
 SelfGenerate = Annotated[
     bool, _text(None, "Let the target write the texts, from their beginnings.", "--self-generate")
 ]
@@ -53,10 +48,10 @@ ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", 
 @opt.with_options(own=None, config=None, engine=("dtype", "device"))
 def train(
     method: Trained, model: opt.Model, data: Data, out: Out, own: dict[str, Any],
-    config: dict[str, Any], engine: dict[str, Any], held_out: HeldOut = None, chat: Chat = False,
-    strict: Strict = False, self_generate: SelfGenerate = False, heads: Heads = None,
-    layers: Layers = 1, share_lm_head: ShareHead = None, joint: Joint = False,
-    horizon: Horizon = None, exit_dim: ExitDim = None,
+    config: dict[str, Any], engine: dict[str, Any], chat: Chat = False,
+    self_generate: SelfGenerate = False, heads: Heads = None, layers: Layers = 1,
+    share_lm_head: ShareHead = None, joint: Joint = False, horizon: Horizon = None,
+    exit_dim: ExitDim = None,
 ) -> None:  # fmt: skip
     """Train draft heads: Medusa or ReDrafter, on texts or on what the model itself writes."""
     from draftproof.drafters.medusa import MedusaHead
@@ -80,10 +75,9 @@ def train(
         form, shape = {"horizon": 5 if horizon is None else horizon}, shape | {"exit_dim": exit_dim}
         make = partial(ReDrafterHead.fresh, steps=form["horizon"], num_layers=layers, **shape)
     run = TrainRun(
-        model, DataConfig(tuple(data), held_out, chat, strict), out, TrainConfig(**config),
+        model, DataConfig(tuple(data), chat), out, TrainConfig(**config),
         {**form, "layers": layers, **shape},
-        SelfGenerateConfig(**own) if self_generate else None,
-        JointConfig(distil=self_generate) if joint else None, **engine,
+        SelfGenerateConfig(**own) if self_generate else None, joint, **engine,
     )  # fmt: skip
     with Screen() as screen:
         train_run.train(run, make, screen)
@@ -100,27 +94,20 @@ class Screen(Progress):
         out = show.page(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), said, *left
         super().__init__(*columns, console=out, transient=True, disable=not out.is_terminal)
-        self._titled, self._steps = False, 0
+        self._titled = False
 
     def note(self, text: str) -> None:
         """A line above the bar."""
         wide = not self.console.is_terminal
         self.console.print(text, style="dim", markup=False, soft_wrap=wide)
 
-    def wrote(self, progress: Written) -> None:
-        speed = f"{progress.speed:,.0f} tokens/s"
-        self.show_bar("writing", progress.tokens, progress.of, speed)
-
-    def read(self, batches: int, of: int) -> None:
-        self.show_bar("reading", batches, of)
-
-    def planned(self, step: int, steps: int) -> None:
-        self.note(f"{steps} steps" if not step else f"going on at step {step} of {steps}")
-        self._steps = steps
-        self.show_bar("training", step, steps)
-
-    def stepped(self, step: int, loss: float, speed: float) -> None:
-        self.show_bar("training", step, self._steps, f"loss {loss:.3f} · {speed:,.0f} tokens/s")
+    def progress(self, what: str, done: int, of: int, said: str = "") -> None:
+        """One bar at a time, each with its own time left."""
+        if not self.tasks or self.tasks[0].description != what:
+            for task in self.task_ids:
+                self.remove_task(task)
+            self.add_task(what, total=of, said=said)
+        self.update(self.task_ids[0], completed=done, total=of, said=said)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """A line of the table: accuracy per step of the head on held-out rows."""
@@ -130,14 +117,6 @@ class Screen(Progress):
             self._titled = True
         pairs = zip(evaluation.top1, evaluation.top5, strict=True)
         hits = "".join(f"{f'{one:.1%}/{five:.0%}':>13}" for one, five in pairs)
-        kl = evaluation.figures.get("backbone_kl")
+        kl = evaluation.backbone_kl
         hits += f"   backbone KL {kl:.4f}" if kl is not None else ""
         self.note(f"{step:>7}{evaluation.loss:>10.3f}{evaluation.tokens_per_round:>14.2f}{hits}")
-
-    def show_bar(self, what: str, done: int, of: int, said: str = "") -> None:
-        """One bar at a time, each with its own time left."""
-        if not self.tasks or self.tasks[0].description != what:
-            for task in self.task_ids:
-                self.remove_task(task)
-            self.add_task(what, total=of, said=said)
-        self.update(self.task_ids[0], completed=done, total=of, said=said)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,31 @@ from draftproof.errors import BadInput
 from draftproof.training.texts import DataConfig
 
 _loop, _own = partial(option, panel="Training"), partial(option, panel="Text")
-_number, _real = int | None, float | None
+_number = int | None
 DRAFTED = 8192
 """Tokens of the draft vocabulary, if nobody says, of a target that knows four times as many."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train; how long, by the first of steps, minutes and epochs that is given.
-
-    The learning rate is reached after the share `warmup` of the steps and falls as a cosine.
-    """
+    """How to train; steps, if they are given, say how long, else epochs."""
 
     steps: int | None = _loop(None, "Train so many steps.", metavar="N", type=_number)
-    minutes: float | None = _loop(None, "Train about so long.", metavar="M", type=_real)
     epochs: float = _loop(2.0, "Read the texts so often.", metavar="N", type=float)
     learning_rate: float | None = _loop(
         None, "Highest learning rate; by the width of the target if not given.",
-        flags=("--lr",), metavar="X", type=_real)  # fmt: skip
-    objective: str = _loop("ce", "ce; or distilled from the target: kl.", metavar="NAME", type=str)
+        flags=("--lr",), metavar="X", type=float | None)  # fmt: skip
+    objective: str = _loop("ce", "ce; or kl, distilled from the target.", metavar="NAME", type=str)
     draft_vocab: int | None = _loop(
         None, "Draft only the N commonest tokens of the training text; 8192 of 32768 or more.",
         metavar="N", type=_number)  # fmt: skip
     length: int | None = _loop(None, "Tokens per row; 512 if the target reads so many.",
                                metavar="N", type=_number)  # fmt: skip
-    batch: int = _loop(4, "Rows per batch.", metavar="B", type=int)
-    accumulate: int = _loop(1, "Batches per step.", metavar="N", type=int)
+    batch: int = _loop(4, "Rows per step.", metavar="B", type=int)
     seed: int = _loop(0, "Same seed, same heads.", metavar="S", type=int)
-    save_minutes: float = _loop(2.0, "Between checkpoints.", metavar="M", type=float)
-    warmup: float = 0.1
-    weight_decay: float = 0.0
-    clip: float = 1.0
 
     def __post_init__(self) -> None:
-        numbers = ("steps", "minutes", "epochs", "learning_rate", "batch", "accumulate", "length",
-                   "draft_vocab")  # fmt: skip
+        numbers = "steps", "epochs", "learning_rate", "batch", "length", "draft_vocab"
         for name in numbers:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -61,19 +52,20 @@ class TrainConfig:
     def for_target(self, hidden_size: int, context: int, vocab_size: int) -> TrainConfig:
         """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
         and steps of 32 rows, more for less width, less by the root for fewer rows."""
-        rows, few = self.batch * self.accumulate, self.draft_vocab
-        usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.5) * min(1, rows / 32) ** 0.5
+        few = self.draft_vocab
+        usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.5) * min(1, self.batch / 32) ** 0.5
         if few is None and vocab_size >= 4 * DRAFTED:
             few = DRAFTED
         return replace(self, learning_rate=self.learning_rate or usual, draft_vocab=few,
                        length=self.length or min(512, context))  # fmt: skip
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate at a step, as a share of the highest."""
-        warmup = max(1.0, self.warmup * steps)
+        """The learning rate at a step: the highest behind a tenth of them, then falling as a
+        cosine."""
+        warmup, highest = max(1.0, 0.1 * steps), self.learning_rate or 1e-3
         if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1.0, steps - warmup)))
+            return highest * (step + 1) / (warmup + 1)
+        return highest / 2 * (1 + math.cos(math.pi * (step - warmup) / max(1.0, steps - warmup)))
 
 
 @dataclass(frozen=True)
@@ -83,11 +75,8 @@ class SelfGenerateConfig:
     tokens: int = _own(1_000_000, "How much it writes.", metavar="N", type=int)
     temperatures: Sequence[float] = _own((0.0, 0.7), "It writes at these in turn.", metavar="T",
                                          flags=("--temperature",), type=list[float])  # fmt: skip
-    assistant_model: str | None = _own(None, "Drafts while it writes.", metavar="MODEL")
     rows_at_a_time: int = _own(32, "Rows it writes side by side.", metavar="B",
                                flags=("--batch-size",), type=int)  # fmt: skip
-    quantize: str | None = _own(
-        None, "Weights it writes and reads with on a CPU; int8 where quicker.", metavar="KIND")
     file: Path | None = option(  # noqa: RUF009
         None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
         metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip
@@ -101,24 +90,11 @@ class SelfGenerateConfig:
 
 
 @dataclass(frozen=True)
-class JointConfig:
-    """Medusa-2. distil: keep the backbone's distribution; otherwise it learns the texts."""
-
-    distil: bool = True
-
-    def __post_init__(self) -> None:
-        try:
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise BadInput("training the backbone needs peft: install draftproof[train]") from error
-
-
-@dataclass(frozen=True)
 class TrainRun:
     """What to train, on what, and where it goes.
 
     head_config: numbers that describe the head, for its card. self_generate: the target writes the
-    text. joint: the backbone learns, too.
+    text. joint: the backbone learns, too (Medusa-2).
     """
 
     model: str
@@ -127,17 +103,17 @@ class TrainRun:
     config: TrainConfig = field(default_factory=TrainConfig)
     head_config: Mapping[str, Any] = field(default_factory=dict)
     self_generate: SelfGenerateConfig | None = None
-    joint: JointConfig | None = None
+    joint: bool = False
     dtype: str | None = None
     device: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.joint and find_spec("peft") is None:
+            raise BadInput("training the backbone needs peft: install draftproof[train]")
+
     def settings(self, config: TrainConfig) -> dict[str, Any]:
-        """All that decides the result but weights and rows; `config` as it is for the target."""
-        settings = asdict(config)
-        del settings["save_minutes"]
-        own, joint = self.self_generate, self.joint
+        """All that decides the result but the weights; `config` as it is for the target."""
+        own = self.self_generate
         writes = {"tokens": own.tokens, "temperatures": list(own.temperatures)} if own else None
-        return {
-            **self.head_config, **settings, "data": self.data.hashes(), "self_generate": writes,
-            "joint": asdict(joint) if joint else None,
-        }  # fmt: skip
+        return {**self.head_config, **asdict(config), "data": self.data.hashes(),
+                "self_generate": writes, "joint": self.joint}  # fmt: skip

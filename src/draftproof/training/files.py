@@ -17,9 +17,8 @@ from draftproof.errors import BadInput
 def locked(place: Path) -> Iterator[None]:
     """Nobody else writes this folder or file meanwhile. Raises BadInput if another process does."""
     name = place / ".lock" if place.is_dir() else place.with_name(f".{place.name}.lock")
-    lock = FileLock(name, timeout=0)
     try:
-        with lock:
+        with FileLock(name, timeout=0):
             try:
                 yield
             finally:

@@ -24,13 +24,14 @@ FITTED = 100_000
 
 
 class Evaluation(NamedTuple):
-    """How good a head is on held-out rows, by its steps; figures: what else was measured."""
+    """How good a head is on held-out rows, by its steps; backbone_kl: nats per token by which a
+    backbone that learnt along differs from what it was."""
 
     loss: float
     top1: list[float]
     top5: list[float]
     tokens_per_round: float
-    figures: dict[str, float]
+    backbone_kl: float | None = None
 
 
 class FrozenTarget:
@@ -48,20 +49,18 @@ class FrozenTarget:
         self._states, self._kept = dict[bytes, Tensor](), 0
 
     @torch.no_grad()
-    def begin(self, batches: Batches, said: Callable[[int, int], None]) -> int:
-        """Let the head solve for its first weights, if it can. Returns how many batches it read.
+    def begin(self, batches: Batches, progress: Callable[[int, int], None]) -> None:
+        """Let the head solve for its first weights, if it can.
 
-        said: hears how many, and of how many."""
-        some, read = batches.sample(FITTED), 0
+        progress: hears how many batches were read, and of how many."""
+        some = batches.sample(FITTED)
 
         def features() -> Iterator[Features]:
-            nonlocal read
-            for read, batch in enumerate(some, 1):
+            for count, batch in enumerate(some, 1):
                 yield self.features(batch)
-                said(read, len(some))
+                progress(count, len(some))
 
         self.head.solve(features(), self.target)
-        return read
 
     @torch.no_grad()
     def features(self, batch: Batch) -> Features:
@@ -88,9 +87,9 @@ class FrozenTarget:
         """What to optimise: "params", and perhaps a "factor" of the learning rate."""
         return [{"params": list(trained(self.head).values())}]
 
-    def backward(self, batch: Batch, share: float) -> Tensor:
-        """Add the gradient of `share` times the loss, and return that."""
-        return backward(self.head, self.features(batch), self.target, self.objective, share)
+    def backward(self, batch: Batch) -> Tensor:
+        """Add the gradient of the loss, and return that."""
+        return backward(self.head, self.features(batch), self.target, self.objective)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
@@ -104,7 +103,7 @@ class FrozenTarget:
                     scores += score(self.head, part, self.target)
                 loss += mean * weight * batch.loss_tokens / size
         top1, top5, run = (scores[1:] / scores[0].clamp(min=1e-9)).tolist()
-        return Evaluation(loss, top1, top5, 1 + sum(run), {})
+        return Evaluation(loss, top1, top5, 1 + sum(run))
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trained(self.head).items()}
@@ -125,7 +124,7 @@ def trained(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def backward(
-    head: DraftHead, features: Features, target: Target, objective: str, share: float
+    head: DraftHead, features: Features, target: Target, objective: str, share: float = 1.0
 ) -> Tensor:
     """Add the gradient of `share` times the loss, and return that; a few rows at a time."""
     total = torch.zeros((), device=target.device)

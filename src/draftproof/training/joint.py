@@ -1,8 +1,7 @@
 """Medusa-2: heads and backbone learn together (arXiv 2401.10774, section 2.2.2). Knows peft.
 
-The backbone learns through low-rank adapters, by the loss of a language model or, better, distilled
-from itself with the adapters off. It becomes another model, with respect to which decoding is
-lossless afterwards.
+The backbone learns through low-rank adapters, distilled from itself with the adapters off. It
+becomes another model, with respect to which decoding is lossless afterwards.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
-from draftproof.training.config import JointConfig
 from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
 from draftproof.training.rows import Batch
 
-RANK, ALPHA, DROPOUT = 32, 16, 0.05
+DROPOUT = 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""
 BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
@@ -35,45 +32,38 @@ HEADS_WEIGHT = 0.2
 class HeadsAndBackbone(FrozenTarget):
     """A head and, with adapters in it, the target's own model, which is not frozen any more."""
 
-    def __init__(
-        self, head: DraftHead, target: Target, config: JointConfig, objective: str
-    ) -> None:
+    def __init__(self, head: DraftHead, target: Target, objective: str) -> None:
         super().__init__(head, target, objective)
-        self.config, self.adapted = config, _adapted(target.model)
+        self.adapted = _adapted(target.model)
 
     def param_groups(self) -> list[dict[str, Any]]:
         backbone = list(trained(self.adapted).values())
         return [*super().param_groups(), {"params": backbone, "factor": BACKBONE_RATE}]
 
-    def backward(self, batch: Batch, share: float) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor:
         """The heads' gradient stops at the hidden states, and goes on with the backbone's own."""
-        teacher = self._original_logits(batch) if self.config.distil else None
+        teacher = self._original_logits(batch)
         _set_dropout(self.adapted, True)
         with autocast(self.target):
             features = self.features(batch)
-            loss = (_text_loss(features) if teacher is None else _kl(features, teacher)) * share
+            loss = _kl(features, teacher)
         _set_dropout(self.adapted, False)
         hidden = features.hidden.detach().requires_grad_()
         logits = _logits(features).detach() if self.objective != "ce" else None
         detached = replace(features, hidden=hidden, logits=logits)
-        heads = backward(
-            self.head, detached, self.target, self.objective, share * HEADS_WEIGHT)
+        heads = backward(self.head, detached, self.target, self.objective, HEADS_WEIGHT)
         torch.autograd.backward([loss, features.hidden], [None, hidden.grad])
         return loss.detach() + heads
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        """The heads, and how far the backbone is from what it was: figures in nats per token."""
-        figures = {"backbone_loss": 0.0, "original_loss": 0.0, "backbone_kl": 0.0}
-        size = sum(batch.loss_tokens for batch in batches)
+        """The heads, and how far the backbone is from what it was."""
+        kl, size = 0.0, sum(batch.loss_tokens for batch in batches)
         for batch in batches:
             with autocast(self.target):
-                features, teacher = self.features(batch), self._original_logits(batch)
-                original = _text_loss(replace(features, logits=teacher))
-                losses = _text_loss(features), original, _kl(features, teacher)
-            for name, loss in zip(figures, losses, strict=True):
-                figures[name] += float(loss) * batch.loss_tokens / size
-        return super().evaluate(batches)._replace(figures=figures)
+                apart = float(_kl(self.features(batch), self._original_logits(batch)))
+            kl += apart * batch.loss_tokens / size
+        return super().evaluate(batches)._replace(backbone_kl=kl)
 
     def state(self) -> dict[str, Tensor]:
         state = {f"backbone.{name}": p.detach() for name, p in trained(self.adapted).items()}
@@ -106,21 +96,11 @@ def _logits(features: Features) -> Tensor:
     return features.logits
 
 
-def _text_loss(features: Features) -> Tensor:
-    """-log p of the tokens in the loss, each predicted from the one before."""
-    logits, labels = _logits(features)[:, :-1].float(), features.tokens[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return _mean(losses.view(labels.shape), features.weights)
-
-
 def _kl(features: Features, teacher: Tensor) -> Tensor:
-    """KL(teacher || now) of the tokens in the loss."""
+    """KL(teacher || now), the mean over the tokens in the loss."""
     before, now = (x[:, :-1].float().log_softmax(-1) for x in (teacher, _logits(features)))
-    return _mean((before.exp() * (before - now)).sum(-1), features.weights)
-
-
-def _mean(losses: Tensor, weights: Tensor) -> Tensor:
-    return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum().clamp(min=1e-6)
+    losses, weights = (before.exp() * (before - now)).sum(-1), features.weights[:, 1:]
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
 def _adapted(model: PreTrainedModel) -> Any:
@@ -128,8 +108,8 @@ def _adapted(model: PreTrainedModel) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=DROPOUT,
-                        target_modules="all-linear", task_type="CAUSAL_LM")  # fmt: skip
+    config = LoraConfig(r=32, lora_alpha=16, lora_dropout=DROPOUT, target_modules="all-linear",
+                        task_type="CAUSAL_LM")  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)                   # peft uses old names
         adapted = get_peft_model(model, config)

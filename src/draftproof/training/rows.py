@@ -5,12 +5,10 @@ Which rows make which batch is a function of (seed, step): a resumed run sees th
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
-from itertools import chain
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +16,8 @@ from torch import Tensor
 
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
-from draftproof.training.texts import Document, Message
+from draftproof.training.texts import Document
 
-FIRST = 2
-"""The first token of a row that a head can learn: it reads one and predicts the next but one."""
 OPENING = 64
 """Tokens of a plain text that serve as a prompt, at most."""
 
@@ -50,14 +46,17 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Many short texts, cut at `length`: the tokens of each, and which of them are in the loss."""
+    """Many short texts, cut at `length`: the tokens of each, and which of them are in the loss.
+
+    Of each the first two are given: a head reads a token and predicts the next but one.
+    """
 
     def __init__(self, examples: Iterable[Example], length: int) -> None:
         self.rows, self.length = list[tuple[Tensor, Tensor]](), length
         for tokens, mask in examples:
             for start in range(0, len(tokens), length):
                 part = slice(start, start + length)
-                if any(mask[part][FIRST:]):
+                if any(mask[part][2:]):
                     row = torch.tensor(tokens[part], dtype=torch.int32), torch.tensor(mask[part])
                     self.rows.append(row)
         self.sizes = np.array([len(tokens) for tokens, _ in self.rows])
@@ -66,27 +65,15 @@ class Rows:
         return len(self.rows)
 
     @property
-    def loss_tokens(self) -> int:
-        return sum(int(mask.sum()) for _, mask in self.rows)
-
-    @cached_property
-    def digest(self) -> str:
-        """A name for exactly these rows."""
-        found = hashlib.sha256(self.sizes.tobytes())
-        for part in chain.from_iterable(self.rows):
-            found.update(part.numpy().tobytes())
-        return found.hexdigest()[:32]
+    def learnt(self) -> Tensor:
+        """The tokens in the loss, of all rows."""
+        return torch.cat([row[mask] for row, mask in self.rows])
 
     def commonest(self, count: int) -> Tensor:
         """The tokens that are in the loss most often, at most `count`, rising."""
-        found = torch.bincount(torch.cat([row[mask] for row, mask in self.rows]))
+        found = torch.bincount(self.learnt)
         best = found.argsort(descending=True, stable=True)[:count]
         return best[found[best] > 0].sort().values
-
-    def share_of(self, tokens: Tensor) -> float:
-        """How much of what is in the loss they are."""
-        rows = torch.cat([row[mask] for row, mask in self.rows])
-        return float(torch.isin(rows, tokens).float().mean())
 
     def bigrams(self) -> tuple[Tensor, Tensor]:
         """Tokens that have one behind them that is in the loss, and these; within rows."""
@@ -157,7 +144,7 @@ def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example
     return [Example(before + text, [False] * len(before) + [True] * len(text))]
 
 
-def tokenized_chat(messages: Sequence[Message], codec: Codec) -> list[Example]:
+def tokenized_chat(messages: Sequence[dict[str, Any]], codec: Codec) -> list[Example]:
     """The chat in the model's own template, with the assistant's tokens in the loss.
 
     One example where the template writes a chat the same way while it grows; otherwise (templates
@@ -166,17 +153,16 @@ def tokenized_chat(messages: Sequence[Message], codec: Codec) -> list[Example]:
     tokenizer = codec.tokenizer
     if not tokenizer.chat_template:
         raise BadInput(f"the tokenizer of {codec.name} has no chat template; give texts")
-    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
     if not answers:
         return []
-    chat = [message.as_dict() for message in messages[: answers[-1] + 1]]
 
     def rendered(size: int, ask: bool = False) -> str:
         options: dict[str, bool] = {"tokenize": False, "add_generation_prompt": ask}
-        return str(tokenizer.apply_chat_template(chat[:size], **options))
+        return str(tokenizer.apply_chat_template(list(messages[:size]), **options))
 
     try:
-        whole = rendered(len(chat))
+        whole = rendered(answers[-1] + 1)
         spans = [(rendered(index, ask=True), rendered(index + 1)) for index in answers]
     except Exception as error:                           # templates are programs
         raise BadInput(f"the chat template of {codec.name} refuses a chat: {error}") from error
@@ -189,9 +175,9 @@ def tokenized_chat(messages: Sequence[Message], codec: Codec) -> list[Example]:
 def prompt_of(document: Document, codec: Codec, turn: int = -1) -> list[int]:
     """What the target goes on with: a chat to its user message `turn`, a prompt, or an opening."""
     if document.messages:
-        asked = [index for index, one in enumerate(document.messages) if one.role == "user"]
+        asked = [index for index, one in enumerate(document.messages) if one["role"] == "user"]
         until = asked[turn % len(asked)] + 1 if asked else len(document.messages)
-        return codec.encode_chat([message.as_dict() for message in document.messages[:until]])
+        return codec.encode_chat(list(document.messages[:until]))
     if document.prompt is not None:
         return codec.encode(document.prompt)
     return codec.encode(document.text[: 20 * OPENING])[:OPENING]
@@ -205,4 +191,3 @@ def _masked(codec: Codec, text: str, spans: Sequence[tuple[int, int]]) -> Exampl
     begins = [begin for begin, _ in out["offset_mapping"]]
     mask = [any(start <= begin < end for start, end in spans) for begin in begins]
     return Example(list(out["input_ids"]), mask)
-

@@ -8,11 +8,10 @@ The file is appended to as texts are completed, and gone on with after an interr
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,15 +25,6 @@ from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.files import locked, same_settings
 from draftproof.training.rows import Example, prompt_of
 from draftproof.training.texts import Document, shuffled
-
-
-class Progress(NamedTuple):
-    """Tokens written, of how many, and tokens per second."""
-
-    tokens: int
-    of: int
-    speed: float
-
 
 Text = tuple[int, list[int], str]
 """Of a prompt its index, the new tokens and why they ended."""
@@ -67,8 +57,7 @@ def by_transformers(
         for start in range(0, len(order), rows):
             some = order[start : start + rows]
             limits = [samplings[index].max_new_tokens or 1 for index in some]
-            asked = [prompts[index] for index in some]
-            seed = samplings[some[0]].seed
+            asked, seed = [prompts[index] for index in some], samplings[some[0]].seed
             texts = batch_generate(model, asked, limits, heat, stops, seed)
             for index, new in zip(some, texts, strict=True):
                 yield index, new, "stop" if new[-1] in stops else "length"
@@ -85,16 +74,15 @@ class SelfGeneratedText:
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.file, self.config, self.length, self.seed = file, config, length, seed
-        temperatures, rows = list(config.temperatures), config.rows_at_a_time
-        self._header = {**identity, "tokens": config.tokens, "length": length, "seed": seed,
-                        "temperatures": temperatures, "rows_at_a_time": rows}  # fmt: skip
+        self._more = {"tokens": config.tokens, "rows_at_a_time": config.rows_at_a_time}
+        self._header = {**identity, **self._more, "length": length, "seed": seed,
+                        "temperatures": list(config.temperatures)}  # fmt: skip
         self._texts: dict[bool, dict[int, Example]] = {False: {}, True: {}}
-        self._written = {False: 0, True: 0}
         if file.exists():
             self._read()
 
     def is_complete(self, held_out: bool) -> bool:
-        return self._written[held_out] >= self._wanted(held_out)
+        return self._written(held_out) >= self._wanted(held_out)
 
     def examples(self, held_out: bool) -> Iterator[Example]:
         """The texts, in the order of their prompts; prompts are not in the loss."""
@@ -102,53 +90,51 @@ class SelfGeneratedText:
 
     def write(
         self, writer: Writer, codec: Codec, context: int, documents: Sequence[Document],
-        held_out: bool, progress: Callable[[Progress], None],
+        held_out: bool, progress: Callable[[int, int], None],
     ) -> None:  # fmt: skip
-        """Write until there is enough; `progress` hears of every completed text.
+        """Write until there is enough; `progress` hears of every completed text how many tokens
+        there are, and of how many.
 
         context: the most tokens the target reads.
         """
         if not documents:
             raise BadInput("no document of the data can be asked for; give others, or plain texts")
-        start, before, wanted = time.perf_counter(), self._written[held_out], self._wanted(held_out)
-        rows = self.config.rows_at_a_time
+        written, wanted = self._written(held_out), self._wanted(held_out)
         try:
             with locked(self.file), self.file.open("ab+") as out:
                 _drop_partial_line(out)
                 if self.file.stat().st_size == 0:
                     _append(out, self._header)
-                while not self.is_complete(held_out):
-                    numbers = self._next_numbers(held_out)
+                while numbers := self._next_numbers(held_out):
                     asked = [self._prompt(n, documents, held_out, codec, context) for n in numbers]
                     prompts, samplings = [one for one, _ in asked], [want for _, want in asked]
-                    for index, tokens, finish in writer(prompts, samplings, rows):
-                        prompt, want = asked[index]
+                    texts = writer(prompts, samplings, self.config.rows_at_a_time)
+                    for index, new, finish in texts:
+                        prompt, heat = prompts[index], samplings[index].temperature
                         row = {"number": numbers[index], "prompt": len(prompt), "finish": finish,
-                               "temperature": want.temperature, "tokens": [*prompt, *tokens],
+                               "temperature": heat, "tokens": [*prompt, *new],
                                "held_out": held_out}  # fmt: skip
                         self._add(row)
                         _append(out, row)
-                        new = self._written[held_out]
-                        speed = (new - before) / (time.perf_counter() - start)
-                        progress(Progress(min(new, wanted), wanted, speed))
+                        written += len(new)
+                        progress(min(written, wanted), wanted)
         except KeyboardInterrupt:
-            new = sum(self._written.values())
-            said = f"interrupted with {new:,} tokens written; the same command goes on from there"
-            raise KeyboardInterrupt(said) from None
+            said = f"interrupted with {written:,} tokens written; the same command goes on from"
+            raise KeyboardInterrupt(f"{said} there") from None
 
     def _next_numbers(self, held_out: bool) -> list[int]:
-        """Prompts without a text yet: as many as will do, so that few rows run alone at the end.
+        """Prompts without a text yet, in groups that never give too much; none at the end.
 
         Each group follows from the texts of whole groups before it: interruptions change nothing.
         """
-        texts, start = self._texts[held_out], 0
-        size = min(2 * self.config.rows_at_a_time, max(8, self._wanted(held_out) // 64))
-        while all(number in texts for number in range(start, start + size)):
-            start += size
-            new = sum(sum(texts[number].mask) for number in range(start))
-            missing = (self._wanted(held_out) - new) * start / max(1, new)
-            size = max(1, min(64 * self.config.rows_at_a_time, round(missing)))
-        return [number for number in range(start, start + size) if number not in texts]
+        texts, start, missing = self._texts[held_out], 0, self._wanted(held_out)
+        while missing > 0:
+            group = range(start, start + max(8, missing // self.length))
+            if left := [number for number in group if number not in texts]:
+                return left
+            missing -= sum(sum(texts[number].mask) for number in group)
+            start = group.stop
+        return []
 
     def _prompt(
         self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, context: int
@@ -173,19 +159,19 @@ class SelfGeneratedText:
         tokens = self.config.tokens
         return min(max(tokens // 50, 2000), 30000, tokens) if held_out else tokens
 
+    def _written(self, held_out: bool) -> int:
+        return sum(sum(text.mask) for text in self._texts[held_out].values())
+
     def _add(self, row: dict[str, Any]) -> None:
-        tokens, prompt = row["tokens"], row["prompt"]
-        text = Example(tokens, [place >= prompt for place in range(len(tokens))])
-        self._texts[row["held_out"]][row["number"]] = text
-        self._written[row["held_out"]] += len(tokens) - prompt
+        mask = [place >= row["prompt"] for place in range(len(row["tokens"]))]
+        self._texts[row["held_out"]][row["number"]] = Example(row["tokens"], mask)
 
     def _read(self) -> None:
         """The texts of an earlier run; those of another origin are refused."""
         lines = [line for line in self.file.read_bytes().splitlines(True) if line.endswith(b"\n")]
         try:
             header, *rows = [json.loads(line) for line in lines] or [self._header]
-            longer = {name: self._header[name] for name in ("tokens", "rows_at_a_time")}
-            header |= longer                                             # more of the same is fine
+            header |= self._more                                         # more of the same is fine
         except (ValueError, TypeError) as error:
             why = f"{self.file} holds something else than texts a target wrote"
             raise BadInput(f"{why}; name another place") from error

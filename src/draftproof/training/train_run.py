@@ -15,9 +15,10 @@ from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 
 from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
@@ -30,7 +31,6 @@ from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
-from draftproof.training import model_card
 from draftproof.training.config import SelfGenerateConfig, TrainRun
 from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
@@ -45,6 +45,7 @@ from draftproof.training.self_generate import (
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainer
 
+CARD = Path(__file__).with_name("model_card.md")
 EVALUATED = 8000
 """Held-out tokens, about, that each evaluation reads."""
 T = TypeVar("T")
@@ -68,38 +69,40 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
             callback.note(f"{run.out} is complete")
         else:
             started.read()
-            started.fit()
-            started.finish()
+            started.finish(started.fit())
 
 
 class _Run:
-    """A run under way: its target and head, then its rows, then its stages of training."""
+    """A run under way: its target and head, then its rows.
+
+    packed: the bits that a CPU writes and reads texts in, if fewer than the target's.
+    """
 
     def __init__(self, run: TrainRun, make_head: MakeHead, callback: Callback) -> None:
         self.run, self.callback = run, callback
         self.model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
         self.target, tokenizer = Target(self.model), loading.load_tokenizer(run.model)
-        self.target.name = model_card.public_name(run.model)    # no folder of this machine
+        folder = Path(run.model)                                # none of this machine is named
+        self.target.name = folder.resolve().name if folder.is_dir() else run.model
         if tokenizer is None:
             raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
         self.codec, self.head = Codec(tokenizer), make_head(self.target)
-        sizes = self.target.hidden_size, self.target.context, self.target.vocab_size
-        self.config = run.config.for_target(*sizes)
+        target = self.target
+        self.config = run.config.for_target(target.hidden_size, target.context, target.vocab_size)
         self.length = self.config.length or 0
-        if self.length > self.target.context:
-            most = f"{self.target.name} reads at most {self.target.context} tokens"
+        if self.length > target.context:
+            most = f"{target.name} reads at most {target.context} tokens"
             raise BadInput(f"length was {self.length} and {most}; give less")
+        quick = slow_because("int8", self.model.dtype) is None and not is_quantized(self.model)
+        self.packed = "int8" if quick and self.model.device.type == "cpu" else None
         made = {"method": self.head.kind, "weights": fingerprint(self.model)}
         self.settings = {**made, **run.settings(self.config)}
-        self.stages: list[Trainer] = []
-        self.packed: str | None = None                          # the bits that texts are read in
 
     def is_complete(self) -> bool:
         """Whether this run is done; raises BadInput if another was done here."""
         record = self.run.out / "training.json"
         if record.exists():
-            before = json.loads(record.read_text())["settings"]
-            same_settings(self.run.out, {**before, "rows": None}, {**self.settings, "rows": None})
+            same_settings(self.run.out, json.loads(record.read_text())["settings"], self.settings)
         return record.exists()
 
     def read(self) -> None:
@@ -109,7 +112,8 @@ class _Run:
             own = self._self_generated(self.run.self_generate, parts)
         end = next(iter(loading.stop_tokens(self.model)), None)
         made = partial(tokenized, codec=self.codec, end=end)
-        examples = own or [chain.from_iterable(self._each(part, made)) for part in parts]
+        examples = own or [chain.from_iterable(rows for _, rows in self._each(part, made))
+                           for part in parts]  # fmt: skip
         self.train, self.held_out = (Rows(part, self.length) for part in examples)
         hint = "" if own else "; prompts without answers need --self-generate"
         for purpose, rows in (("train on", self.train), ("evaluate with", self.held_out)):
@@ -120,26 +124,27 @@ class _Run:
         if few is not None and few < self.target.vocab_size:
             common = self.train.commonest(few)
             self.head.limit_vocabulary(common, self.target)
-            share = self.held_out.share_of(common)
+            share = float(torch.isin(self.held_out.learnt, common).float().mean())
             known = f"{len(common):,} tokens are drafted"
             self.callback.note(f"{known}: {share:.1%} of the held-out text")
-        self.settings["rows"], self.documents = self.train.digest, sum(map(len, parts))
-        self.callback.note(f"{len(self.train):,} rows, {self.train.loss_tokens:,} tokens to learn; "
+        self.documents = sum(map(len, parts))
+        self.callback.note(f"{len(self.train):,} rows, {len(self.train.learnt):,} tokens to learn; "
                            f"{len(self.held_out):,} rows held out")
 
-    def _each(self, part: Sequence[Document], made: Callable[[Document], T]) -> Iterator[T]:
-        """What is made of each document; those that the chat template refuses are skipped."""
+    def _each(
+        self, part: Sequence[Document], make: Callable[[Document], T]
+    ) -> Iterator[tuple[Document, T]]:
+        """Documents with what is made of them; those that the chat template refuses are skipped."""
         refused: list[str] = []
         for document in part:
             try:
-                yield made(document)
+                yield document, make(document)
             except BadInput as error:
-                if self.run.data.strict or not self.codec.tokenizer.chat_template:
+                if not self.codec.tokenizer.chat_template:
                     raise
                 refused.append(str(error))
         if refused:
-            reasons = "; ".join(dict.fromkeys(refused[:3]))
-            said = f"skipped {len(refused):,} chats that cannot be used: {reasons}"
+            said = f"skipped {len(refused):,} chats that cannot be used: {refused[0]}"
             self.callback.note(said)
 
     def _self_generated(
@@ -151,93 +156,74 @@ class _Run:
         file, seed = own.file or self.run.out / "own_text.jsonl", self.config.seed
         texts = SelfGeneratedText(file, identity, own, self.length, seed)
         if not (texts.is_complete(True) and texts.is_complete(False)):
-            drafter = {"assistant_model": own.assistant_model} if own.assistant_model else {
-                "drafter": "none"}  # fmt: skip
+            writer: Writer
             if model.device.type == "cpu":
-                engine = load(
-                    self.run.model, dtype=model.dtype, tokenizer=self.codec.tokenizer,
-                    quantize=self._packed(), **drafter,
-                )
-                writer: Writer = partial(by_engine, engine)
-            elif own.assistant_model or own.quantize:
-                raise BadInput(
-                    f"--assistant-model and --quantize are for text written on a CPU; on "
-                    f"{model.device.type} the target writes alone, as it is: leave them out"
-                )
+                how: dict[str, Any] = {"dtype": model.dtype, "tokenizer": self.codec.tokenizer}
+                engine = load(self.run.model, drafter="none", quantize=self.packed, **how)
+                writer = partial(by_engine, engine)
             else:
                 writer = partial(by_transformers, model, loading.stop_tokens(model))
             for held_out in (True, False):
-                askable = list(self._each(parts[held_out], self._askable))
+                asked = self._each(parts[held_out], partial(prompt_of, codec=self.codec))
+                askable = [document for document, _ in asked]
                 texts.write(writer, self.codec, self.target.context, askable, held_out,
-                            self.callback.wrote)  # fmt: skip
+                            partial(self.callback.progress, "writing"))  # fmt: skip
         return [texts.examples(held_out) for held_out in (False, True)]
 
-    def _packed(self) -> str | None:
-        """What a CPU writes and reads texts with: what was asked for, or 8 bits if those are
-        quicker."""
-        own, model = self.run.self_generate, self.model
-        if model.device.type != "cpu":
-            return None
-        packs = slow_because("int8", model.dtype) is None and not is_quantized(model)
-        quick = "int8" if packs else None
-        return own.quantize or quick if own else quick
-
-    def _askable(self, document: Document) -> Document:
-        """The same one. Raises BadInput if no prompt can be made of it."""
-        prompt_of(document, self.codec)
-        return document
-
-    def fit(self) -> None:
+    def fit(self) -> list[Trainer]:
         """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
-        out, joint, objective = self.run.out, self.run.joint, self.config.objective
-        self.packed = self._packed() if joint is None else None
-        reader = self.target.quantized(self.packed) if self.packed else None
-        frozen = FrozenTarget(self.head, self.target, objective, reader)
-        if joint is None:
-            self._stage(frozen, out)
-        else:
-            self.callback.note("first stage: heads alone")
-            self._stage(frozen, out / "first")
-            self.callback.note("second stage: heads and backbone")
-            both = HeadsAndBackbone(self.head, self.target, joint, objective)
-            self._stage(both, out / "second")
-            shutil.rmtree(out / "model", ignore_errors=True)
-            with whole(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
-                shutil.rmtree(part, ignore_errors=True)
-                both.merged().save_pretrained(part)
-                self.codec.tokenizer.save_pretrained(part)
+        out, objective = self.run.out, self.config.objective
+        if not self.run.joint:
+            reader = self.target.quantized(self.packed) if self.packed else None
+            frozen = FrozenTarget(self.head, self.target, objective, reader)
+            return [self._stage(frozen, out)]
+        self.packed = None
+        self.callback.note("first stage: heads alone")
+        first = self._stage(FrozenTarget(self.head, self.target, objective), out / "first")
+        self.callback.note("second stage: heads and backbone")
+        both = HeadsAndBackbone(self.head, self.target, objective)
+        second = self._stage(both, out / "second")
+        shutil.rmtree(out / "model", ignore_errors=True)
+        with whole(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
+            shutil.rmtree(part, ignore_errors=True)
+            both.merged().save_pretrained(part)
+            self.codec.tokenizer.save_pretrained(part)
+        return [first, second]
 
-    def _stage(self, trainable: FrozenTarget, folder: Path) -> None:
+    def _stage(self, trainable: FrozenTarget, folder: Path) -> Trainer:
         batches = Batches(self.train, self.config.batch, self.config.seed)
         held_out = Batches(self.held_out, self.config.batch, 0).sample(EVALUATED)
         trainer = Trainer(trainable, batches, held_out, self.config, folder, self.settings,
                           self.callback)  # fmt: skip
         trainer.fit()
-        self.stages.append(trainer)
+        return trainer
 
-    def finish(self) -> None:
+    def finish(self, stages: Sequence[Trainer]) -> None:
         """Head, card and record; what only served to go on is then removed."""
-        last, out = self.stages[-1], self.run.out
+        last, out = stages[-1], self.run.out
         bigrams = self.head.count(*self.train.bigrams())
         if self.target.dtype == torch.bfloat16:                 # as it decodes, and half the size
             self.head.to(torch.bfloat16)
         write_head(self.head, out / "heads" if self.run.joint else out)
         record = {
             "settings": last.settings, "base_model": self.target.name, "documents": self.documents,
-            "steps": sum(stage.steps for stage in self.stages), "rows": len(self.train),
-            "tokens": sum(stage.tokens for stage in self.stages),
-            "counted": self.train.loss_tokens, "pairs": bigrams,
-            "training_seconds": round(sum(stage.seconds for stage in self.stages), 1),
-            "held_out": last.evaluation._asdict() if last.evaluation else {},
-            "held_out_rows": len(self.held_out), "machine": Device(self.target.device).name,
+            "steps": sum(stage.steps for stage in stages), "rows": len(self.train),
+            "tokens": sum(stage.tokens for stage in stages), "counted": len(self.train.learnt),
+            "pairs": bigrams, "training_seconds": round(sum(stage.seconds for stage in stages), 1),
+            "held_out": last.evaluation, "held_out_rows": len(self.held_out),
+            "machine": Device(self.target.device).name,
             "read_in": self.packed or str(self.target.dtype).removeprefix("torch."),
             "versions": versions(),
         }
+        tags = ["speculative-decoding", self.head.kind]
+        data = ModelCardData(license="other", base_model=self.target.name, tags=tags,
+                             library_name="draftproof")  # fmt: skip
+        card = ModelCard.from_template(data, template_path=str(CARD), **record)
         with whole(out / "README.md") as part:
-            model_card.write_card(part, record)
+            part.write_text(str(card))
         with whole(out / "training.json") as part:
             part.write_text(json.dumps(record, indent=2) + "\n")
-        for stage in self.stages:
+        for stage in stages:
             stage.checkpoint.unlink(missing_ok=True)
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -26,22 +27,20 @@ from draftproof.training.config import TrainConfig
 from draftproof.training.files import same_settings, whole
 from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batch, Batches
-from draftproof.training.self_generate import Progress
 
 EVALUATIONS = 12
 """On held-out rows in a run, the last at its end."""
-TRIAL, TRIAL_SECONDS = 24, 10.0
-"""Batches, and seconds, that are tried to learn how fast this machine is."""
+SAVED = 120.0
+"""Seconds between checkpoints."""
+PROGRESS = ("step", "seconds", "tokens", "log")
+"""What a checkpoint holds besides weights and the optimiser."""
 
 
 class Callback(Protocol):
-    """Hears how a run goes."""
+    """Hears how a run goes: sentences, bars, and what was measured."""
 
     def note(self, text: str) -> None: ...
-    def wrote(self, progress: Progress) -> None: ...
-    def read(self, tokens: int, of: int) -> None: ...
-    def planned(self, step: int, steps: int) -> None: ...
-    def stepped(self, step: int, loss: float, speed: float) -> None: ...
+    def progress(self, what: str, done: int, of: int, said: str = "") -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
 
 
@@ -67,34 +66,37 @@ class Trainer:
         self.config, self.callback = config, callback
         self.settings = json.loads(json.dumps(settings))
         folder.mkdir(exist_ok=True)
-        self.folder, self.checkpoint, self.log = folder, folder / "state.pt", folder / "log.jsonl"
-        self.step, self.steps, self.seconds, self.tokens = 0, 0, 0.0, 0
-        self.evaluation: Evaluation | None = None
-        self._stop = ""
+        self.folder, self.checkpoint = folder, folder / "state.pt"
+        whole = max(1, round(config.epochs * len(batches)))
+        self.steps, self.step, self.seconds, self.tokens = config.steps or whole, 0, 0.0, 0
+        self.log, self._stop = list[dict[str, Any]](), ""
         groups = trainable.param_groups()
         self._parameters = [parameter for group in groups for parameter in group["params"]]
-        self._optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=config.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
         if self.checkpoint.exists():
             self._restore()
 
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The last `Evaluation`."""
+        found: dict[str, Any] = next(row["held_out"] for row in self.log[::-1] if "held_out" in row)
+        return found
+
     def fit(self) -> None:
         """Train to the last step. Raises KeyboardInterrupt, after saving, if told to stop."""
-        if not self.steps:
+        if not self.checkpoint.exists():
             start = time.perf_counter()
-            read = self.trainable.begin(self.batches, self.callback.read)
+            self.trainable.begin(self.batches, partial(self.callback.progress, "reading"))
             self.seconds = time.perf_counter() - start
-            self.steps = self._planned_steps(read)
             self._save()
-        self.callback.planned(self.step, self.steps)
-        with self._signals(), self.log.open("a") as log:
-            saved = time.monotonic()
+        going = f"going on at step {self.step} of " if self.step else ""
+        self.callback.note(f"{going}{self.steps} steps")
+        self.callback.progress("training", self.step, self.steps)
+        saved = time.monotonic()
+        with self._signals():
             while self.step < self.steps and not self._stop:
-                row = self._one_step()
-                if self.step * EVALUATIONS % self.steps < EVALUATIONS:
-                    row["held_out"] = self._evaluated()._asdict()
-                log.write(json.dumps(row) + "\n")
-                if time.monotonic() - saved >= 60 * self.config.save_minutes:
-                    log.flush()
+                self.log.append(self._one_step())
+                if time.monotonic() - saved >= SAVED:
                     self._save()
                     saved = time.monotonic()
         self._save()
@@ -103,84 +105,45 @@ class Trainer:
             raise KeyboardInterrupt(f"{where}; the same command goes on from there")
 
     def _one_step(self) -> dict[str, Any]:
-        """One step of the optimiser, and its line of the log."""
-        start, config = time.perf_counter(), self.config
-        rate = (config.learning_rate or 1e-3) * config.rate_at(self.step, self.steps)
+        """One step of the optimiser, perhaps an evaluation, and its line of the log."""
+        start, batch = time.perf_counter(), self.batches[self.step]
+        rate = self.config.rate_at(self.step, self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
-        torch.manual_seed(config.seed * 1_000_003 + self.step)           # dropout
-        loss, tokens = self._backward(self.step)
-        norm = nn.utils.clip_grad_norm_(self._parameters, config.clip)
+        torch.manual_seed(self.config.seed * 1_000_003 + self.step)      # dropout
+        loss = float(self.trainable.backward(batch))
+        norm = nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - start
-        self.step, self.tokens = self.step + 1, self.tokens + tokens
-        self.seconds += seconds
+        self.step, self.tokens = self.step + 1, self.tokens + sum(batch.sizes)
         if not math.isfinite(loss):
             raise BadInput(f"the loss is {loss} at step {self.step}; lower --lr, or clean the data")
-        self.callback.stepped(self.step, loss, tokens / seconds)
-        return {"step": self.step, "loss": loss, "rate": rate, "gradient": float(norm),
-                "tokens": self.tokens, "tokens_per_second": round(tokens / seconds, 1),
-                "seconds": round(self.seconds, 2)}  # fmt: skip
-
-    def _backward(self, step: int) -> tuple[float, int]:
-        """Gradients of a step's batches, weighed by tokens in the loss; loss, and tokens read."""
-        size = self.config.accumulate
-        batches = [self.batches[step * size + part] for part in range(size)]
-        all_tokens = max(1, sum(batch.loss_tokens for batch in batches))
-        total = torch.zeros(())
-        for batch in batches:
-            share = batch.loss_tokens / all_tokens
-            total += self.trainable.backward(batch, share).to(total)
-        return float(total), sum(sum(batch.sizes) for batch in batches)
-
-    def _evaluated(self) -> Evaluation:
-        start = time.perf_counter()
-        self.evaluation = self.trainable.evaluate(self.held_out)
+        speed = sum(batch.sizes) / (time.perf_counter() - start)
+        said = f"loss {loss:.3f} · {speed:,.0f} tokens/s"
+        self.callback.progress("training", self.step, self.steps, said)
+        row: dict[str, Any] = {
+            "step": self.step, "loss": loss, "rate": rate, "gradient": float(norm),
+            "tokens": self.tokens, "tokens_per_second": round(speed, 1),
+        }  # fmt: skip
+        if self.step * EVALUATIONS % self.steps < EVALUATIONS:
+            found = self.trainable.evaluate(self.held_out)
+            self.callback.evaluated(self.step, found)
+            row["held_out"] = found._asdict()
         self.seconds += time.perf_counter() - start
-        self.callback.evaluated(self.step, self.evaluation)
-        return self.evaluation
-
-    def _planned_steps(self, read: int) -> int:
-        """How many; of minutes, by trying how many steps and evaluations this machine makes.
-
-        read: batches that were read to begin with."""
-        if self.config.steps is not None:
-            return self.config.steps
-        if self.config.minutes is None:
-            return max(1, round(self.config.epochs * len(self.batches) / self.config.accumulate))
-        seconds, part = 60 * self.config.minutes - self.seconds, self.config.accumulate
-        epoch, first, again = max(1, len(self.batches) // part), list[float](), list[float]()
-        most = min(TRIAL_SECONDS, seconds / 10)
-        while len(first) < 3 or (len(first) < TRIAL and sum(first + again) < most):
-            for spent in (first, again):                 # what was read once may be kept
-                start = time.perf_counter()
-                self._backward((epoch - 1 - len(first)) % epoch)
-                nn.utils.clip_grad_norm_(self._parameters, self.config.clip)
-                spent.append(time.perf_counter() - start)
-                self._optimizer.zero_grad(set_to_none=True)              # nothing is learnt here
-        begin = time.perf_counter()
-        self.trainable.evaluate(self.held_out)
-        start = time.perf_counter()
-        self.trainable.evaluate(self.held_out)
-        end = time.perf_counter()
-        left = seconds - sum(first + again) - (end - begin) - EVALUATIONS * (end - start)
-        fresh, known = (sum(spent[1:]) / len(spent[1:]) for spent in (first, again))
-        unread = min(max(0, epoch - read // part), left / fresh)
-        return max(EVALUATIONS, int(unread + (left - unread * fresh) / known))
+        return row | {"seconds": round(self.seconds, 2)}
 
     def _save(self) -> None:
-        """Write the checkpoint; whatever happens meanwhile, there is always a whole one."""
-        progress = {name: getattr(self, name) for name in ("step", "steps", "seconds", "tokens")}
+        """Write checkpoint and log; whatever happens meanwhile, there is always a whole one."""
         saved = {
-            "settings": self.settings, "progress": progress, "weights": self.trainable.state(),
-            "optimizer": self._optimizer.state_dict(),
-            "evaluation": tuple(self.evaluation) if self.evaluation else None,
+            "settings": self.settings, "progress": {name: getattr(self, name) for name in PROGRESS},
+            "weights": self.trainable.state(), "optimizer": self._optimizer.state_dict(),
         }  # fmt: skip
         with whole(self.checkpoint) as part, part.open("wb") as file:
             torch.save(saved, file)
             file.flush()
             os.fsync(file.fileno())
+        with whole(self.folder / "log.jsonl") as part:
+            part.write_text("".join(json.dumps(row) + "\n" for row in self.log))
 
     def _restore(self) -> None:
         try:
@@ -192,13 +155,6 @@ class Trainer:
         self.trainable.restore(saved["weights"])
         self._optimizer.load_state_dict(saved["optimizer"])
         vars(self).update(saved["progress"])
-        evaluation = saved["evaluation"]
-        self.evaluation = Evaluation(*evaluation) if evaluation else None
-        if self.log.exists():
-            lines = (line for line in self.log.read_text().splitlines(True) if line.endswith("\n"))
-            kept = "".join(line for line in lines if json.loads(line)["step"] <= self.step)
-            with whole(self.log) as part:                                # the rest is done again
-                part.write_text(kept)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
