@@ -23,35 +23,23 @@ ABOUT = {"machine": {"device": "cpu"}, "workload": "3 prompts", "new_tokens": 8,
 
 
 @dataclass
-class Time:
-    """Seconds pass only when a method says so."""
-
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
 class Scripted:
     """Writes `text` for every prompt in `seconds` times a factor by call; first token at 0.5."""
 
     name: str
-    time: Time
+    time: list[float]
     seconds: float = 4.0
     text: Sequence[int] = tuple(range(8))
     factors: Sequence[float] = (1.0,)
     drafted: int = 0
-    log: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
     def write(self, prompts: Any, sampling: Sampling, batch: int, clock: Clock) -> Output:
-        calls = sum(name == self.name for name, *_ in self.log)
-        wanted = sampling.max_new_tokens or 0
-        self.log.append((self.name, tuple(prompt[0] for prompt in prompts), wanted))
-        self.time.now += 0.5
+        factor = self.factors[min(self.log.count(self.name), len(self.factors) - 1)]
+        self.log.append(self.name)
+        self.time[0] += 0.5
         first = clock()
-        factor = self.factors[min(calls, len(self.factors) - 1)]
-        self.time.now += self.seconds * factor - 0.5
+        self.time[0] += self.seconds * factor - 0.5
         stats = RoundStats()
         for _ in range(4):
             stats.record(width=self.drafted, drafted=self.drafted, reach=self.drafted,
@@ -62,25 +50,25 @@ class Scripted:
 def bench(
     *methods: Scripted, prompts: int = 3, settings: Sequence[Setting] = (GREEDY,), rounds: int = 1
 ) -> Bench:
-    log: list[tuple[str, tuple[int, ...], int]] = []
+    log, time = list[str](), [100.0]
     for method in methods:
-        method.log = log
-    texts = [[i] for i in range(prompts)]
-    return Bench(methods, texts, settings, Sampling(), 8, rounds, methods[0].time)
+        method.log, method.time = log, time
+    run = Bench(methods, [[i] for i in range(prompts)], settings, Sampling(), 8, rounds,
+                lambda: time[0])
+    run.run()
+    return run
 
 
 def three() -> list[Scripted]:
-    time = Time()
-    drafter = Scripted("drafter", time, 2.0, drafted=2)
-    return [Scripted("plain", time), drafter, Scripted("slow", time, 8.0)]
+    drafter = Scripted("drafter", [], 2.0, drafted=2)
+    return [Scripted("plain", []), drafter, Scripted("slow", [], 8.0)]
 
 
 def test_every_method_writes_every_group_and_the_order_rotates() -> None:
     run = bench(*three(), rounds=2)
-    run.run()
     log = run.methods[0].log  # type: ignore[attr-defined]
-    assert [name for name, _, tokens in log[:3]] == ["plain", "drafter", "slow"]      # the warm-up
-    turns = [[name for name, _, _ in log[at : at + 3]] for at in range(3, len(log), 3)]
+    assert log[:3] == ["plain", "drafter", "slow"]                          # the warm-up
+    turns = [log[at : at + 3] for at in range(3, len(log), 3)]
     assert len(turns) == 6 and all(sorted(turn) == ["drafter", "plain", "slow"] for turn in turns)
     assert [turn[0] for turn in turns] == ["plain", "drafter", "slow"] * 2
     assert len(run.trials) == run.total == 18 and all(trial.count == 8 for trial in run.trials)
@@ -91,7 +79,6 @@ def test_settings_are_mixed_and_batches_take_several_prompts_per_row() -> None:
     run = bench(*three(), prompts=10, settings=settings)
     assert run.groups(settings[1]) == [tuple(range(8)), (8, 9, 0, 1, 2, 3, 4, 5)]
     assert len(run.groups(settings[1])[0]) == 2 * PROMPTS_PER_ROW
-    run.run()
     order = [trial.setting.batch for trial in run.trials]
     assert order.index(2) < len(order) - 1 - order[::-1].index(1)      # not one behind the other
     assert {str(one) for one in settings} == {"greedy, batch 1", "T = 0.7, batch 2"}
@@ -99,33 +86,23 @@ def test_settings_are_mixed_and_batches_take_several_prompts_per_row() -> None:
 
 def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing() -> None:
     """Every call takes longer than the one before: ratios within a round stay what they are."""
-    time = Time()
     factors = [1.0, *(2.0 ** (i // 2) for i in range(20))]
     methods = {"plain": 4.0, "drafter": 2.0}
-    scripted = [Scripted(name, time, seconds, factors=factors) for name, seconds in methods.items()]
-    run = bench(*scripted, prompts=6, rounds=2)
-    run.run()
-    plain, drafter = compute(run)
+    scripted = [Scripted(name, [], seconds, factors=factors) for name, seconds in methods.items()]
+    plain, drafter = compute(bench(*scripted, prompts=6, rounds=2))
     assert plain.speed_up == Interval(1.0) and drafter.speed_up == Interval(2.0)
 
 
-def test_figures() -> None:
-    run = bench(*three(), rounds=3)
-    run.run()
-    plain, drafter, slow = compute(run)
+def test_figures_and_texts_are_compared() -> None:
+    methods = three()
+    plain, drafter, slow = compute(bench(*methods, rounds=3))
     assert [one.tokens_per_second for one in (plain, drafter, slow)] == [2.0, 4.0, 1.0]
     assert drafter.texts == drafter.same == 9 and drafter.first_difference is None
     assert drafter.tokens_per_round == 2.0 and drafter.acceptance == pytest.approx(0.5)
     assert drafter.acceptance_by_position == [1.0, 0.0] and plain.acceptance is None
     assert drafter.first_token == 0.5
-
-
-def test_texts_are_compared_before_speeds() -> None:
-    methods = three()
     methods[1].text = (0, 1, 2, 9, 4, 5, 6, 7)
-    run = bench(*methods)
-    run.run()
-    figures = compute(run)
+    figures = compute(bench(*methods))
     assert (figures[1].same, figures[1].texts, figures[1].first_difference) == (0, 3, (1, 4))
     assert notes(figures, ABOUT)[0].endswith("differs from plain decoding at token 4 of prompt 1")
 
@@ -142,9 +119,7 @@ def test_the_table_fits_80_columns_and_json_has_every_number() -> None:
     methods = three()
     methods[1] = replace(methods[1], name="a folder with a rather long name")
     run = bench(*methods, settings=[GREEDY, Setting(4, 0.7)], prompts=8, rounds=2)
-    run.run()
-    figures = compute(run)
-    console = Console(width=80, file=io.StringIO())
+    figures, console = compute(run), Console(width=80, file=io.StringIO())
     console.print(table(figures, "demo"))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80 and "T = 0.7, batch 4" in "\n".join(lines)

@@ -25,36 +25,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "target"), str(folder / "draft")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_engine_writes_what_it_returns(folders: tuple[str, str], temperature: float) -> None:
-    engine = dp.load(folders[0], drafter="suffix", budget=3)
-    sampling = dp.Sampling(temperature=temperature, seed=3, max_new_tokens=9)
-    wanted = [one.tokens for one in engine.generate(PROMPTS, sampling=sampling)]
-    method = OurEngine("suffix", engine)
-    together, first, _ = method.write(PROMPTS, sampling, 2, time.perf_counter)
-    assert together == wanted and first is None
-    for prompt, text in zip(PROMPTS, wanted, strict=True):
-        start = time.perf_counter()
-        alone, first, stats = method.write([prompt], sampling, 1, time.perf_counter)
-        assert alone == [text] and first is not None and start < first < time.perf_counter()
-        assert stats.emitted == len(text) - 1                   # the first came with the prompt
-
-
 def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -> None:
     target, draft = folders
     drafters = ["suffix", "self-layers:1"]
     plain, methods = load_methods(target, drafters, [draft], budget=3)
     assert [one.name for one in methods] == ["plain", *drafters, draft]
-    run = Bench(methods, PROMPTS, [Setting(1, 0.0), Setting(2, 0.0)], plain.sampling, 8, 1)
+    settings = [Setting(1, 0.0), Setting(2, 0.8)]
+    run = Bench(methods, PROMPTS, settings, plain.sampling, 8, 1)
     run.run()
     figures = compute(run)
     assert len(figures) == 8 and all(one.same == one.texts > 0 for one in figures)
-
-
-def test_nobody_named_any_the_default_is_measured(folders: tuple[str, str]) -> None:
-    _, methods = load_methods(folders[0], [], [])
-    assert [one.name for one in methods] == ["plain", "portfolio"]
+    assert [one.first_token is None for one in figures] == [False] * 4 + [True] * 4
+    _, methods = load_methods(target, [], [])               # nobody named any: the default
     assert isinstance(methods[1].engine.drafter, dp.Portfolio)
+
+
+def test_a_single_prompt_is_streamed(folders: tuple[str, str]) -> None:
+    method = OurEngine("suffix", dp.load(folders[0], drafter="suffix", budget=3))
+    start, sampling = time.perf_counter(), dp.Sampling(max_new_tokens=9)
+    texts, first, stats = method.write(PROMPTS[:1], sampling, 1, time.perf_counter)
+    assert first is not None and start < first < time.perf_counter()
+    assert stats.emitted == len(texts[0]) - 1               # the first came with the prompt
 
 
 @pytest.mark.parametrize(("drafters", "given", "why"), [

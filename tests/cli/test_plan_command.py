@@ -33,8 +33,7 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
     assert said.code == 0, said.err
     assert said.out.startswith("drafting ") and "cost" in said.out
     found = json.loads(file.read_text())
-    names = {one["drafter"] for one in found["predictions"]}
-    assert names == {"none", "portfolio", draft}
+    assert {one["drafter"] for one in found["predictions"]} == {"none", "portfolio", draft}
     for one in found["predictions"]:
         assert one["low"] <= one["speed_up"] <= one["high"] and one["tokens_per_round"] >= 1
         assert one["cost"] > 0 and one["memory"] > 0

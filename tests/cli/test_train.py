@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "columns"),
-    [
-        ("medusa", ("--heads", "2", "--layers", "2"), 2),
-        ("medusa", ("--heads", "3", "--own-projection"), 3),
-        ("redrafter", ("--horizon", "2"), 2),
-        ("redrafter", ("--horizon", "2", "--own-projection"), 2),
-        ("redrafter", ("--horizon", "2", "--exit-dim", "40"), 2),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "columns"), [
+    ("medusa", ("--heads", "2", "--layers", "2"), 2), ("medusa", ("--own-projection",), 5),
+    ("redrafter", ("--horizon", "2"), 2),
+    ("redrafter", ("--horizon", "2", "--exit-dim", "40"), 2),
+])
 def test_a_trained_head_decodes_the_targets_own_text(
     call: Call, target: str, texts: str, tmp_path: Path, method: str, options: tuple[str, ...],
     columns: int
@@ -43,41 +39,34 @@ def test_a_trained_head_decodes_the_targets_own_text(
     assert "4 steps" in said.err and "held out" in said.err
     assert f"draftproof run {target} --drafter {out}" in said.err
     title, *table = [line for line in said.err.splitlines() if line.startswith("   ")]
-    assert title.count("token ") == columns and [int(line.split()[0])
-                                                 for line in table] == [1, 2, 3, 4]
+    steps = [int(line.split()[0]) for line in table]
+    assert title.count("token ") == columns and steps == [1, 2, 3, 4]
     words = ("run", target, "Once upon a time", "--max-new-tokens", "12")
     assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
 
 
-def test_jointly_trained_the_new_model_runs_with_its_heads(call: Call, target: str, texts: str,
-                                                           tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    out = tmp_path / "both"
-    said = call("train", "medusa", target, "--data", texts, "--out", str(out), "--heads", "1",
-                "--joint", *SHORT)
-    assert said.code == 0 and f"draftproof run {out}/model --drafter {out}/heads" in said.err, said
-    words = ("run", str(out / "model"), "Once upon a time", "--max-new-tokens", "12")
-    assert call(*words, "--drafter", str(out / "heads")).out == call(*words, "--drafter",
-                                                                     "none").out != ""
-
-
-MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "no such data": (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    "the other's option": (["--horizon", "3"], ["--horizon", "redrafter"]),
-    "rows longer than the context": (["--length", "512"], ["512", "256"]),
-    "rows of nothing": (["--length", "4"], ["length", "at least 16"]),
-    "no rate": (["--lr", "0"], ["rate", "above 0"]),
-    "nothing to write": (["--self-generate", "--tokens", "0"], ["at least 1"]),
-    "cold": (["--self-generate", "--temperature", "-1"], ["temperatures"]),
-    "no heads": (["--heads", "-1"], ["num_heads", "at least 1"]),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_mistake_is_one_sentence(
-    refused: Call, target: str, texts: str, tmp_path: Path, mistake: str
+def test_jointly_trained_heads_come_with_a_new_model(
+    call: Call, target: str, texts: str, tmp_path: Path
 ) -> None:
-    options, words = MISTAKES[mistake]
+    pytest.importorskip("peft")
+    given = ("train", "medusa", target, "--data", texts, "--out", str(out := tmp_path / "both"))
+    said = call(*given, "--heads", "1", "--joint", *SHORT)
+    assert said.code == 0 and f"draftproof run {out}/model --drafter {out}/heads" in said.err, said
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    (["--horizon", "3"], ["--horizon", "redrafter"]),
+    (["--length", "512"], ["512", "256"]),                      # the context
+    (["--length", "4"], ["length", "at least 16"]), (["--lr", "0"], ["rate", "above 0"]),
+    (["--objective", "tv"], ["objective", "ce or kl"]),
+    (["--self-generate", "--tokens", "0"], ["at least 1"]),
+    (["--self-generate", "--temperature", "-1"], ["temperatures"]),
+    (["--heads", "-1"], ["num_heads", "at least 1"]),
+])
+def test_every_mistake_is_one_sentence(
+    refused: Call, target: str, texts: str, tmp_path: Path, options: list[str], words: list[str]
+) -> None:
     given = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"))
     refused(*given, *options, words=words, notes=True)
 
@@ -100,5 +89,5 @@ def test_what_is_missing_is_found_before_the_model_is_loaded(
     (file := tmp_path / "file").write_text("")
     given = ("train", "medusa", "/no/model", "--data", texts, "--out")
     refused(*given, str(file / "out"), words=[str(file)])
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    monkeypatch.setitem(sys.modules, "peft", None)
     refused(*given, str(tmp_path / "out"), "--joint", words=["draftproof[train]"])
