@@ -16,12 +16,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.training.config import SelfGenerateConfig
-from draftproof.training.self_generate import (
-    SelfGeneratedText,
-    Writer,
-    by_engine,
-    by_transformers,
-)
+from draftproof.training.self_generate import SelfGeneratedText, by_engine, by_transformers
 from draftproof.training.texts import Document
 
 WORDS = ("cat", "dog", "fox", "hen", "owl")
@@ -39,11 +34,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def write_with(
     own: SelfGeneratedText, engine: Engine, documents: list[Document], held_out: bool = False,
-    progress: Callable[[int, int], None] = lambda tokens, of: None, writer: Writer | None = None,
+    progress: Callable[[int, int], None] = lambda tokens, of: None,
 ) -> None:  # fmt: skip
     assert engine.codec is not None
-    given = (writer or partial(by_engine, engine), engine.codec, engine.target.context)
-    own.write(*given, documents, held_out, progress)
+    writer = partial(by_engine, engine)
+    own.write(writer, engine.codec, engine.target.context, documents, held_out, progress)
 
 
 def write(file: Path, engine: Engine, wanted: SelfGenerateConfig = WANTED) -> SelfGeneratedText:
@@ -58,8 +53,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(engine: Engine,
-          tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfGeneratedText]:
+def whole(
+    engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, SelfGeneratedText]:
     file = tmp_path_factory.mktemp("own") / "own_text.jsonl"
     return file, write(file, engine)
 
@@ -150,12 +146,11 @@ def test_chats_are_asked_question_by_question(
     tokenizer = engine.codec.tokenizer
     turns = (("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))
     chat = Document(messages=[{"role": role, "content": content} for role, content in turns])
-    config = SelfGenerateConfig(60, (0.0,))
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    own = SelfGeneratedText(tmp_path / "chats.jsonl", {}, config, LENGTH)
+    file = tmp_path / "chats.jsonl"
+    own = SelfGeneratedText(file, {}, SelfGenerateConfig(60, (0.0,)), LENGTH)
     write_with(own, engine, [chat])
-    asked = {tokenizer.decode(row["tokens"][: row["prompt"]])
-             for row in lines(tmp_path / "chats.jsonl")[1:]}
+    asked = {tokenizer.decode(row["tokens"][: row["prompt"]]) for row in lines(file)[1:]}
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}
 
 
