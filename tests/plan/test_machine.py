@@ -19,16 +19,16 @@ TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)
               for rows in (1, 4) for nodes in (0, 2, 8))  # fmt: skip
 DRAFTS = (Timed("draft", False, 1, 0, 1.0), Timed("draft", False, 1, 2, 5.0),
           Timed(LIGHT, True, 1, 0, 0.0), Timed(LIGHT, True, 1, 4, 8.0))  # fmt: skip
-HERE = Machine("here", "model", TIMED + DRAFTS, ((0, 1.0), (10, 2.0)), 4, 0.5, {"draft": 0.25})
+HERE = Machine("here", "model", TIMED + DRAFTS, ((0, 1.0), (10, 2.0)), 0.5, {"draft": 0.25})
 BIG = Size(14e9, 7e9, 1e5)
 
 
 def test_rounds_lie_on_lines_between_those_that_were_timed() -> None:
-    assert HERE.round(False, 1, 5, 4) == 16                  # ten for a row, one for a token
-    assert HERE.round(False, 2, 2, 4) == 26
-    assert HERE.round(False, 4, 10, 4) == 84                 # beyond the last
-    assert HERE.round(True, 1, 0, 4) == 11                   # not timed: as greedy
-    assert HERE.round(False, 2, 0, 14) == 22 + 0.5 * 2 * 10
+    assert HERE.round(False, 1, 5, 0) == 16                  # ten for a row, one for a token
+    assert HERE.round(False, 2, 2, 0) == 26
+    assert HERE.round(False, 4, 10, 0) == 84                 # beyond the last
+    assert HERE.round(True, 1, 0, 0) == 11                   # not timed: as greedy
+    assert HERE.round(False, 2, 0, 10) == 22 + 0.5 * 2 * 10
     assert HERE.prompt(5) == 1.5
     assert HERE.draft("draft", False, 2, 3) == HERE.draft("draft", True, 1, 3) == 7
     assert HERE.times("draft") and not HERE.times("other") and HERE.draft("other", True, 1, 1) == 0

@@ -52,8 +52,8 @@ class Size(NamedTuple):
 class Machine:
     """Seconds of what an engine does with one model.
 
-    timed: at texts of `context` tokens; others take `per_context` more per row and token. prompts:
-    tokens and seconds. per_unread: by draft model, of a token that it lacks. spread: relative
+    timed: of empty texts; others take `per_context` more per row and token. prompts: tokens and
+    seconds. per_unread: by draft model, of a token that it lacks. spread: relative
     standard error of a time. noise: of rounds of one size, seconds over their median.
     """
 
@@ -61,7 +61,6 @@ class Machine:
     model: str
     timed: tuple[Timed, ...]
     prompts: Curve = ((0, 0.0), (1, 0.0))
-    context: float = 0.0
     per_context: float = 0.0
     per_unread: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
@@ -71,7 +70,7 @@ class Machine:
     def round(self, sampled: bool, rows: float, nodes: float, context: float) -> float:
         """A round without its draft: `nodes` read behind the root of each row. Between numbers of
         rows that were timed, as many tokens in all take about as long."""
-        tokens, more = rows * (1 + nodes), self.per_context * rows * (context - self.context)
+        tokens, more = rows * (1 + nodes), self.per_context * rows * context
         curves = self._curves("", sampled)
         by_rows = tuple((count, along(curve, tokens / count - 1)) for count, curve in curves)
         return max(0.0, along(by_rows, rows) + more)
@@ -131,7 +130,7 @@ def by_figures(
               for rows, seconds in curve(size, OVERHEAD / 4)    # steps follow without the host
               for nodes in (0, 1)]  # fmt: skip
     unread = {draft: 2 * size.parameters / compute for draft, size in drafts.items()}
-    return Machine(name, model, tuple(timed), prompts, 0.0,
+    return Machine(name, model, tuple(timed), prompts,
                    target.position_bytes / bandwidth, unread, 0.1, measured=False)  # fmt: skip
 
 

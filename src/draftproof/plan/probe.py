@@ -66,12 +66,13 @@ class Turns(Budget):
 
 
 class Seen(NamedTuple):
-    """A round: the budget, seconds, of these the draft's; nodes drafted per row."""
+    """A round: the budget, seconds, of these the draft's; nodes drafted per row, and its tokens."""
 
     size: int
     seconds: float
     drafting: float
     nodes: float
+    context: float
 
 
 def run(
@@ -91,7 +92,8 @@ def run(
             drafting = running.clock.draft.seconds
             drafted = sum(row.stats.drafted for row in rows)
             nodes = (drafted - before[1]) / count if engine.target.skips_absent else done.size
-            yield Seen(done.size, done.seconds, drafting - before[0], nodes)
+            context = sum(len(row.prompt) + len(row.tokens) for row in rows) / count
+            yield Seen(done.size, done.seconds, drafting - before[0], nodes, context)
         if not budget.left:
             return
 
@@ -114,11 +116,13 @@ def rounds(
     return found
 
 
-def by_size(blocks: Sequence[Sequence[Seen]]) -> dict[int, list[Seen]]:
-    """Without the first round of each block, which is another one."""
+def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
+    """Without the first round of each block, which is another one; as if texts were empty, whose
+    tokens take so many seconds."""
     found: dict[int, list[Seen]] = {}
     for one in (one for block in blocks for one in block[1:] if one.seconds):
-        found.setdefault(one.size, []).append(one)
+        seconds = one.seconds - per_token * one.context
+        found.setdefault(one.size, []).append(one._replace(seconds=seconds))
     return found
 
 
@@ -150,7 +154,7 @@ def probe(
         few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
     progress("timing prompts and long texts")
     prompts, slope = _prompts(engine, drafters[0], texts)
-    timed, unread, noise, context = list[Timed](), dict[str, float](), list[float](), list[float]()
+    timed, unread, noise = list[Timed](), dict[str, float](), list[float]()
     for sampled in sorted({heat > 0 for heat in heats}):
         sampling = replace(engine.sampling, temperature=max(heats) if sampled else 0.0)
         for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
@@ -159,14 +163,13 @@ def probe(
             warm, *_ = rounds(engine, drafters, asked, sampling, [[0], *[[1] for _ in models]], 1)
             times = min(MOST, TIMES + int(SECONDS / usual(warm[0])))
             blocks, *others = rounds(engine, drafters, asked, sampling, few, times)
-            seen = by_size(blocks)
+            seen = by_size(blocks, slope * rows)
             curve = smoothed(seen)
             timed += [Timed("", sampled, rows, size, seconds) for size, seconds in curve]
-            context.append(fmean(map(len, asked)) + sum(map(len, blocks)) / 2)
             noise += [min(STALL, one.seconds / usual(some))
                       for some in seen.values() for one in some]  # fmt: skip
             for name, own in zip(models, others, strict=True):
-                for size, some in by_size(own).items():
+                for size, some in by_size(own, slope * rows).items():
                     spent = usual(some) - along(curve, fmean(one.nodes for one in some))
                     timed.append(Timed(name, sampled, rows, size, max(0.0, spent)))
                 catching, *rest = (one.drafting for one in own[1])
@@ -174,7 +177,7 @@ def probe(
                 unread[name] = max(0.0, catching - median(rest)) / tokens
     threads = torch.get_num_threads()
     name = f"{platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
-    return Machine(name, engine.target.name, tuple(timed), prompts, fmean(context), slope, unread,
+    return Machine(name, engine.target.name, tuple(timed), prompts, slope, unread,
                    pstdev(noise) / TIMES**0.5, tuple(noise))  # fmt: skip
 
 
