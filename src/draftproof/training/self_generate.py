@@ -85,8 +85,13 @@ class SelfGeneratedText:
         return self._written(held_out) >= self._wanted(held_out)
 
     def examples(self, held_out: bool) -> Iterator[Example]:
-        """The texts, in the order of their prompts; prompts are not in the loss."""
-        return (text for _, text in sorted(self._texts[held_out].items()))
+        """The first texts that are enough, in the order of their prompts, which are not in the
+        loss; the same ones when others have written more."""
+        missing = self._wanted(held_out)
+        for _, text in sorted(self._texts[held_out].items()):
+            if missing > 0:
+                yield text
+            missing -= sum(text.mask)
 
     def write(
         self, writer: Writer, codec: Codec, context: int, documents: Sequence[Document],

@@ -41,13 +41,11 @@ from draftproof.training.self_generate import (
     Writer,
     by_engine,
     by_transformers,
-)
+)  # fmt: skip
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainer
 
 CARD = Path(__file__).with_name("model_card.md")
-EVALUATED = 8000
-"""Held-out tokens, about, that each evaluation reads."""
 T = TypeVar("T")
 MakeHead = Callable[[Target], DraftHead]
 """A fresh head for a target."""
@@ -192,7 +190,7 @@ class _Run:
 
     def _stage(self, trainable: FrozenTarget, folder: Path) -> Trainer:
         batches = Batches(self.train, self.config.batch, self.config.seed)
-        held_out = Batches(self.held_out, self.config.batch, 0).sample(EVALUATED)
+        held_out = Batches(self.held_out, self.config.batch, 0).sample(8000)    # tokens, about
         trainer = Trainer(trainable, batches, held_out, self.config, folder, self.settings,
                           self.callback)  # fmt: skip
         trainer.fit()
