@@ -17,8 +17,7 @@ from helpers.bug_catalog import drawn
 from random_models import save_model
 
 from draftproof.core.params import Sampling
-from draftproof.verify.audit import Text
-from draftproof.verify.engines import ModelLaw
+from draftproof.verify.audit import Text, model_law
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def server(served: Path) -> Iterator[Server]:
 
     @cache
     def row(text: Text, temperature: float) -> Any:
-        return ModelLaw(model, Sampling(temperature=temperature))([text])[0]
+        return model_law(model, Sampling(temperature=temperature))([text])[0]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -93,7 +92,7 @@ def test_a_server(
     )  # fmt: skip
     assert said.code == code and said.out.startswith("BIASED" if code else "UNBIASED"), said
     figures = json.loads(report.read_text())
-    assert figures["verdict"] == ("biased" if code else "unbiased") and figures["length"] == 2
+    assert figures["verdict"] == ("biased" if code else "unbiased") and figures["samples"] == 2000
     assert all(check["control"] for check in figures["checks"])
 
 
@@ -127,17 +126,14 @@ FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
     ("options", "words"),
     [
         ([], "one engine"),
-        (["--hf", "x", "--python", "y:z"], "one engine"),
         (["--hf", "demo"], "--assistant-model"),
-        ([*NOBODY], "--reference"),
+        ([*NOBODY, "--model", "x"], "--reference"),
         ([*NOBODY, "--model", "x", "--reference", "SERVED"], "cannot be reached"),
         (["--endpoint", "127.0.0.1", "--model", "x", "--reference", "SERVED"], "http://"),
         (["--endpoint", "SERVER", "--model", "x", "--reference", "SERVED"], "404"),
         (["--python", "no_such_module:f", "--model", "SERVED"], "no_such_module"),
-        (["--python", "json:nothing", "--model", "SERVED"], "nothing"),
-        (["--python", "json", "--model", "SERVED"], "module:attribute"),
-        ([*FUNCTION, "--prompt-tokens", "1,9999"], "from 0 to 4095"),
-        ([*FUNCTION, "--samples", "3"], "at least 200"),
+        (["--python", "json", "--model", "SERVED"], "module:function"),
+        ([*FUNCTION, "--samples", "3"], "200"),
         ([*FUNCTION, "--temperature", "-1"], "temperature"),
         (["--hf", "/no/where", "--assistant-model", "x"], "/no/where"),
     ],

@@ -1,245 +1,163 @@
-"""Acceptance is exact in law: all outcomes of the loop are enumerated; wrong ones are caught."""
+"""Acceptance by numbers: published vectors and the edges of the rules, one row at a time.
+
+That the rules write the target's law, in the whole engine, is enumerated in tests/verify.
+"""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.distribution import (
-    DrawnRule,
-    Law,
-    Round,
-    Text,
-    Worlds,
-    constant,
-    distance,
-    drawn_law,
-    drawn_round,
-    likeliest,
-    loop_law,
-    matched_round,
-    one_hot,
-    path_of,
-    random_law,
-    text_law,
-)
-from helpers.mistakes import BLOCK_MISTAKES, TOKEN_MISTAKES, block_rule, token_rule
 from torch import Tensor
 
-from draftproof.core.acceptance import accept_by_block, accept_by_rejection
-from draftproof.core.tree import TreeShape
+from draftproof.core import acceptance
+from draftproof.core.acceptance import accept_by_block, accept_by_matching, accept_by_rejection
+from draftproof.core.ops import TORCH
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 
-EXACT = 1e-12
-CHAINS = [TreeShape.chain(length) for length in (1, 2, 3)]
-TREES = [TreeShape.branching(children) for children in ((2,), (3,), (2, 2), (3, 1))]
-PAIRS: dict[str, tuple[Law, Law]] = {
-    "unrelated": (random_law(3, 1), random_law(3, 2)),
-    "alike": (random_law(3, 12, 0.5), random_law(3, 13, 0.5)),
-    "equal": (random_law(3, 1), random_law(3, 1)),
-    "target with impossible tokens": (random_law(3, 3, zeros=1), random_law(3, 4)),
-    "draft with impossible tokens": (random_law(3, 3), random_law(3, 4, zeros=1)),
-    "disjoint at times": (random_law(3, 5, zeros=2), random_law(3, 6, zeros=2)),
-    "greedy target": (one_hot(random_law(3, 7)), random_law(3, 8)),
-    "greedy both": (one_hot(random_law(3, 7)), one_hot(random_law(3, 9))),
-}
-pairs = pytest.mark.parametrize("pair", PAIRS)
+both = pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
 
 
-@pairs
-@pytest.mark.parametrize("shape", CHAINS + TREES,
-                         ids=lambda shape: str(len(shape)) + ("c" if shape.is_chain else "t"))
-def test_rejection_writes_the_target_law(pair: str, shape: TreeShape) -> None:
-    if len(shape) == 7 and pair not in ("unrelated", "target with impossible tokens",
-                                        "disjoint at times"):
-        return  # 41472 worlds a round: three pairs say it all
-    target, draft = PAIRS[pair]
-    # a whole round and its bonus token; rounds that stop early are followed by others
-    length = len(shape.levels)
-    written = drawn_law(accept_by_rejection, shape, target, draft, 3, length)
-    assert distance(written, text_law(target, 3, length)) < EXACT
+class Recorder:
+    """A `Chance` with coins decided beforehand that writes down what it was asked; one row."""
+
+    def __init__(self, *coins: bool) -> None:
+        self.coins, self.confidence, self.weights = coins, [], []
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        self.confidence.append(float(probability))
+        return torch.tensor([self.coins[node - 1] and float(probability) > 0])
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        self.weights = (weights / weights.sum())[0].tolist()
+        return weights.argmax(-1)
 
 
-@pairs
-@pytest.mark.parametrize("shape", CHAINS, ids=len)
-def test_block_writes_the_target_law(pair: str, shape: TreeShape) -> None:
-    target, draft = PAIRS[pair]
-    length = len(shape.levels)
-    assert (
-        distance(
-            drawn_law(accept_by_block, shape, target, draft, 3, length), text_law(target, 3, length)
-        )
-        < EXACT
-    )
+def laws(*rows: list[float]) -> Tensor:
+    return torch.tensor([rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
-def test_four_tokens_and_a_longer_text(rule) -> None:
-    target, draft = random_law(4, 21), random_law(4, 22, zeros=1)
-    written = drawn_law(rule, TreeShape.chain(2), target, draft, 4, 4)
-    assert distance(written, text_law(target, 4, 4)) < EXACT
+def chain(drafted: tuple[int, ...], *drawn_from: list[float]) -> TokenTree:
+    """Tokens behind root 0, and the law of each."""
+    nothing = [0.0] * len(drawn_from[0])
+    return TokenTree.chain(torch.tensor([[0, *drafted]]), laws(nothing, *drawn_from))
 
 
-@pairs
-@pytest.mark.parametrize("shape", [*CHAINS, TREES[0], TREES[2]],
-                         ids=lambda shape: str(shape.parents))
-def test_matching_writes_the_target_law(pair: str, shape: TreeShape) -> None:
-    target, draft = PAIRS[pair]
-    written = loop_law(lambda text, root: _matched(text, root, shape, target, draft), 4)
-    assert distance(written, text_law(target, 3, 4)) < EXACT
+@pytest.mark.parametrize(("token", "confidence", "residual"),
+                         [(0, 1, [1, 0, 0]), (1, 0.6, [1, 0, 0]), (2, 2 / 3, [1, 0, 0])])
+def test_token_rule_vector(token: int, confidence: float, residual: list[float]) -> None:
+    """p = [.5, .3, .2], q = [.2, .5, .3]: acceptance 1, .6, 2/3; the residual is token 0."""
+    chance = Recorder(False)
+    accept_by_rejection(chain((token,), [0.2, 0.5, 0.3]), laws([0.5, 0.3, 0.2], [1, 0, 0]), chance)
+    assert chance.confidence == pytest.approx([confidence]) and chance.weights == residual
 
 
-def test_matching_accepts_the_mass_of_the_drafted_paths() -> None:
-    """E[accepted] = the sum over drafted nodes of p(path): the bound no rule can pass (B.4)."""
-    target, draft, shape = random_law(3, 1), random_law(3, 2), TREES[2]
-    tokens = likeliest((), 1, shape, draft)
-    laws = [_path_mass(target, (), tokens, shape, node) for node in range(1, len(shape))]
-    assert matched_round(tokens, (), shape, target, 3).accepted == pytest.approx(
-        sum(laws), abs=EXACT
-    )
+SAME = [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2
+MIXED = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], [[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]
 
 
-# E[accepted] and published numbers ----------------------------------------------------------------
+@pytest.mark.parametrize(("given", "drafted", "coins", "confidence", "residual"), [
+    (SAME, (0, 0), (False, False), [0, 0.25], [0, 1]),
+    (SAME, (0, 1), (False, False), [0, 1], [0, 1]),
+    (SAME, (1, 0), (False, False), [1, 0.5], [0, 1]),
+    (SAME, (1, 1), (True, False), [1, 1], [0, 1]),
+    (MIXED, (0, 1), (False, False), [1, 1], [1, 0, 0]),
+    (MIXED, (0, 1), (True, False), [1, 1], [0, 2 / 3, 1 / 3]),
+    (MIXED, (0, 1), (False, True), [1, 1], [0.25, 0.25, 0.5]),
+    (MIXED, (1, 1), (False, False), [0, 0.9], [1, 0, 0]),
+    (MIXED, (1, 0), (False, False), [0, 0.15], [1, 0, 0]),
+])  # fmt: skip
+def test_block_vectors(given, drafted, coins, confidence, residual) -> None:
+    chance = Recorder(*coins)
+    accept_by_block(chain(drafted, *given[1]), laws(*given[0]), chance)
+    assert chance.confidence == pytest.approx(confidence)
+    assert chance.weights == pytest.approx(residual)
 
 
-@pairs
-def test_block_accepts_the_sum_of_its_weights_and_never_less_than_rejection(pair: str) -> None:
-    target, draft = PAIRS[pair]
-    for shape, root in itertools.product(CHAINS, range(3)):
-        by_token = drawn_round(accept_by_rejection, (), root, shape, target, draft, 3).accepted
-        by_block = drawn_round(accept_by_block, (), root, shape, target, draft, 3).accepted
-        assert by_block == pytest.approx(_mean_weight((root,), len(shape) - 1, target, draft),
-                                         abs=EXACT)
-        assert by_block >= by_token - EXACT
-
-
-def test_example_of_the_block_paper() -> None:
-    """Sun et al.: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 by tokens, 11/9 by block."""
-    target, draft = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)
-    means = [drawn_round(rule, (), 0, TreeShape.chain(2), target, draft, 2).accepted
-             for rule in (accept_by_rejection, accept_by_block)]
-    assert means == pytest.approx([10 / 9, 11 / 9], abs=EXACT)
-
-
-# Edges --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
-def test_equal_laws_accept_everything(rule) -> None:
-    law = random_law(3, 1)
-    assert drawn_round(rule, (), 1, TreeShape.chain(3), law, law, 3).accepted == pytest.approx(
-        3, abs=EXACT
-    )
-
-
-# Wrong rules --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mistake", ["", *TOKEN_MISTAKES])
-def test_wrong_token_rules_are_caught(mistake: str) -> None:
-    error = _worst(partial(token_rule, mistake=mistake), TREES[0])
-    assert error > 1e-3 if mistake else error < EXACT
-
-
-@pytest.mark.parametrize("mistake", ["", *BLOCK_MISTAKES])
-def test_wrong_block_rules_are_caught(mistake: str) -> None:
-    error = _worst(partial(block_rule, mistake=mistake), CHAINS[1])
-    assert error > 1e-3 if mistake else error < EXACT
-
-
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
-@pytest.mark.parametrize("lie", ["argmax weighed as drawn", "kept only when likely"])
-def test_drafts_that_lie_about_their_law_are_caught(rule, lie: str) -> None:
-    """A rule is exact for the law that tokens were drawn from; where they were not, it is seen."""
-    target, draft = PAIRS["unrelated"]
-    written = drawn_law(rule, CHAINS[1], target, Liar(draft, lie), 3, 3)
-    assert distance(written, text_law(target, 3, 3)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "mistake", ["deepest hit without its ancestors", "the drafted token instead of the pick"]
-)
-def test_wrong_matching_is_caught(mistake: str) -> None:
-    target, draft, shape = *PAIRS["unrelated"], CHAINS[1]
-
-    def one_round(text: Text, root: int) -> Round:
-        tokens = likeliest(text, root, shape, draft)
-        right = matched_round(tokens, text, shape, target, 3)
-        if mistake.startswith("deepest"):  # a hit at depth 2 takes depth 1 along
-            hit = float(target(path_of(text, tokens, shape, 1))[tokens[2]])
-            wrong = {emitted: confidence * (1 - hit) for emitted, confidence in right.law.items()
-                     if len(emitted) == 1}
-            law = {**right.law, **wrong}
-            for emitted, confidence in wrong.items():
-                law[(*tokens[1:], emitted[0])] = law.get(
-                    (*tokens[1:], emitted[0]), 0
-                ) + confidence * hit / (1 - hit)
-            return Round(law, 0)
-        return Round({(tokens[1],): 1.0}, 0)
-
-    assert distance(loop_law(one_round, 3), text_law(target, 3, 3)) > 1e-3
-
-
-class Liar:
-    """Tokens are drawn by enumeration from one law, and the tree shows another."""
-
-    def __init__(self, law: Law, lie: str) -> None:
-        self.law, self.lie = law, lie
-
-    def __call__(self, text: Text) -> Tensor:
-        return Shown(self.law(text), self.lie)
-
-
-class Shown(Tensor):
-    """A law [V] as the tree shows it; the enumeration asks `clone` for the one it draws from."""
-
-    def __new__(cls, law: Tensor, lie: str) -> Shown:
-        shown = law.as_subclass(cls)
-        shown.lie = lie
-        return shown
-
-    def clone(self, *_: object, **__: object) -> Tensor:
-        law = self.as_subclass(Tensor)
-        return (torch.nn.functional.one_hot(law.argmax(), len(law)).double()
-                if self.lie.startswith("argmax") else law.square())
-
-
-def _worst(rule: DrawnRule, shape: TreeShape) -> float:
-    """The largest error over pairs of laws that differ in several tokens each way."""
-    weighed = [(random_law(4, 31, 0.8), random_law(4, 32, 0.8)),
-               (random_law(4, 33), random_law(4, 34, zeros=1))]
-    return max(distance(drawn_law(rule, shape, *pair, 4, 3), text_law(pair[0], 4, 3))
-               for pair in weighed)
-
-
-def _matched(text: Text, root: int, shape: TreeShape, target: Law, draft: Law) -> Round:
-    return matched_round(likeliest(text, root, shape, draft), text, shape, target, 3)
-
-
-def _path_mass(target: Law, text: Text, tokens: list[int], shape: TreeShape, node: int) -> float:
-    path = path_of(text, tokens, shape, node)[len(text) :]
-    return float(torch.stack([target((*text, *path[:place]))[path[place]]
-                              for place in range(1, len(path))]).prod())
-
-
-def _mean_weight(
-    text: Text, length: int, target: Law, draft: Law, weight: float = 1.0, confidence: float = 1.0
-) -> float:
-    """The sum over i of E[P_i], from the definition."""
-    if length == 0:
-        return 0.0
-    total = 0.0
-    for token in draft(text).nonzero()[:, 0].tolist():
-        q = float(draft(text)[token])
-        here = min(1.0, weight * float(target(text)[token]) / q)
-        total += confidence * q * here + _mean_weight((*text, token), length - 1, target, draft,
-                                                      here, confidence * q)
+def mean_accepted(rule, targets: Tensor, drafts: Tensor) -> float:
+    """E[accepted] of chains of 2, by every draft and every way its coins may fall; laws [2, V, V]
+    are those behind each token."""
+    total, vocab = 0.0, drafts.shape[-1]
+    for drafted in itertools.product(range(vocab), repeat=2):
+        before = (0, *drafted)
+        q = [drafts[token] for token in before[:2]]
+        p = torch.stack([targets[token] for token in before])[None]
+        tree = TokenTree.chain(torch.tensor([before]), torch.stack([q[0], *q])[None])
+        for coins in itertools.product((False, True), repeat=2):
+            chance = Recorder(*coins)
+            accepted = int(rule(tree, p, chance).count) - 1
+            odds = [one if coin else 1 - one
+                    for coin, one in zip(coins, chance.confidence, strict=True)]
+            total += accepted * math.prod(odds) * float(q[0][drafted[0]] * q[1][drafted[1]])
     return total
 
 
-def test_the_checker_counts_all_of_probability() -> None:
-    target, draft = PAIRS["unrelated"]
-    one = drawn_round(accept_by_rejection, (), 0, TREES[2], target, draft, 3)
-    assert sum(one.law.values()) == pytest.approx(1, abs=EXACT)
-    assert isinstance(Worlds(torch.zeros(1, 1), torch.zeros(1), torch.ones(1)).odds, Tensor)
+def test_block_accepts_more_as_published() -> None:
+    """Sun et al.: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 by tokens, 11/9 by block; it
+    never accepts less."""
+    example = (laws(*SAME[0][:2])[0], laws(*SAME[1])[0])
+    assert mean_accepted(accept_by_rejection, *example) == pytest.approx(10 / 9)
+    assert mean_accepted(accept_by_block, *example) == pytest.approx(11 / 9)
+    for seed in range(5):
+        dice = torch.Generator().manual_seed(seed)
+        some = (1.5 * torch.randn(2, 3, 3, generator=dice, dtype=torch.float64)).softmax(-1)
+        by_token, by_block = (mean_accepted(rule, *some)
+                              for rule in (accept_by_rejection, accept_by_block))
+        assert by_block >= by_token - 1e-12
+
+
+@both
+def test_equal_laws_accept_everything(rule) -> None:
+    same = torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)
+    assert mean_accepted(rule, same, same) == pytest.approx(2)
+
+
+@both
+def test_a_ragged_row_is_as_its_shorter_chain(rule) -> None:
+    """Absent nodes, whatever their law holds (NaN too), change no coin and no residual."""
+    dice = torch.Generator().manual_seed(3)
+    for present, coins in itertools.product(range(4), itertools.product([False, True], repeat=3)):
+        drawn, probs = torch.rand(2, 1, 4, 5, generator=dice, dtype=torch.float64).softmax(-1)
+        tokens, end = torch.tensor([[1, 2, 3, 4]]), present + 1
+        alone, wide = Recorder(*coins), Recorder(*coins)
+        short = rule(TokenTree.chain(tokens[:, :end], drawn[:, :end]), probs[:, :end], alone)
+        tokens[:, end:], drawn[:, end:] = ABSENT, torch.nan
+        long = rule(TokenTree.chain(tokens, drawn), probs, wide)
+        assert int(long.count) == int(short.count)
+        assert wide.confidence[:present] == pytest.approx(alone.confidence)
+        assert wide.weights == pytest.approx(alone.weights)
+        assert not any(wide.confidence[present:])
+
+
+def test_nothing_left_of_the_draft_law_ends_a_family() -> None:
+    """Siblings beyond the support of q never stand, and what comes then is the residual, not q."""
+    tree = TokenTree.shaped(torch.tensor([[0, 1, 2]]), TreeShape.branching((2,)),
+                            laws([0, 0, 0], [0, 1, 0], [0, 1, 0]))
+    chance = Recorder(False, True)
+    accepted = accept_by_rejection(tree, laws([0.5, 0.2, 0.3], [1, 0, 0], [1, 0, 0]), chance)
+    assert chance.confidence == pytest.approx([0.2, 0]) and int(accepted.count) == 1
+    assert chance.weights == pytest.approx([0.625, 0, 0.375])
+
+
+@both
+def test_what_cannot_be_is_not_accepted(rule) -> None:
+    """p = 0 has odds 0, and the keyed coin is strict: at odds 0 it never falls (`u <= p` takes what
+    cannot be at u = 0, as in transformers)."""
+    chance = Recorder(False)
+    rule(chain((1,), [0.1, 0.8, 0.1]), laws([0.5, 0, 0.5], [1, 0, 0]), chance)
+    assert chance.confidence == [0]
+    keyed = object.__new__(acceptance.KeyedChance)
+    keyed.keys, keyed.position, keyed.ops = torch.zeros(1, 2), torch.zeros(1, 1), TORCH
+    at_zero = SimpleNamespace(stream=lambda *_: None, uniform=lambda _: torch.zeros(1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "noise", at_zero)
+        assert not keyed.flip(torch.zeros(1), 1)
+
+
+def test_matching_ends_where_nothing_can_be_picked() -> None:
+    accepted = accept_by_matching(TokenTree.chain(torch.tensor([[5, 6, ABSENT], [5, 6, 7]])),
+                                  torch.tensor([[6, -2, 0], [6, 7, 9]]))
+    assert (accepted.count.tolist(), accepted.root.tolist()) == ([2, 3], [-2, 9])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 from drafting import DRAFTERS, texts
-from helpers.distribution import strayed
 from tiny import prompts, target
 
 from draftproof.core.acceptance import RULES, Rule
@@ -16,16 +17,16 @@ from draftproof.core.typical import Typical
 from draftproof.drafters.base import Plain
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
-from draftproof.verify import cases
 from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_behind
-from draftproof.verify.enumeration import DRAWS, Outcomes, decide
+from draftproof.verify.enumeration import DRAWS, Outcomes, decided
 from draftproof.verify.exact import examine
 
 WARM = Sampling(temperature=1.0, seed=3)
 
 
 def case_of(rule: Rule, setup: str, limit: int = 3) -> Case:
-    return cases.case("typical", rule, SETUPS[setup], Ask(Sampling(temperature=1.0), (1, 0), limit))
+    ask = Ask(Sampling(temperature=1.0), (1, 0), limit)
+    return Case("typical", rule, SETUPS[setup], [ask])
 
 
 @pytest.mark.parametrize("setup", ["chain", "tree of 3"])
@@ -43,13 +44,30 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):
         outcomes = Outcomes(plans)
-        for done in decide(case, outcomes, len(plans)):
+        with decided(case, outcomes, len(plans)):
+            all_done = case.run([0], len(plans), len(plans))
+        for done in all_done:
             probability = float(outcomes.probs[done.sample])
             law[tuple(done.tokens)] += probability
             told += probability * (done.stats.distance or 0.0)
         plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert told == pytest.approx(strayed(law, own_law, 4), abs=1e-12) and told > 0.05
+
+
+def strayed(law: dict[tuple[int, ...], float], target: Any, length: int, vocab: int = 3) -> float:
+    """The expected sum of the distances of next-token laws, from the law of whole texts alone."""
+    total = 0.0
+    for size in range(length):
+        for prefix in itertools.product(range(vocab), repeat=size):
+            mass = torch.zeros(vocab, dtype=torch.float64)
+            for text, weight in law.items():
+                if len(text) > size and text[:size] == prefix:
+                    mass[text[size]] += weight
+            if float(mass.sum()) > 0:
+                apart = (mass / mass.sum() - target(prefix)).abs().sum() / 2
+                total += float(mass.sum() * apart)
+    return total
 
 
 def own_law(text: tuple[int, ...]) -> torch.Tensor:

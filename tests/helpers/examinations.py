@@ -22,6 +22,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.verify import sampling
+from draftproof.verify.audit import g_test
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.cases import (
     GRAMMARS,
@@ -30,75 +31,66 @@ from draftproof.verify.cases import (
     Ask,
     Case,
     by_model,
-    case,
     logits_behind,
     toy,
 )
 from draftproof.verify.enumeration import Distribution, enumerate_texts
 from draftproof.verify.exact import examine
-from draftproof.verify.statistics import g_test
 
-ALL = Sampling(temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.8, presence_penalty=0.3)
-WORDS = {"stop": ("ab",), "stop_tokens": (2,), "min_new_tokens": 1}
+FREE, ENDING = Sampling(temperature=1.0), Sampling(temperature=1.0, stop_tokens=(2,))
+GREEDY = Sampling(repetition_penalty=2.0, frequency_penalty=0.7)
+ALL = Sampling(temperature=1.6, top_k=2, top_p=0.7, repetition_penalty=1.8, presence_penalty=0.3)
 MIXED = (
     Ask(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
     Ask(Sampling(repetition_penalty=1.4), (1,), 4),
     Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
 )
+LAW_CASES = {
+    name: Case(name, RULES[rule], SETUPS.get(setup) or by_model(TARGET, 2), asks,
+               itself=setup == "itself")
+    for name, rule, setup, *asks in (
+        ("draft", "rejection", "chain", Ask(FREE)),
+        ("block", "block", "chain", Ask(FREE)),
+        ("larger draft", "rejection", "larger draft", Ask(FREE, (1,), 2)),
+        ("tree", "match", "tree of 3", Ask(FREE, (1,), 4)),
+        ("options", "rejection", "tree of 4", Ask(ALL, (0, 1, 2), 4)),
+        ("ends", "rejection", "chain",
+         Ask(replace(ENDING, stop=("ab",), min_new_tokens=1), (1,), 4)),
+        ("mixed", "rejection", "chain", *MIXED),
+        ("penalties in a tree", "match", "tree of 4",
+         *(Ask(GREEDY, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2)))),
+        ("grammar", "match", "tree of 3",
+         Ask(replace(ENDING, processors=(GRAMMARS["never twice"],)), (1, 0), 4)),
+        ("itself", "rejection", "itself",
+         Ask(Sampling(temperature=0.9, repetition_penalty=1.3), (1, 0), 4)),
+    )
+}  # fmt: skip
+"""A few cases that see much, by name."""
 
 
-@cache
-def law_cases() -> dict[str, Case]:
-    """A few cases that see much, by name."""
-    greedy = Sampling(repetition_penalty=2.0, frequency_penalty=0.7)
-    free, own = Sampling(temperature=1.0), Sampling(temperature=0.9, repetition_penalty=1.3)
-    bound = Sampling(temperature=1.0, stop_tokens=(2,), processors=(GRAMMARS["never twice"],))
-    reject, match, block = RULES["rejection"], RULES["match"], RULES["block"]
-    asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
-    itself = by_model(TARGET, 2)
-    cases = {
-        "draft": case("", reject, SETUPS["chain"], Ask(free)),
-        "block": case("", block, SETUPS["chain"], Ask(free)),
-        "larger draft": case("", reject, SETUPS["larger draft"], Ask(free, (1,), 2)),
-        "tree": case("", match, SETUPS["tree of 3"], Ask(free, (1,), 4)),
-        "options": case("", reject, SETUPS["tree of 4"], Ask(ALL, (0, 1, 2), 4)),
-        "ends": case("", reject, SETUPS["chain"], Ask(replace(free, **WORDS), (1,), 4)),
-        "mixed": case("", reject, SETUPS["chain"], *MIXED),
-        "penalties in a tree": case("", match, SETUPS["tree of 4"], *asks),
-        "grammar": case("", match, SETUPS["tree of 3"], Ask(bound, (1, 0), 4)),
-        "itself": case("", reject, itself, Ask(own, (1, 0), 4), itself=True),
-    }
-    return {name: replace(one, name=name) for name, one in cases.items()}
-
-
-def reference(one: Case) -> list[Distribution]:
+def reference(case: Case) -> list[Distribution]:
     """What plain Python says of a case; with a user's logits processor, plain decoding."""
-    if any(ask.sampling.processors for ask in one.asks):
-        return enumerate_texts(one.plain()).laws
-    scores = partial(logits_behind, one.target)
-    return [distribution_of_run(scores, ask.prompt, ask.sampling, ask.limit) for ask in one.asks]
+    if any(ask.sampling.processors for ask in case.asks):
+        return enumerate_texts(case.plain()).laws
+    scores = partial(logits_behind, case.target)
+    return [distribution_of_run(scores, ask.prompt, ask.sampling, ask.limit) for ask in case.asks]
 
 
 @cache
 def wanted(name: str) -> list[Distribution]:
-    return reference(law_cases()[name])
+    return reference(LAW_CASES[name])
 
 
-def by_law(*names: str) -> str:
-    """What enumeration finds wrong in these cases (none: in all)."""
-    for name in names or law_cases():
-        laws = wanted(name)
-        if wrong := examine(law_cases()[name], laws)[2]:
-            return wrong
-    return ""
+def by_law(name: str) -> str:
+    """What enumeration finds wrong in this case."""
+    return examine(LAW_CASES[name], wanted(name))[2]
 
 
 def by_bits(*wants: Sampling) -> str:
     """What a comparison with plain decoding on a small model finds wrong."""
-    target, draft = toy(11, 6, 2), toy(12, 6)
-    engine = Engine(target, DraftModel(draft, 6, TreeShape.branching((3, 2))))
-    section = prove_bits(engine, new_tokens=8, exact_nodes=0, wants=wants)
-    return "; ".join(section.failures)
+    draft = DraftModel(toy(12, 6), 6, TreeShape.branching((3, 2)))
+    engine = Engine(toy(11, 6, 2), draft)
+    return "; ".join(prove_bits(engine, new_tokens=8, exact_nodes=0, wants=wants).failures)
 
 
 def by_count(rule: str) -> str:
@@ -113,8 +105,9 @@ def by_noise() -> str:
 
 
 def by_streams() -> str:
-    """Random numbers used twice, and drafts of the target's own that were not accepted."""
-    return next(sampling.broken_streams(0), "")
+    """Random numbers used twice."""
+    drawn = (name for name, rule in RULES.items() if rule.drawn)
+    return "used twice" if any(sampling.draws_used_twice(name, 0) for name in drawn) else ""
 
 
 def by_draws() -> str:
@@ -151,15 +144,14 @@ class Script(Budget):
 
 def accepted() -> list[int]:
     """How much of another model's drafts is accepted, by text: chains, trees, after pauses."""
-    def count(budget: Any, *children: int) -> list[int]:
-        shape = TreeShape.branching(children) if children else None
-        target, draft = toy(11, 6, 2), toy(15, 6, 2)
-        engine = Engine(target, DraftModel(draft, 6, shape), budget=budget)
+    def count(budget: Any, shape: TreeShape | None = None) -> list[int]:
+        engine = Engine(toy(11, 6, 2), DraftModel(toy(15, 6, 2), 6, shape), budget=budget)
         prompts, limits = [[3], [1, 2, 0, 1], [0, 0, 4]], (24, 9, 30)
         asked = [Sampling(max_new_tokens=limit) for limit in limits]
         return [one.stats.accepted for one in engine.generate(prompts, sampling=asked)]
 
-    return [*count(3), *count(4, 2, 1), *count(Script([3, *[0] * 9, 3, 3, 0, 0, 3]))]
+    pauses = Script([3, *[0] * 9, 3, 3, 0, 0, 3])
+    return [*count(3), *count(4, TreeShape.branching((2, 1))), *count(pauses)]
 
 
 sound_accepted = cache(accepted)

@@ -1,24 +1,143 @@
 """Planted bugs: bugs that real engines shipped, each planted alone; an examination must see it.
 
-Numbers are those of the catalogue of known bugs that the examinations were written against. Bugs
-inside the acceptance rules themselves are in `mistakes`.
+Numbers are those of the catalogue of known bugs that the examinations were written against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager as Context
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from helpers import planting as plant
+from torch import Tensor
 
-from draftproof.core.acceptance import KeyedChance
-from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
-from draftproof.core.sampling import Sampler
+from draftproof.core.prefix import Paths
+from draftproof.core.tree import ABSENT, TokenTree
+
+Plant = Callable[[], Context[Any]]
+NOISE, CHANCE = "core.noise:", "core.acceptance:KeyedChance."
+SAMPLER, FILTERS = "core.sampling:Sampler.", "core.processors:LogitsProcessors."
+CACHE, ROW = "model.kv_cache:KVCache.", "engine.sequence:SequenceState."
+DRAFT = "drafters.draft_model:DraftModel."
+
+
+def found(where: str) -> tuple[Any, Any, str, Any]:
+    """Module, owner, name and present value of "module:name" or "module:Class.name"."""
+    module, _, path = where.partition(":")
+    home = owner = importlib.import_module(f"draftproof.{module}")
+    *outer, name = path.split(".")
+    for one in outer:
+        owner = getattr(owner, one)
+    return home, owner, name, inspect.getattr_static(owner, name)
+
+
+def written(where: str, *changes: tuple[str, str]) -> Any:
+    """The function at "module:name" with parts of its source written otherwise."""
+    home, owner, name, own = found(where)
+    source = textwrap.dedent(inspect.getsource(getattr(own, "func", own)))
+    for old, new in changes:
+        assert old in source, f"{where} has no {old!r}"
+        source = source.replace(old, new)
+    space: dict[str, Any] = {}
+    exec(compile(source, where, "exec"), vars(home), space)
+    if hasattr(space[name], "__set_name__"):
+        space[name].__set_name__(owner, name)
+    else:
+        space[name].__name__ = f"planted_{name}"                # no kernel stands for it
+    return space[name]
+
+
+def text(where: str, *changes: tuple[str, str]) -> Plant:
+    """Plants what `written` gives."""
+    return lambda: patch.object(*found(where)[1:3], written(where, *changes))
+
+
+def around(where: str, change: Callable[..., Any]) -> Plant:
+    """Plants ``change(own, *args)`` in the place of the function or method at "module:name"."""
+    def plant() -> Context[Any]:
+        _, owner, name, own = found(where)
+        return patch.object(owner, name, lambda *args, **how: change(own, *args, **how))
+
+    return plant
+
+
+def drafts(change: Callable[[TokenTree], Tensor]) -> Plant:
+    """A draft model whose drawn tokens [B, N - 1] are changed afterwards."""
+    def proposed(own: Any, self: Any, frontier: Any) -> TokenTree:
+        tree = own(self, frontier)
+        if tree.draft_probs is None:
+            return tree
+        return replace(tree, tokens=torch.cat([tree.tokens[:, :1], change(tree)], 1))
+
+    return around(DRAFT + "propose", proposed)
+
+
+def likely_only(tree: TokenTree) -> Tensor:
+    chance = tree.draft_probs.gather(-1, tree.tokens.clamp(min=0)[..., None])[..., 0]
+    return torch.where((chance > 0.3)[:, 1:].cummin(1).values, tree.tokens[:, 1:], ABSENT)
+
+
+def reordered(own: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
+    order = list(order)
+    return own(self, order[::-1] if len(order) > 1 and order != sorted(order) else order, *rest)
+
+
+def text_left(own: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
+    before = self.text.clone()
+    done = own(self, order, *rest)
+    self.text.copy_(before)
+    return done
+
+
+def forgetful(own: Any, self: Any, commit: Any) -> None:
+    if commit.tokens.shape[1] > 1 or self.scratch is not None:      # plain rounds are ignored
+        own(self, commit)
+
+
+def all_but_last(own: Any, self: Any, prefix: Any, *rest: Any) -> Any:
+    lengths = self._cache(len(prefix.position)).lengths.clone()
+    return own(self, replace(prefix, position=lengths), *rest)
+
+
+def blind_to_last(own: Any, tree: Any, lengths: Tensor, span: int, *rest: Any) -> Tensor:
+    made = own(tree, lengths, span, *rest)
+    last = torch.arange(span) == lengths[:, None, None, None] - 1
+    return made.masked_fill(last & (lengths[:, None, None, None] > 1), torch.finfo(made.dtype).min)
+
+
+def with_rest(own: Any, self: Any, tokens: Sequence[int], *rest: Any, **how: Any) -> int:
+    taken = own(self, tokens, *rest, **how)
+    if self.finish_reason is not None:
+        self.tokens += list(tokens[taken:])
+    return int(taken)
+
+
+def one_more(own: Any, self: Any, *args: Any, **how: Any) -> int:
+    self.limit += 1
+    try:
+        return int(own(self, *args, **how))
+    finally:
+        self.limit -= 1
+
+
+def stop_kept(own: Any, self: Any, piece: str, drafted: bool) -> None:
+    before = self.text + "".join(text for text, _ in self._held)
+    own(self, piece, drafted)
+    if self.finish_reason == "stop" and self.params.sampling.stop:
+        self.text = before + piece
+
+
+def last_piece(own: Any, self: Any, piece: str, drafted: bool) -> None:
+    own(self, piece, drafted)
+    if self.finish_reason is None:
+        self._release(sum(len(text) for text, _ in self._held))
 
 
 class Mutant(NamedTuple):
@@ -26,116 +145,172 @@ class Mutant(NamedTuple):
 
     name: str
     seen_in: str
-    plant: Callable[[], Context[Any]]
+    plant: Plant
     watch: str
     options: tuple[Any, ...] = ()
 
 
 SLOW = "15: vLLM #6038, #13196"
-REPEATED = {"position": lambda place, origin: place - origin, "origin": None}
+KEYED, HEAT = "self.keys, role, places, origin", '(self._any("temperature"), self._heat),'
+DEPTHS = "self.tree.depths[:, self.first :]"
+COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
+PENALISED = Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0)
 
 MUTANTS: tuple[Mutant, ...] = (
     # The draft's distribution
-    Mutant("draft drawn from one law, weighed by another", "1: transformers #47932, DeepSpec #31",
-           plant.drafts(plant.softer), "law", ("draft",)),
     Mutant("the likeliest draft token said to be drawn", "2: transformers 5.23 (Gemma-4 assistant)",
-           plant.drafts(plant.likeliest), "count", ("rejection",)),
+           drafts(lambda tree: tree.draft_probs[:, 1:].argmax(-1)), "count", ("rejection",)),
     Mutant("unlikely draft tokens dropped after they were drawn", "30: transformers threshold",
-           plant.drafts(plant.likely_only), "law", ("draft",)),
+           drafts(likely_only), "law", ("draft",)),
     Mutant("token ids beyond the target's vocabulary drafted", "32: padded vocabulary",
-           plant.around("drafters.draft_model:over_vocabulary", lambda own, logits, *rest: logits),
+           around("drafters.draft_model:over_vocabulary", lambda own, logits, *rest: logits),
            "law", ("larger draft",)),
     # Noise
     Mutant("replacement drawn with the draft's noise", "4: vLLM #47386, #54282",
-           plant.streams(Role.RECOVER, role=Role.DRAFT), "streams"),
+           text(CHANCE + "draw", ("RECOVER", "DRAFT")), "streams"),
     Mutant("coins tossed with the draft's noise", "4: vLLM #47386",
-           plant.streams(Role.ACCEPT, role=Role.DRAFT), "streams"),
-    Mutant("the same coins in every round", "4: fork #205", plant.streams(Role.ACCEPT, origin=None),
-           "streams"),
+           text(CHANCE + "flip", ("ACCEPT", "DRAFT")), "streams"),
+    Mutant("the same coins in every round", "4: fork #205",
+           text(CHANCE + "flip", ("where, self.position", "where")), "streams"),
     Mutant("one coin for all drafted tokens", "4: shared uniform",
-           plant.streams(Role.ACCEPT, position=lambda place, origin: torch.ones_like(place)),
-           "streams"),
+           text(CHANCE + "flip", ("self.position, node", "self.position, 1")), "streams"),
     Mutant("the draft's noise repeats every round", "4: stale buffer",
-           plant.streams(Role.DRAFT, **REPEATED), "noise"),
+           text(SAMPLER + "_made", (KEYED, "self.keys, role, places - (0 if origin is None else "
+                                           "origin), None")), "noise"),
     Mutant("the target's noise repeats", "4: stale buffer",
-           plant.streams(Role.TARGET, position=lambda place, origin: place % 4), "noise"),
+           text(SAMPLER + "_made", (KEYED, "self.keys, role, places % 4, origin")), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
-           plant.around("native.cpu_ops:DraftFunctions.stream", plant.only_first), "noise"),
+           around("native.cpu_ops:DraftFunctions.stream", lambda own, self, keys, role, place, *on:
+                  own(self, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
     Mutant("replacement drawn by the smallest noise", "6: exponential race upside down",
-           lambda: patch.object(KeyedChance, "draw", plant.smallest), "draws"),
+           text(CHANCE + "draw", ("+ gumbel", "- gumbel")), "draws"),
     Mutant("a coin that cannot fall falls at zero", "6: transformers r_i <= probability_ratio",
-           plant.around("core.acceptance:KeyedChance.flip", plant.falls_at_zero), "draws"),
-    Mutant("the request's seed ignored", SLOW, plant.keys(lambda seed: 0), "noise"),
-    Mutant("the high word of the seed dropped", SLOW, plant.keys(lambda seed: seed & 0xFFFFFFFF),
+           text(CHANCE + "flip", ("< probability", "<= probability")), "draws"),
+    Mutant("the request's seed ignored", SLOW, text(NOISE + "row_keys", ("seed &", "0 &")),
+           "noise"),
+    Mutant("the high word of the seed dropped", SLOW, text(NOISE + "row_keys", ("seed >>", "0 >>")),
            "noise"),
     Mutant("samples of a prompt share their noise", SLOW,
-           plant.keys(lambda seed: seed, lambda sample: 0), "noise"),
+           text(NOISE + "row_keys", ("sample *", "0 *")), "noise"),
     Mutant("all rows draw with the first row's noise", "4: one generator per batch",
-           plant.streams(None, keys=lambda keys: keys[:1].expand_as(keys)), "noise"),
+           text(SAMPLER + "_made", ("self.keys", "self.keys[:1].expand_as(self.keys)")), "noise"),
     Mutant("noise by slot in the tree, not by position", "24: call-order randomness",
-           plant.around(plant.SAMPLER + "sample", plant.by_slot), "bits"),
+           around(SAMPLER + "sample", lambda own, self, logits, paths: own(
+               self, logits, Paths(paths.prefix, TokenTree.chain(paths.tree.tokens), paths.first)
+           )), "bits"),
     Mutant("a greedy row in a mixed batch given noise", "16: batch leakage",
-           lambda: patch.object(Sampler, "_some_greedy", False), "bits"),
+           text(SAMPLER + "_made", ("not self._some_greedy", "True")), "bits"),
     # Processors
     Mutant("penalties dropped on verified tokens", "12: vLLM #18902, TensorRT-LLM #17701",
-           plant.filtered(plant.unpenalised), "law", ("options",)),
+           text(FILTERS + "_counts", ("counted.float()", "counted.float() * (len(counts[0]) < 2)")),
+           "law", ("options",)),
     Mutant("penalties see the committed text only", "13: history-dependent processors",
-           plant.committed_only, "law", ("penalties in a tree",)),
-    Mutant("penalties see siblings too", "13: flat draft list in a tree", plant.siblings_seen,
+           COMMITTED_ONLY, "law", ("penalties in a tree",)),
+    Mutant("penalties see siblings too", "13: flat draft list in a tree",
+           text("core.prefix:Paths.sequences",
+                ("self.tree.ancestors", "torch.ones_like(self.tree.ancestors).tril()")),
            "law", ("options",)),
     Mutant("presence penalty counts the prompt", "12: vLLM #42802",
-           plant.rows(lambda row, first: replace(row, prompt_length=0)), "law", ("options",)),
+           text(FILTERS + "_counts", ("not prompt", "False")), "law", ("options",)),
     Mutant("minimum length held one token too long", "12: min_new_tokens",
-           plant.rows(plant.longer_minimum), "law", ("ends",)),
+           text(FILTERS + "_held", ("min_new_tokens for", "min_new_tokens + 1 for")),
+           "law", ("ends",)),
     Mutant("temperature after the filters", "12: order of processors",
-           plant.filtered(plant.heated_last), "law", ("options",)),
+           text(FILTERS + "_processes", (HEAT, ""), ("\n    ]", f"\n        {HEAT}\n    ]")),
+           "law", ("options",)),
     Mutant("temperature of another row", "16: batch leakage",
-           plant.rows(lambda row, first: plant.ask(row, temperature=first.sampling.temperature)),
-           "law", ("mixed",)),
+           text(FILTERS + "_column", ("getattr(row.", "getattr(self.rows[0].")), "law", ("mixed",)),
     Mutant("the row behind the draft escapes the grammar", "14: vLLM #44292, #36138",
-           plant.filtered(plant.last_escapes), "law", ("grammar",)),
+           text(FILTERS + "_ask", ("enumerate(lengths[row])", "enumerate(lengths[row][:-1])")),
+           "law", ("grammar",)),
     Mutant("the grammar sees the same text at every node", "14: vLLM #44297, #53777",
-           plant.committed_only, "law", ("grammar",)),
+           COMMITTED_ONLY, "law", ("grammar",)),
     # State
     Mutant("every row keeps as much as the luckiest", "16: ragged batches, arXiv 2510.22876",
-           plant.around(plant.CACHE + "keep", plant.as_the_luckiest), "bits"),
+           around(CACHE + "keep", lambda own, self, nodes, count: own(
+               self, nodes, count.amax().expand_as(count).contiguous()
+           )), "bits"),
     Mutant("accepted branch not moved to its place", "16: KV left in tree order",
-           plant.around(plant.CACHE + "keep", lambda own, self, nodes, n: own(self, None, n)),
+           around(CACHE + "keep", lambda own, self, nodes, n: own(self, None, n)),
            "law", ("tree",)),
     Mutant("positions by slot, not by depth", "20: stale position_ids, transformers #46936",
-           plant.around("core.tree:TokenTree.positions", plant.by_place), "law", ("tree",)),
+           text("core.tree:TokenTree.positions",
+                ("self.depths", "torch.arange(self.tokens.shape[1])")), "law", ("tree",)),
     Mutant("mask forgets the last committed token", "16: mask off by one",
-           plant.mask(plant.blind_to_last), "law", ("draft",)),
-    Mutant("nodes see their siblings", "27: tree mask", plant.mask(plant.sees_siblings), "law",
-           ("tree",)),
+           around("model.target:tree_mask", blind_to_last), "law", ("draft",)),
+    Mutant("nodes see their siblings", "27: tree mask",
+           around("model.target:tree_mask", lambda own, tree, *rest:
+                  own(TokenTree.chain(tree.tokens), *rest)), "law", ("tree",)),
     Mutant("boolean mask added to the scores", "27: transformers eager attention",
-           plant.mask(lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
+           around("model.target:tree_mask", lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
     Mutant("cache rows not moved when a row retires", "16: KV of another row",
-           plant.around(plant.CACHE + "select", plant.unmoved), "bits"),
+           around(CACHE + "select", lambda own, self, order: own(self, range(len(order)))), "bits"),
     Mutant("cache rows rearranged wrongly when a row retires", "16: KV of another row",
-           plant.around(plant.CACHE + "select", plant.reordered), "bits"),
+           around(CACHE + "select", reordered), "bits"),
     Mutant("text rows not moved when a row retires", "16: another row's history",
-           plant.around("engine.batch:Batch.arrange", plant.text_left), "bits",
-           (Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0))),
+           around("engine.batch:Batch.arrange", text_left), "bits", PENALISED),
     Mutant("draft cache keeps rejected tokens", "17, 18: vLLM #39273, #14649",
-           plant.around(plant.DRAFT + "observe", plant.everything), "accepted"),
+           around(DRAFT + "observe", lambda own, self, commit: own(
+               self, replace(commit, count=torch.full_like(commit.count, commit.tokens.shape[1]))
+           )), "accepted"),
     Mutant("last accepted draft token never read by the draft", "18: SGLang #28771",
-           plant.around(plant.DRAFT + "_read_root", plant.all_but_last), "accepted"),
+           around(DRAFT + "_read_root", all_but_last), "accepted"),
     Mutant("draft memory stale after a pause", "33: K to 0 to K",
-           plant.around(plant.DRAFT + "observe", plant.forgetful), "accepted"),
+           around(DRAFT + "observe", forgetful), "accepted"),
     Mutant("draft cache rows not moved when a row retires", "16: drafter state",
-           plant.around(plant.DRAFT + "select", plant.nothing), "accepted"),
+           around(DRAFT + "select", lambda *args: None), "accepted"),
     # Stopping and accounting
     Mutant("tokens behind an end token kept", "21: transformers #47912, SGLang #33758",
-           plant.around(plant.ROW + "extend", plant.with_rest), "law", ("ends",)),
+           around(ROW + "extend", with_rest), "law", ("ends",)),
     Mutant("one token more than allowed", "21: SGLang #31599, openvino #1951",
-           plant.around(plant.ROW + "extend", plant.one_more), "law", ("draft",)),
+           around(ROW + "extend", one_more), "law", ("draft",)),
     Mutant("the stop string left in the text", "21: koboldcpp #1276",
-           plant.around(plant.ROW + "_hold", plant.stop_kept), "law", ("ends",)),
+           around(ROW + "_hold", stop_kept), "law", ("ends",)),
     Mutant("stop strings searched in the last piece only", "21: SGLang #39826",
-           plant.around(plant.ROW + "_hold", plant.last_piece), "law", ("ends",)),
+           around(ROW + "_hold", last_piece), "law", ("ends",)),
     Mutant("tokens counted that were never emitted", "22: vLLM #56101",
-           plant.around("engine.stats:RoundStats.record", plant.counted), "law", ("ends",)),
+           around("engine.stats:RoundStats.record", lambda own, self, width, drafted, reach,
+                  accepted, emitted, *rest: own(self, width, drafted, reach, accepted,
+                                                accepted + 1, *rest)), "law", ("ends",)),
     Mutant("log-probabilities taken at the wrong node", "item of this project",
-           plant.logprobs_elsewhere, "bits"),
-)
+           around("engine.row_output:logprobs", lambda own, logits, nodes, *rest:
+                  own(logits, torch.zeros_like(nodes), *rest)), "bits"),
+)  # fmt: skip
+
+TOKEN, BLOCK = "core.acceptance:accept_by_rejection", "core.acceptance:accept_by_block"
+RATIO = "target[rows, token] / draft[rows, token].clamp(min=_TINY)"
+RULES: dict[str, Callable[[], Any]] = {
+    name: lambda where=where, changes=changes: written(where, *changes)
+    for where, name, *changes in (
+        (TOKEN, "target instead of residual", ("fails, left, target", "fails, target, target")),
+        (TOKEN, "residual softmaxed",
+         ("_normalised((target - draft).clamp(min=0), target)", "(target - draft).softmax(-1)")),
+        (TOKEN, "residual of the wrong node", ("(target - draft).c", "(probs[:, node] - draft).c")),
+        (TOKEN, "draft law raw", ("_laws(tree)", "_normalised(tree.draft_probs.sqrt(), 0.0)")),
+        (TOKEN, "draft law not renormalised",
+         ("_normalised(draft.scatter(1, token[:, None], 0.0), draft)",
+          "draft.scatter(1, token[:, None], 0.0)")),
+        (TOKEN, "residual restricted to the draft's support",
+         ("(target - draft).clamp(min=0)", "(target - draft).clamp(min=0) * (draft > 0)")),
+        (TOKEN, "ratio upside down",
+         (RATIO, "draft[rows, token] / target[rows, token].clamp(min=_TINY)")),
+        (TOKEN, "one child stands for all",
+         ("fails, left, target", "fails & untried[:, None], left, target")),
+        (TOKEN, "accepted without a coin", (RATIO, f"({RATIO}).clamp(min=float(node == 1))")),
+        (TOKEN, "absent nodes accepted",
+         ("    return", "    here = torch.where(tree.present[:, -1], here, node)\n    return")),
+        (BLOCK, "stop at the first failed coin",
+         ("here = torch.where(accepted", "accepted &= here == node - 1\n        "
+                                         "here = torch.where(accepted")),
+        (BLOCK, "token rule's residual",
+         ("rest = _residual(weight, ", "rest = _residual(torch.ones_like(weight), ")),
+        (BLOCK, "no minimum", ("(weight * ratio).clamp(max=1)", "weight * ratio")),
+        (BLOCK, "bonus from a residual",
+         ("mass = rest", "if node + 1 == nodes:\n            "
+                         "rest = (rest - drafts[:, node]).clamp(min=0)\n        "
+                         "mass = rest")),
+        (BLOCK, "p_i in Z_i", ("mass = rest.sum(-1)", "mass = _residual(weight, "
+                               "probs[:, node - 1], drafts, node).sum(-1)")),
+    )
+}  # fmt: skip
+"""The drawn rules with the mistakes that real projects made."""

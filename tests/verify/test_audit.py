@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,43 +13,36 @@ from helpers.bug_catalog import MISTAKES, RIGHT, Mistake, drawn
 
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
-from draftproof.verify.audit import Audit, Law, Text, audit
+from draftproof.verify.audit import Audit, Law, Text, assisted, audit, model_law
 from draftproof.verify.cases import toy
-from draftproof.verify.engines import ModelLaw, assisted
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
+Sampler = Callable[[list[int], int, int], list[list[int]]]
 
 
-def table(salt: int, sharp: float = 1.5, temperature: float = 1.0) -> Law:
+def table(salt: int, temperature: float = 1.0) -> Law:
     """A law that depends on the whole text."""
 
     @cache
     def row(text: Text) -> Any:
-        odds = np.exp(np.random.default_rng([salt, *text]).normal(0, sharp, VOCAB) / temperature)
+        odds = np.exp(np.random.default_rng([salt, *text]).normal(0, 1.5, VOCAB) / temperature)
         return odds / odds.sum()
 
     return lambda texts: np.stack([row(tuple(text)) for text in texts])
 
 
 TARGET, DRAFT = table(1), table(2)
-Sampler = Callable[[list[int], int, int], list[list[int]]]
 
 
-def speculative(
-    mistake: Mistake, draft: Law = DRAFT, raw: Law = DRAFT, tokens: int = 2,
-    bonus: bool = True,
-) -> Sampler:
+def speculative(mistake: Mistake, draft: Law = DRAFT, tokens: int = 2, bonus: bool = True
+                ) -> Sampler:
     """A draft-and-verify loop with a mistake in it."""
 
     @cache
     def odds(text: Text, place: int) -> Any:
         with np.errstate(all="ignore"):
-            laws = (law([text])[0] for law in (TARGET, draft, raw))
+            laws = (law([text])[0] for law in (TARGET, draft, DRAFT))
             return np.concatenate(mistake(*laws, place))
-
-    def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        dice = np.random.default_rng(seed)
-        return [one(tuple(prompt), dice) for _ in range(n)]
 
     def one(text: Text, dice: np.random.Generator) -> list[int]:
         start = len(text)
@@ -65,10 +56,14 @@ def speculative(
                 text = (*text, drawn(dice, TARGET([text if bonus else text[:-1]])[0]))
         return list(text[start : start + LENGTH])
 
+    def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
+        dice = np.random.default_rng(seed)
+        return [one(tuple(prompt), dice) for _ in range(n)]
+
     return sample
 
 
-def plain(law: Law, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
+def plain(law: Law = TARGET, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
     """Token by token; `beyond`: the end token does not end it."""
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
@@ -83,19 +78,15 @@ def plain(law: Law, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
     return sample
 
 
-def judged(sampler: Any, **options: Any) -> Audit:
-    return audit(sampler, TARGET, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
+def judged(sampler: Sampler, law: Law = TARGET, **options: Any) -> Audit:
+    return audit(sampler, law, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
 
 
-@pytest.mark.parametrize(
-    "sampler", [plain(TARGET), speculative(RIGHT), speculative(RIGHT, tokens=1),
-                SimpleNamespace(sample=plain(TARGET))]
-)
-def test_right_engines_pass(sampler: Any) -> None:
+@pytest.mark.parametrize("sampler", [plain(), speculative(RIGHT), speculative(RIGHT, tokens=1)])
+def test_right_engines_pass(sampler: Sampler) -> None:
     found = judged(sampler)
     assert not found.biased and all(check.control for check in found.checks)
-    assert found.joint.low == 0 and found.joint.detects < 0.15 and found.false_alarm <= 1e-5
-    json.dumps(found.as_dict())
+    assert found.joint.detects < 0.15 and len(found.checks) == LENGTH + 2
 
 
 @pytest.mark.parametrize("bug", MISTAKES)
@@ -105,29 +96,26 @@ def test_every_bug_is_found(bug: str) -> None:
     assert found.biased and all(check.control for check in found.checks)
 
 
-def test_a_missing_bonus_position_and_a_wrong_temperature_are_found() -> None:
-    assert judged(speculative(RIGHT, bonus=False, tokens=1), samples=3000).biased
-    assert judged(plain(table(1, temperature=2.0))).biased
+def hidden(*asked: Any) -> list[list[int]]:
+    """Does not tell its end token."""
+    return [text[:-1] if text[-1] == 2 else text for text in plain(ends=(2,))(*asked)]
 
 
-def test_repeating_samples_are_found_though_their_law_is_right() -> None:
-    assert judged(lambda prompt, n, seed: plain(TARGET)(prompt, n, 0)).biased
-    assert judged(lambda prompt, n, seed: plain(TARGET)(prompt, 1, 0) * n).biased
-
-    def twice(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        return [text for text in plain(TARGET)(prompt, n // 2, seed) for _ in range(2)]
-
-    assert judged(twice).biased
+def twice(prompt: list[int], n: int, seed: int) -> list[list[int]]:
+    return [text for text in plain()(prompt, n // 2, seed) for _ in range(2)]
 
 
-def test_the_end_of_a_text() -> None:
-    assert not judged(plain(TARGET, ends=(2, 4)), ends=(2, 4)).biased
-    def hidden(*asked: Any) -> list[list[int]]:
-        return [text[:-1] if text[-1] == 2 else text for text in plain(TARGET, (2,))(*asked)]
-
-    assert not judged(hidden, ends=(2,)).biased
-    assert judged(plain(TARGET, ends=(2,), beyond=True), ends=(2,)).biased
-    assert judged(lambda prompt, n, seed: [[]] * n).biased, "no text may end without an end token"
+@pytest.mark.parametrize(("sampler", "ends", "biased"), [
+    (speculative(RIGHT, bonus=False, tokens=1), (), True), (plain(table(1, 2.0)), (), True),
+    (lambda prompt, n, seed: plain()(prompt, n, 0), (), True),
+    (lambda prompt, n, seed: plain()(prompt, 1, 0) * n, (), True), (twice, (), True),
+    (plain(ends=(2, 4)), (2, 4), False), (hidden, (2,), False),
+    (plain(ends=(2,), beyond=True), (2,), True),
+    (lambda prompt, n, seed: [[]] * n, (), True),
+], ids=["no bonus position", "another temperature", "one seed", "one text", "each text twice",
+        "ends", "ends untold", "going on behind the end", "empty texts"])  # fmt: skip
+def test_other_mistakes_and_ends(sampler: Sampler, ends: tuple[int, ...], biased: bool) -> None:
+    assert judged(sampler, samples=3000, ends=ends).biased is biased
 
 
 def test_impossible_tokens_fail_at_once() -> None:
@@ -135,8 +123,8 @@ def test_impossible_tokens_fail_at_once() -> None:
         law = np.where(TARGET(texts) < 0.02, 0, TARGET(texts))
         return law / law.sum(-1, keepdims=True)
 
-    assert audit(plain(TARGET), narrow, PROMPT, samples=2000).joint.p_value == 0
-    assert not audit(plain(narrow), narrow, PROMPT, samples=2000).biased
+    assert judged(plain(), narrow).joint.p_value == 0
+    assert not judged(plain(narrow), narrow).biased
 
 
 def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
@@ -145,34 +133,31 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
     law: Law = lambda texts: np.stack([np.roll(odds, t[-1]) for t in texts])  # noqa: E731
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=odds / odds.sum())
+        shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=odds)
         return ((prompt[-1] + shift.cumsum(1)) % 2000).tolist()     # type: ignore[no-any-return]
 
-    found = audit(sample, law, [5], length=2, samples=4000)
-    assert not found.biased and found.joint.cells < 200
+    assert not audit(sample, law, [5], length=2, samples=4000).biased
     doubled = lambda p, n, s: [[a, a] for a, _ in sample(p, n, s)]                  # noqa: E731
     assert audit(doubled, law, [5], length=2, samples=4000).biased
 
 
 @pytest.mark.parametrize(
-    ("sampler", "law", "prompt", "options", "words"),
+    ("sampler", "law", "options", "words"),
     [
-        (plain(TARGET), TARGET, PROMPT, {"samples": 10}, "at least 200"),
-        (plain(TARGET), TARGET, PROMPT, {"length": 0}, "length"),
-        (lambda prompt, n, seed: [[1]], TARGET, PROMPT, {}, "100 texts and returned 1"),
-        (lambda prompt, n, seed: None, TARGET, PROMPT, {}, "NoneType"),
-        (plain(TARGET), TARGET, [], {}, "prompt is empty"),
-        (plain(TARGET), lambda texts: TARGET(texts) * 2, PROMPT, {}, "sum to one"),
+        (plain(), TARGET, {"samples": 10}, "200"), (plain(), TARGET, {"length": 0}, "length"),
+        (lambda prompt, n, seed: [[1]], TARGET, {}, "100 texts and returned 1"),
+        (lambda prompt, n, seed: None, TARGET, {}, "NoneType"),
+        (plain(), lambda texts: TARGET(texts) * 2, {}, "sum to one"),
     ],
 )
-def test_what_cannot_be_judged_is_one_sentence(sampler, law, prompt, options, words) -> None:
+def test_what_cannot_be_judged_is_one_sentence(sampler, law, options, words) -> None:
     with pytest.raises(BadInput, match=words):
-        audit(sampler, law, prompt, **options)
+        judged(sampler, law, **options)
 
 
 def test_transformers_with_a_draft_model_is_unbiased() -> None:
     model, assistant = (toy(seed, 6, dtype=torch.float32).model for seed in (21, 22))
     want = Sampling(temperature=0.8, top_k=4)
     engine = assisted(model, assistant, want, LENGTH, 2)
-    found = audit(engine, ModelLaw(model, want), [3], length=LENGTH, samples=300)
+    found = audit(engine, model_law(model, want), [3], length=LENGTH, samples=300)
     assert not found.biased and found.joint.detects < 0.4

@@ -10,18 +10,14 @@ import pytest
 import torch
 from helpers import examinations, reference
 from helpers.reference import distribution_of_run, next_law
-from torch import Tensor
 
-from draftproof.core import acceptance
-from draftproof.core.acceptance import RULES, Chance
-from draftproof.core.messages import Accepted
+from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
 from draftproof.core.params import Sampling
-from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.verify import cases as table
 from draftproof.verify import exact
-from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, cases, logits_behind
+from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Ask, Case, cases, logits_behind
 from draftproof.verify.enumeration import Outcomes, distance, enumerate_texts
-from draftproof.verify.exact import EXACT, SEEN, examine, prove_law, weighing
+from draftproof.verify.exact import EXACT, SEEN, examine, prove_law
 
 UNIFORM = [0.0, 0.0, 0.0]
 
@@ -31,7 +27,8 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
     """Every option with every way to end, held against plain Python that shares no code."""
     for number, (end, stops) in enumerate(table.ENDS.items()):
         want = replace(table.OPTIONS[option], **stops)
-        plain = Case(end, [Ask(want, table.PROMPTS[number % len(table.PROMPTS)])], TARGET)
+        prompt = table.PROMPTS[number % len(table.PROMPTS)]
+        plain = Case(end, RULES["match"], PLAIN, [Ask(want, prompt)])
         (law,) = enumerate_texts(plain).laws
         assert distance(law, examinations.reference(plain)[0]) < EXACT, end
 
@@ -55,19 +52,18 @@ def test_the_section_tells_what_was_enumerated(monkeypatch: pytest.MonkeyPatch) 
     some = list(itertools.islice(cases(every=67), 60, 64))
     monkeypatch.setattr(exact, "cases", lambda rules, every: iter(some))
     section = prove_law(quick=True)
-    assert section.passed, section.failures
+    assert not section.failures
     assert section.figures["max_total_variation"] < EXACT and section.figures["outcomes"] > 4
     assert all(seen > 10 * SEEN for seen in section.figures["controls"].values())
-    monkeypatch.setitem(exact.CONTROLS, "nothing wrong", acceptance.accept_by_rejection)
-    section = prove_law(quick=True)
-    assert not section.passed and "blind" in section.failures[0]
+    monkeypatch.setitem(exact.CONTROLS, "nothing wrong", accept_by_rejection)
+    assert "blind" in prove_law(quick=True).failures[0]
 
 
 @pytest.mark.parametrize("wrong", exact.CONTROLS.values())
 def test_a_wrong_rule_fails_the_section(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "cases", lambda rules, every: itertools.islice(cases(rules), 1))
     section = prove_law(quick=True, rules={"wrong": weighing(wrong)})
-    assert not section.passed and section.failures[0].startswith("wrong: ")
+    assert section.failures[0].startswith("wrong: ")
 
 
 def test_outcomes_are_enumerated_once_each() -> None:
@@ -90,7 +86,7 @@ def test_outcomes_are_enumerated_once_each() -> None:
 def test_the_model_sees_its_text() -> None:
     texts = itertools.product(range(3), repeat=4)
     seen = {tuple(round(x, 3) for x in logits_behind(TARGET, text)) for text in texts}
-    assert len(seen) > 70 and exact.plain_error() < EXACT
+    assert len(seen) > 70
 
 
 def test_the_reference_knows_nothing_of_draftproof() -> None:
@@ -124,16 +120,3 @@ def test_reference_ends() -> None:
     assert ends[(0,), "a", "stop"] == pytest.approx(1 / 3)
     assert ends[(1, 1), "bb", "length"] == pytest.approx(1 / 9)
     assert sum(ends.values()) == pytest.approx(1)
-
-
-def test_a_rule_that_accepts_absent_nodes_is_found() -> None:
-    def greedy_for_nodes(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-        accepted = acceptance.accept_by_rejection(tree, probs, chance)
-        last = accepted.nodes.gather(1, accepted.count[:, None] - 1)[:, 0]
-        last = torch.where(tree.tokens[:, -1] == ABSENT, tree.tokens.shape[1] - 1, last)
-        count = tree.depths.gather(1, last[:, None])[:, 0] + 1
-        return Accepted(tree.path_to(last), count, accepted.root)
-
-    ask = Ask(Sampling(temperature=1.0))
-    case = table.case("", weighing(greedy_for_nodes), SETUPS["smaller draft"], ask)
-    assert examine(case)[0] > SEEN

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +14,6 @@ from draftproof import __version__
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.errors import BadInput, DraftproofError
-
-PROMPT = "Once upon a time"
 
 
 def _option(metavar: str, text: str, *names: str) -> Any:
@@ -32,8 +29,7 @@ def audit(
     reference: Annotated[str | None, _option("MODEL", "Local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
     num_assistant_tokens: opt.DraftTokens = None,
-    prompt: Annotated[str | None, _option("TEXT", "What texts continue.", "--prompt", "-p")] = None,
-    prompt_tokens: Annotated[str | None, _option("1,2,3", "... as token ids.")] = None,
+    prompt: Annotated[str, _option("TEXT", "What continues.", "--prompt", "-p")] = "Once upon a",
     length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
     samples: Annotated[int, _option("N", "Texts to draw.")] = 4000,
     temperature: Annotated[float, _option("T", "0 is greedy.")] = 1.0,
@@ -45,98 +41,66 @@ def audit(
     device: opt.Device = None,
 ) -> None:
     """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
-    with _no_verdict(), show.status("drawing texts ..."):
-        _check(ctx.params)
-        from draftproof.core.params import Sampling
-        from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
-        from draftproof.verify import audit as audits
-        from draftproof.verify import engines
-
-        want = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        name = str(hf or reference or model)
-        engine = engines.from_module(python) if python else None
-        known = load_model(name, dtype, device)
-        if known.config.is_encoder_decoder:
-            raise BadInput(f"{name} is an encoder-decoder, of which audit does not know the law")
-        vocab, tokenizer = int(known.config.get_text_config().vocab_size), load_tokenizer(name)
-        law: Any = engines.ModelLaw(known, want)
-        ends, opaque = stop_tokens(known), frozenset[int]()
-        length = length if length is not None else 3 if vocab <= 64 else 2
-        if hf is not None:
-            draft = load_model(str(assistant_model), dtype, device)
-            engine = engines.assisted(known, draft, want, length, num_assistant_tokens, ends)
-        elif endpoint is not None:
-            if tokenizer is None:
-                raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")
-            words = engines.Vocabulary(tokenizer, min(len(tokenizer), vocab))
-            engine = engines.Endpoint(endpoint, str(model), want, length, words)
-            law, opaque = words.merged(law), words.shared
-        ids = _prompt(prompt, prompt_tokens, tokenizer, vocab)
-        found = audits.audit(
-            engine, law, ids, length=length, samples=samples, seed=seed, ends=ends, opaque=opaque
-        )
-        title = python or endpoint or f"transformers, {hf} with assistant {assistant_model}"
-        if json_ is not None:
-            about = {"engine": title, "seed": seed, "draftproof": __version__}
-            json_.write_text(json.dumps({**found.as_dict(), **about}, indent=1, default=str) + "\n")
-    _print(title, found)
-    raise typer.Exit(1 if found.biased else 0)
-
-
-def _check(given: dict[str, Any]) -> None:
-    """One engine, and what is needed to judge it."""
-    hf, endpoint, python = (given[name] for name in ("hf", "endpoint", "python"))
-    if sum(source is not None for source in (hf, endpoint, python)) != 1:
-        raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
-    if hf is not None and given["assistant_model"] is None:
-        raise BadInput("--hf needs the assistant too; add --assistant-model MODEL")
-    if endpoint is not None and None in (given["model"], given["reference"]):
-        raise BadInput("--endpoint needs --model NAME and --reference MODEL, its local copy")
-    if python is not None and given["model"] is None:
-        raise BadInput("--python needs --model MODEL, a local copy of the model")
-
-
-@contextmanager
-def _no_verdict() -> Iterator[None]:
-    """Whatever prevents a verdict is one sentence and exit code 2: 1 always means biased."""
     try:
-        yield
-    except (DraftproofError, OSError) as error:
+        with show.status("drawing texts ..."):
+            title, found = _audited(SimpleNamespace(**ctx.params))
+    except (DraftproofError, OSError) as error:         # 1 always means biased
         print(f"draftproof: {show.one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(2) from None
-
-
-def _prompt(text: str | None, ids: str | None, tokenizer: Any, vocab: int) -> list[int]:
-    if text is not None and ids is not None:
-        raise BadInput("both --prompt and --prompt-tokens were given; give one of them")
-    if tokenizer is not None and ids is None:
-        return [int(token) for token in tokenizer(PROMPT if text is None else text)["input_ids"]]
-    if text is not None:
-        raise BadInput("the model has no tokenizer; give the prompt with --prompt-tokens 1,2,3")
-    parts = (ids or "1,2,3").split(",")
-    numbers = [int(part) if part.strip().isdecimal() else -1 for part in parts]
-    if min(numbers) < 0 or max(numbers) >= vocab:
-        last = vocab - 1
-        raise BadInput(f"prompt_tokens was {ids!r}; give token ids from 0 to {last}, such as 1,2,3")
-    return numbers
-
-
-def _print(title: str, found: Any) -> None:
-    """The verdict first, then the figures."""
-    console, joint = show.page(), found.joint
+    if json_ is not None:
+        verdict = {"engine": title, "verdict": "biased" if found.biased else "unbiased"}
+        about = {"samples": samples, "seed": seed, "draftproof": __version__}
+        checks = [{**check._asdict(), "passed": check.passed} for check in found.checks]
+        json_.write_text(json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n")
     style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
+    console, table = show.page(), show.table(None, "test", "p-value", "verdict", "detail")
     console.print(f"{word}: {title}", style=style, markup=False)
-    interval = f"true one between {joint.low:.3f} and {joint.high:.3f} (99 %)"
-    figures = f"total variation {joint.tv:.3f}, {interval}; {found.samples} texts"
-    console.print(figures, markup=False)
-    table = show.table(None, "test", "p-value", "verdict", "control", "detail")
     for check in found.checks:
-        verdict = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
-        control = "caught" if check.control else "missed"
-        table.add_row(check.name, f"{check.p_value:.2g}", verdict, control, check.detail)
+        passed = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
+        table.add_row(check.name, f"{check.p_value:.2g}", passed, check.detail)
     console.print(table)
     console.print(
-        f"A correct engine is accused about {found.false_alarm:.0e} of the time; a wrong one of a "
-        f"total variation of {joint.detects:.3f} or more is caught with probability 0.999.",
-        style="dim",
-    )
+        f"{samples} texts, total variation {found.joint.tv:.3f}. A correct engine is accused about "
+        f"{1e-6 * len(found.checks):.0e} of the time; a wrong one of a total variation of "
+        f"{found.joint.detects:.3f} or more is caught with probability 0.999.", style="dim",
+    )  # fmt: skip
+    raise typer.Exit(int(found.biased))
+
+
+def _audited(given: Any) -> tuple[str, Any]:
+    """The engine in words, and what was found. given: the options by name."""
+    from draftproof.core.params import Sampling
+    from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
+    from draftproof.verify import audit as audits
+
+    hf, endpoint, python, assistant = given.hf, given.endpoint, given.python, given.assistant_model
+    if sum(source is not None for source in (hf, endpoint, python)) != 1:
+        raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
+    needed = {"--assistant-model": assistant} if hf else {"--model": given.model}
+    needed |= {"--reference": given.reference} if endpoint else {}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise BadInput(f"this engine needs {missing[0]} too")
+    want = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    engine: Any = audits.from_module(python) if python else None
+    name = hf or given.reference or given.model
+    known, tokenizer = load_model(name, given.dtype, given.device), load_tokenizer(name)
+    if known.config.is_encoder_decoder:
+        raise BadInput(f"{name} is an encoder-decoder, of which audit does not know the law")
+    vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
+    law, opaque = audits.model_law(known, want), frozenset[int]()
+    length = given.length or (3 if vocab <= 64 else 2)
+    if hf:
+        draft = load_model(assistant, given.dtype, given.device)
+        engine = audits.assisted(known, draft, want, length, given.num_assistant_tokens, ends)
+    elif endpoint:
+        if tokenizer is None:
+            raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")
+        size = min(len(tokenizer), vocab)
+        engine = audits.Endpoint(endpoint, given.model, want, length, tokenizer, size)
+        law, opaque = engine.merged(law), engine.shared
+    ids = tokenizer(given.prompt)["input_ids"] if tokenizer is not None else (1, 2, 3)
+    found = audits.audit(
+        engine, law, list(map(int, ids)), length=length, samples=given.samples, seed=given.seed,
+        ends=ends, opaque=opaque,
+    )  # fmt: skip
+    return python or endpoint or f"transformers, {hf} with assistant {assistant}", found

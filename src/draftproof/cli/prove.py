@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
@@ -40,27 +38,18 @@ def prove(
     seed: Annotated[int, _option("S", "Where the random numbers start.")] = 0,
     json_: Annotated[Path | None, _option("FILE", "The report, for machines.", "--json")] = None,
     html: Annotated[Path | None, _option("FILE", "The certificate, one page.")] = None,
-    markdown: Annotated[Path | None, _option("FILE", "The certificate, in Markdown.")] = None,
-    models: Annotated[Path | None, _option("FILE", "Write the lists in this page anew.")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
     """Prove that decoding is lossless: by law, by sampling, by bits, with every architecture."""
-    must_have_folders(json_, html, markdown, models)
+    must_have_folders(json_, html)
     if model == "demo" and not engine.keys() & {"drafter", "assistant_model"}:
         engine["assistant_model"] = "demo-draft"
     setup = EngineConfig(model, **engine)
     found = _run(setup, quick, [part.value for part in section or Part], seed)
-    pages = ((json_, found.as_json), (html, found.as_html), (markdown, found.as_markdown))
-    for file, page in pages:
+    for file, page in ((json_, found.as_json), (html, found.as_html)):
         if file is not None:
             file.write_text(page(), encoding="utf-8")
-    if models is not None:
-        from draftproof.verify.architectures import write_lists
-
-        for one in found.sections:
-            if one.name == "architectures":
-                write_lists(one, models)
     if not found.passed:
         raise typer.Exit(1)
 
@@ -71,14 +60,16 @@ def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Repor
     from draftproof.verify.prove import prove as prove_sections
     from draftproof.verify.report import Report
 
-    loaded = list[Any]()
-    out = show.page()
+    done: list[Section] = []
+    about = {"date": date.today().isoformat(), "extent": "quick" if quick else "full",
+             "seed": seed, "sections": ", ".join(names), **versions()}
 
     def engine() -> Engine:
-        loaded.append(must_decode_alone(engine_of(setup), "prove"))
-        return loaded[0]                                        # type: ignore[no-any-return]
+        loaded = must_decode_alone(engine_of(setup), "prove")
+        about.update(_described(setup, loaded))
+        return loaded
 
-    done: list[Section] = []
+    out, styles = show.page(), ("bold green", "bold red")
     columns = TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()
     with show.bars(*columns, TextColumn("{task.description}")) as bars:
         tick = partial(_bar, bars)
@@ -86,14 +77,11 @@ def _run(setup: EngineConfig, quick: bool, names: list[str], seed: int) -> Repor
             done.append(section)
             for task in bars.task_ids:
                 bars.remove_task(task)
-            _print(out, section)
-    about: dict[str, Any] = {"date": date.today().isoformat()}
-    about["extent"] = "quick" if quick else "full"
-    about |= {"seed": seed, "sections": ", ".join(names), **versions()}
-    if loaded:
-        about |= _described(setup, loaded[0])
+            out.print(str(section), style=styles[bool(section.failures)], markup=False)
+            for failure in section.failures:
+                out.print(f"     {failure}", style="red", markup=False)
     found = Report(done, about)
-    out.print(found.verdict, style="bold green" if found.passed else "bold red", markup=False)
+    out.print(str(found), style=styles[not found.passed], markup=False)
     return found
 
 
@@ -101,15 +89,6 @@ def _bar(bars: Progress, name: str) -> Tick:
     """A bar for one section."""
     task = bars.add_task("", total=1.0, section=name)
     return lambda share, doing: bars.update(task, completed=share, description=doing)
-
-
-def _print(out: Console, section: Section) -> None:
-    """The verdict first, then what failed."""
-    word, style = ("PASS", "bold green") if section.passed else ("FAIL", "bold red")
-    said = f" {section.name} ({section.seconds:.0f} s): {section.verdict}"
-    out.print(Text.assemble((word, style), said))
-    for failure in section.failures:
-        out.print(f"     {failure}", style="red", markup=False)
 
 
 def _described(setup: EngineConfig, engine: Engine) -> dict[str, Any]:

@@ -85,12 +85,15 @@ def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
 
 
 def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Weigh the whole drawn chain at once; every coin counts, the last success wins. Chains only.
+    """Weigh the whole drawn chain at once; every coin counts, the last success wins. Of other trees
+    by rejection.
 
     Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first
     i tokens are accepted with probability at least P_i; the token behind them is drawn from
     max(P_i p_{i+1} - q_{i+1}, 0).
     """
+    if not tree.is_chain:
+        return accept_by_rejection(tree, probs, chance)
     drafts = _laws(tree)
     rows, nodes = tree.tokens.shape
     row = torch.arange(rows, device=probs.device)
@@ -129,26 +132,21 @@ def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
     return sampler.ops.run(accept_by_matching, tree, target_tokens)
 
 
-def reject(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-    """Rejection sampling of drawn tokens; matching where tokens were chosen (a point mass)."""
-    if tree.draft_probs is None:
-        return match(tree, logits, frontier)
-    probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
-    return accept_by_rejection(tree, probs, KeyedChance(frontier))
+def weighing(rule: Callable[[TokenTree, Tensor, Chance], Accepted]) -> Rule:
+    """A rule for drawn tokens; where tokens were chosen (a point mass) they are matched."""
+    def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
+        if tree.draft_probs is None:
+            return match(tree, logits, frontier)
+        probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
+        return rule(tree, probs, KeyedChance(frontier))
 
-
-def block(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-    """Block verification for drawn chains; `reject` for anything else."""
-    if tree.draft_probs is None or not tree.is_chain:
-        return reject(tree, logits, frontier)
-    probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
-    return accept_by_block(tree, probs, KeyedChance(frontier))
+    return Rule(accept, drawn=True)
 
 
 RULES = {
     "match": Rule(match, drawn=False),
-    "rejection": Rule(reject, drawn=True),
-    "block": Rule(block, drawn=True),
+    "rejection": weighing(accept_by_rejection),
+    "block": weighing(accept_by_block),
 }
 
 
@@ -175,8 +173,7 @@ _TINY = 1e-30       # a divisor where the true one is zero and the quotient is n
 
 
 def _laws(tree: TokenTree) -> Tensor:
-    if tree.draft_probs is None:
-        raise ValueError("this rule needs the law the drafts were drawn from; match chosen tokens")
+    assert tree.draft_probs is not None
     return tree.draft_probs * tree.present[..., None]
 
 

@@ -4,12 +4,10 @@ window."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -26,24 +24,13 @@ from draftproof.errors import DraftproofError
 from draftproof.model.encoder_decoder import target_of
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, failed, silent
-from draftproof.verify.small_models import (
-    VOCAB,
-    architectures,
-    encoder_decoders,
-    prompts,
-    tiny,
-    variants,
-)
+from draftproof.verify.small_models import VOCAB, architectures, prompts, tiny, variants
 
 QUICK = (
     "bloom", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba", "opt", "phi3", "qwen3",
     "qwen3_moe",
-)
+)  # fmt: skip
 PROMPTS, NEW_TOKENS = (24, 3, 9), 20
-
-
-LISTS = "## By type in `config.json`"
-"""The heading in docs/models.md behind which everything is written by `listed`."""
 
 
 class Kind(StrEnum):
@@ -57,74 +44,32 @@ class Kind(StrEnum):
     broken = "broken"
 
 
-WORDS = {Kind.exact: "Trees", Kind.chains: "Chains"}
-
-
-class Finding(NamedTuple):
-    """An architecture, what came of it, and why."""
-
-    name: str
-    kind: Kind
-    why: str = ""
-
-
 def prove_architectures(
     quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
 ) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
-    known, found = list(architectures()), list[Finding]()
+    known, found = list(architectures()), dict[str, dict[str, str]]((kind, {}) for kind in Kind)
     names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
-        found.append(examine(name))
-    of = {kind: {one.name: one.why for one in found if one.kind is kind} for kind in Kind}
+        kind, why = examine(name)
+        found[kind][name] = why
+    count = {kind: len(ones) for kind, ones in found.items()}
     verdict = (
-        f"of {len(found)} architectures of transformers {transformers.__version__}, tiny and "
-        f"random, {len(of[Kind.exact])} are run exactly, {len(of[Kind.chains])} more by chains "
-        f"alone, {len(of[Kind.refused])} are refused in a sentence, {len(of[Kind.broken])} are "
-        f"broken; {len(of[Kind.unmade])} could not be made so small"
+        f"of {len(names)} architectures of transformers {transformers.__version__}, tiny and "
+        f"random, {count[Kind.exact]} are run exactly, {count[Kind.chains]} more by chains "
+        f"alone, {count[Kind.refused]} are refused in a sentence, {count[Kind.broken]} are "
+        f"broken; {count[Kind.unmade]} could not be made so small"
     )
-    figures: dict[str, Any] = {kind: ", ".join(of[kind]) for kind in (Kind.exact, Kind.chains)}
-    figures |= {kind: of[kind] for kind in (Kind.refused, Kind.unmade)}
-    failures = [f"{name}: {why}" for name, why in of[Kind.broken].items()]
-    return Section("architectures", verdict, figures, failures)
+    failures = [f"{name}: {why}" for name, why in found.pop(Kind.broken).items()]
+    return Section("architectures", verdict, found, failures)
 
 
-def write_lists(section: Section, page: Path) -> None:
-    """Write the lists of docs/models.md anew, behind their heading."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    page.write_text(text.partition(LISTS)[0] + listed(section), encoding="utf-8")
-
-
-def listed(section: Section) -> str:
-    """What the section found, type by type, in Markdown: the end of docs/models.md."""
-    found, lines, whole = section.figures, [LISTS], encoder_decoders()
-    for kind, words in WORDS.items():
-        names = found[kind].split(", ") if found[kind] else []
-        parts = {words: [name for name in names if name not in whole],
-                 f"{words}, encoder–decoders": [name for name in names if name in whole]}
-        lines += [f"**{what}**: {', '.join(part)}." for what, part in parts.items() if part]
-    for kind in (Kind.refused, Kind.unmade):
-        reasons: dict[str, list[str]] = {}
-        for name, why in sorted(found[kind].items()):
-            reasons.setdefault(_without_name(why), []).append(name)
-        title = "Refused, with this sentence" if kind is Kind.refused else "Not made so small"
-        if not reasons:
-            continue
-        lines += ["\n".join([f"**{title}**:", *(
-            f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items())
-        )])]
-    return "\n\n".join(lines) + "\n"
-
-
-def _without_name(why: str) -> str:
-    """A reason, of whichever class of model, and without what that said itself."""
-    reason = re.sub(r"^\w+(?:For\w+|Model\w*) ", "", " ".join(why.split()))
-    return re.sub(r" \(.*\);", ";", reason)
-
-
-def examine(name: str, around: Callable[[Target], Target] = lambda target: target) -> Finding:
+def examine(
+    name: str, around: Callable[[Target], Target] = lambda target: target
+) -> tuple[Kind, str]:
     """Write with a tiny model of this type, plainly and with drafts; compare with its own words.
+    What came of it, and why.
 
     around: what stands between the model and the engine, to show that a mistake there is found.
     """
@@ -132,30 +77,31 @@ def examine(name: str, around: Callable[[Target], Target] = lambda target: targe
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
         found = [_examined(name, own, around) for own in variants(name)]
-        return max(found, key=lambda one: list(Kind).index(one.kind))
+        return max(found, key=lambda one: list(Kind).index(one[0]))
     finally:
         transformers_logging.set_verbosity(level)
 
 
 def _examined(
     name: str, own: Mapping[str, Any], around: Callable[[Target], Target]
-) -> Finding:
+) -> tuple[Kind, str]:
     """What came of one of its variants."""
-    loaded = False
     try:
-        try:
-            model = tiny(name, own)
-        except Exception as error:                  # a configuration that wants other sizes
-            return Finding(name, Kind.unmade, failed(error))
+        model = tiny(name, own)
+    except Exception as error:                      # a configuration that wants other sizes
+        return Kind.unmade, failed(error)
+    try:
         target = around(target_of(model))
-        loaded, trees = True, target.reads_trees
-        if wrong := _wrong(model, target):
-            return Finding(name, Kind.broken, wrong)
-        return Finding(name, Kind.exact if trees else Kind.chains)
-    except DraftproofError as error:                # what was not refused has to write
-        return Finding(name, Kind.broken if loaded else Kind.refused, str(error))
+    except DraftproofError as error:
+        return Kind.refused, str(error)
     except Exception as error:
-        return Finding(name, Kind.broken, failed(error))
+        return Kind.broken, failed(error)
+    trees = target.reads_trees
+    try:
+        wrong = _wrong(model, target)
+    except Exception as error:                      # what was not refused has to write
+        wrong = failed(error)
+    return Kind.broken if wrong else Kind.exact if trees else Kind.chains, wrong
 
 
 class _Knows(Drafter):

@@ -1,254 +1,350 @@
-"""Audit: does an engine draw from the distribution it should? If not, how far is it off?
+"""Audit: does an engine draw from the distribution of its model? If not, how far is it off?
 
-Short texts are drawn and compared with the exact distribution of the model, prefix by prefix.
-
-    found = audit(sample, law, prompt=[1, 2, 3])
-    print(found.biased, found.joint.tv)
+Short texts are drawn and compared with their exact probabilities by a G-test; see docs/lossless.md.
 """
 
 from __future__ import annotations
 
+import json
+import pkgutil
+import sys
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy import special, stats
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftproof.core.params import Sampling, SamplingParams
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
+from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
-from draftproof.verify import statistics
-from draftproof.verify.statistics import FALSE_ALARM, POWER, Array, GTest, g_test, too_equal
 
+Array = NDArray[np.float64]
 Text = tuple[int, ...]
 Law = Callable[[Sequence[Text]], Array]
 """Next-token probabilities [n, V] behind `n` texts of one length, the prompt included."""
 Draw = Callable[[list[int], int, int], list[list[int]]]
 """The engine: ``draw(prompt, n, seed)`` gives `n` continuations as new token ids."""
 
-RARE, IMPOSSIBLE, CUT = -1, -2, -3
-"""In the place of a token: a rare one, one of probability zero, none although nothing had ended."""
-FEWEST, CHUNK, KEEP, CONTEXTS = 200, 100, 20, 512
-"""Samples at least; samples per call; expected count from which an outcome has a cell of its own;
-texts behind which the law is asked for."""
+FALSE_ALARM, POWER = 1e-6, 0.999
+"""How often a test accuses a correct engine; how often it catches one as wrong as `detects`."""
+RARE, IMPOSSIBLE = (-1,), (-2,)
+"""The cells of texts too rare for a cell of their own, and of those of probability zero."""
+ROWS = 64
+"""Texts per forward, and per request to a server."""
 
 
 class Check(NamedTuple):
-    """One test. control: the same test on samples made wrong on purpose, which must fail."""
+    """One test. control: whether the same test fails on samples made wrong on purpose.
+
+    tv: total variation between samples and distribution. detects: the one that so many samples find
+    with probability `POWER`, in any direction.
+    """
 
     name: str
     p_value: float
-    control: bool
+    control: bool = True
     detail: str = ""
-    test: GTest | None = None
+    tv: float = 0.0
+    detects: float = 1.0
 
     @property
     def passed(self) -> bool:
         return self.p_value >= FALSE_ALARM
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What an examination found."""
+class Audit(NamedTuple):
+    """What an examination found. joint: the G-test of whole texts, one of the checks."""
 
-    checks: tuple[Check, ...]
-    samples: int
-    length: int
-    prompt: Text
+    checks: list[Check]
+    joint: Check
 
     @property
     def biased(self) -> bool:
         return not all(check.passed for check in self.checks)
 
-    @property
-    def joint(self) -> GTest:
-        """The G-test of the longest texts."""
-        return [check.test for check in self.checks if check.test is not None][-1]
-
-    @property
-    def false_alarm(self) -> float:
-        """How often a correct engine is accused by any of the checks, at most."""
-        return FALSE_ALARM * len(self.checks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        tests = [
-            {**check._asdict(), "passed": check.passed, "test": check.test and check.test._asdict()}
-            for check in self.checks
-        ]
-        verdict = {"verdict": "biased" if self.biased else "unbiased", "power": POWER}
-        joint = {**self.joint._asdict(), "false_alarm": self.false_alarm}
-        return {**verdict, **joint, **asdict(self), "checks": tests}
-
 
 def audit(
-    sampler: Any, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000,
+    draw: Draw, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000,
     seed: int = 0, ends: Sequence[int] = (), opaque: frozenset[int] = frozenset(),
-    at_once: int = CHUNK,
-) -> Audit:
+    at_once: int = 100,
+) -> Audit:  # fmt: skip
     """Draw `samples` continuations of `length` tokens and test them against the law.
 
-    sampler: a `Draw`, or an object with a method `sample` like it. ends: end tokens, which count as
-    one. opaque: tokens behind which the law is not known (several share one name). at_once: samples
-    per call. Raises BadInput if the request cannot be judged, too few samples included.
+    ends: end tokens, which count as one. opaque: tokens behind which the law is not known (several
+    share one name). at_once: samples per call. Raises BadInput if nothing can be said.
     """
-    if not prompt:
-        raise BadInput("the prompt is empty; give at least one token")
-    if length < 1:
-        raise BadInput(f"length was {length}; test at least 1 token")
-    if samples < FEWEST:
-        seen = f"which see a distance of {statistics.detectable(FEWEST, 8):.2f}"
-        raise BadInput(f"samples was {samples}; take at least {FEWEST}, {seen}")
-    draw: Draw = getattr(sampler, "sample", sampler)
-    outcomes = Outcomes(law, tuple(prompt), length, samples, tuple(ends), opaque)
-    texts: list[Text] = []
+    if not prompt or length < 1 or samples < 200:
+        given = f"{len(prompt)} tokens of prompt, a length of {length} and {samples} samples"
+        raise BadInput(f"there were {given}; give at least 1, 1 and 200")
+    texts = list[Text]()
     while len(texts) < samples:
-        n = min(at_once, samples - len(texts))
-        texts += _asked(draw, list(prompt), n, seed + len(texts) // at_once)
-    clean = [outcomes.clean(text) for text in texts]
-    checks = [outcomes.check(clean, tokens, seed) for tokens in range(1, length + 1)]
-    checks += [*_repeats(texts, at_once), *([_after_the_end(texts, ends)] if ends else [])]
-    for check in checks:
-        if not check.control:
-            more = f"the control of {check.name!r} passes; take at least {4 * samples}"
-            raise BadInput(f"{samples} samples are too few: {more}")
-    return Audit(tuple(checks), samples, length, tuple(prompt))
+        count = min(at_once, samples - len(texts))
+        came: Any = draw(list(prompt), count, seed + len(texts) // at_once)
+        try:
+            texts += [tuple(map(int, text)) for text in came]
+        except (TypeError, ValueError) as error:
+            kind = type(came).__name__
+            raise BadInput(f"the sampler must return lists of token ids, not {kind}") from error
+        if len(came) != count:
+            raise BadInput(f"the sampler was asked for {count} texts and returned {len(came)}")
+    masses, laws = _masses(law, tuple(prompt), length, samples, ends, opaque)
+    cut = [_cut(text, length, ends) for text in texts]
+    tests = []
+    for tokens in range(1, length + 1):
+        expected = {
+            text: mass for text, mass in masses.items()
+            if len(text) == tokens or (0 < len(text) < tokens and text not in laws)
+        }
+        expected[RARE] = max(0.0, 1 - sum(expected.values()))
+        seen = Counter(_cell(text[:tokens], masses, laws) for text in cut)
+        tests.append(_tested(f"first {tokens} tokens", seen, expected, seed))
+    checks = [*tests, *_repeats(texts, at_once)]
+    if blind := [check.name for check in checks if not check.control]:
+        more = f"the control of {blind[0]!r} passes; take at least {4 * samples}"
+        raise BadInput(f"{samples} samples are too few: {more}")
+    return Audit(checks, tests[-1])
 
 
-def _asked(draw: Draw, prompt: list[int], n: int, seed: int) -> list[Text]:
-    """One call of the sampler, its answer checked."""
-    came = draw(prompt, n, seed)
-    try:
-        texts = [tuple(int(token) for token in text) for text in came]
-    except (TypeError, ValueError) as error:
-        kind = type(came).__name__
-        raise BadInput(f"the sampler must return lists of token ids; it returned {kind}") from error
-    if len(texts) != n:
-        raise BadInput(f"the sampler was asked for {n} texts and returned {len(texts)}")
-    return texts
+def _masses(
+    law: Law, prompt: Text, length: int, samples: int, ends: Sequence[int], opaque: frozenset[int]
+) -> tuple[dict[Text, float], dict[Text, Array]]:
+    """The probability of every text expected 20 times, and what comes behind those that go on."""
+    masses: dict[Text, float] = {(): 1.0}
+    laws: dict[Text, Array] = {}
+    level: list[Text] = [()]
+    while level:
+        rows, above, level = law([prompt + text for text in level]), level, []
+        for text, row in zip(above, np.array(rows, float), strict=True):
+            if abs(row.sum() - 1) > 1e-4:
+                raise BadInput(f"the law must sum to one; behind {text} it sums to {row.sum():g}")
+            if ends:                                            # one end token stands for all
+                together = row[list(ends)].sum()
+                row[list(ends)], row[ends[0]] = 0, together
+            laws[text] = row / row.sum()
+            for token in np.flatnonzero(masses[text] * laws[text] * samples >= 20).tolist():
+                masses[*text, token] = masses[text] * float(laws[text][token])
+                if len(text) + 1 < length and token not in {*ends, *opaque}:
+                    level.append((*text, token))
+    return masses, laws
 
 
-class Outcomes:
-    """What may come behind a prompt, cut where it becomes rare.
-
-    laws: next-token probabilities by text. mass: of the texts that have a cell of their own; where
-    a text leaves them, its cell ends in RARE or IMPOSSIBLE.
-    """
-
-    def __init__(
-        self, law: Law, prompt: Text, length: int, samples: int, ends: Text,
-        opaque: frozenset[int],
-    ) -> None:
-        self.length, self.ends = length, ends
-        self.laws: dict[Text, Array] = {}
-        self.mass: dict[Text, float] = {(): 1.0}
-        level: list[Text] = [()]
-        while level:
-            rows = np.asarray(law([prompt + text for text in level]), float).copy()      # [n, V]
-            if len(ends) > 1:                                       # one end token stands for all
-                rows[:, ends[0]] = rows[:, list(ends)].sum(1)
-                rows[:, list(ends[1:])] = 0
-            below: list[Text] = []
-            for text, row in zip(level, rows, strict=True):
-                if abs(row.sum() - 1) > 1e-4:
-                    said = f"behind {text} it sums to {row.sum():g}"
-                    raise BadInput(f"the law must sum to one; {said}")
-                self.laws[text] = row / row.sum()
-                for token in np.flatnonzero(self.mass[text] * row * samples >= KEEP).tolist():
-                    self.mass[*text, token] = self.mass[text] * float(self.laws[text][token])
-                    if len(text) + 1 < length and token not in {*ends, *opaque}:
-                        below.append((*text, token))
-            below.sort(key=lambda text: -self.mass[text])
-            level = below[: CONTEXTS - len(self.laws)]
-
-    def clean(self, text: Text) -> Text:
-        """A text up to its end or `length`; one end token stands for all, and for none."""
-        stop = next((place for place, token in enumerate(text) if token in self.ends), None)
-        if stop is not None:
-            return (*text[:stop], self.ends[0])[: self.length]
-        if len(text) < self.length:
-            return (*text, self.ends[0] if self.ends else CUT)
-        return text[: self.length]
-
-    def cell(self, text: Text, tokens: int) -> Text:
-        """The cell of the first `tokens` tokens of a text."""
-        for place, token in enumerate(text[:tokens]):
-            law = self.laws.get(text[:place])
-            if law is None:
-                return text[:place]
-            if not 0 <= token < len(law) or law[token] == 0:
-                return (*text[:place], IMPOSSIBLE)
-            if text[: place + 1] not in self.mass:
-                return (*text[:place], RARE)
-        return text[:tokens]
-
-    def cells(self, tokens: int) -> dict[Text, float]:
-        """Probability of every cell of the first `tokens` tokens."""
-        cells = {(*text, RARE): self.mass[text] for text in self.laws if len(text) < tokens}
-        for text, mass in self.mass.items():
-            if 0 < len(text) <= tokens:
-                cells[*text[:-1], RARE] -= mass
-                if len(text) == tokens or text not in self.laws:
-                    cells[text] = mass
-        return {cell: max(0.0, mass) for cell, mass in cells.items()}
-
-    def check(self, texts: Sequence[Text], tokens: int, seed: int) -> Check:
-        """The G-test of the first `tokens` tokens; its control is a law as wrong as it detects."""
-        law, seen = self.cells(tokens), Counter(self.cell(text, tokens) for text in texts)
-        cells = sorted(law.keys() | seen.keys())
-        expected = np.array([law.get(cell, 0.0) for cell in cells])
-        expected /= expected.sum()
-        test = g_test([seen[cell] for cell in cells], expected)
-        tilted = _tilted(expected, 1.2 * test.detects)
-        wrong = np.random.default_rng(seed).multinomial(len(texts), tilted)
-        seen_wrong = test.cells < 2 or not g_test(wrong, expected).passed
-        name = "first token" if tokens == 1 else f"first {tokens} tokens"
-        return Check(name, test.p_value, seen_wrong, f"{test.cells} cells", test)
+def _cut(text: Text, length: int, ends: Sequence[int]) -> Text:
+    """A text up to its end or `length`; what goes on behind its end is impossible."""
+    stop = next((place for place, token in enumerate(text) if token in ends), len(text))
+    if any(token not in ends for token in text[stop:]):
+        return IMPOSSIBLE
+    if stop < length:
+        return (*text[:stop], ends[0] if ends else IMPOSSIBLE[0])
+    return text[:length]
 
 
-def _tilted(law: Array, tv: float) -> Array:
-    """A law at this distance: half of the mass gains what the other half loses, hardest to see."""
-    order = np.argsort(law)                             # the smaller part gains: it stays positive
+def _cell(text: Text, masses: dict[Text, float], laws: dict[Text, Array]) -> Text:
+    for place, token in enumerate(text):
+        if text[:place] not in laws:
+            return text[:place]
+        row = laws[text[:place]]
+        if not 0 <= token < len(row) or row[token] == 0:
+            return IMPOSSIBLE
+        if text[: place + 1] not in masses:
+            return RARE
+    return text
+
+
+def _tested(name: str, seen: Counter[Text], expected: dict[Text, float], seed: int) -> Check:
+    """The G-test; its control is drawn from a law as wrong as it detects, hardest to see."""
+    cells = sorted(expected.keys() | seen.keys())
+    law = np.array([expected.get(cell, 0.0) for cell in cells])
+    test = g_test([seen[cell] for cell in cells], law, name)
+    order = np.argsort(law)                             # the smaller half gains: all stay positive
     gains = np.zeros(len(law), bool)
     gains[order[np.cumsum(law[order]) <= 0.5]] = True
     mass = float(law[gains].sum())
     if not 0 < mass < 1:
-        return law
-    moved = min(tv, 1 - mass)
-    tilted = np.where(gains, law * (1 + moved / mass), law * (1 - moved / (1 - mass)))
-    return np.asarray(tilted / tilted.sum())
+        return test
+    moved = min(1.2 * test.detects, 1 - mass)
+    wrong = np.where(gains, law * (1 + moved / mass), law * (1 - moved / (1 - mass)))
+    drawn = np.random.default_rng(seed).multinomial(seen.total(), wrong / wrong.sum())
+    return test._replace(control=not g_test(drawn, law).passed)
+
+
+def g_test(counts: ArrayLike, law: ArrayLike, name: str = "") -> Check:
+    """Test `counts` of every outcome against its probability in `law` (likelihood ratio; cells
+    expected fewer than five times are pooled). p is 0 if something impossible came."""
+    seen, expected = np.asarray(counts, float), np.asarray(law, float)
+    samples = seen.sum()
+    tv = float(np.abs(seen / samples - expected).sum() / 2)
+    rare, p_value = expected * samples < 5, float(seen[expected == 0].sum() == 0)
+    pooled, shares = (np.append(x[~rare], x[rare].sum()) for x in (seen, expected))
+    pooled, shares = pooled[shares > 0], shares[shares > 0]
+    detects = detectable(samples, max(2, len(shares)))
+    if p_value and len(shares) > 1:
+        test = stats.power_divergence(pooled, shares * samples, lambda_="log-likelihood")
+        p_value = float(test.pvalue)
+    detail = f"{len(shares)} cells"
+    return Check(name, p_value, True, detail, tv, detects)
+
+
+def detectable(samples: float, cells: int) -> float:
+    """The smallest total variation that a G-test surely finds, whatever its direction: its
+    noncentrality is samples * sum(d^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz)."""
+    needed = special.chndtrinc(stats.chi2.isf(FALSE_ALARM, cells - 1), cells - 1, 1 - POWER)
+    return min(1.0, float(np.sqrt(needed / samples) / 2))
+
+
+def too_equal(same: int, pairs: int, chance: float) -> float:
+    """p-value of so many equal pairs, where independent ones are equal with this probability."""
+    return float(stats.binom.sf(same - 1, pairs, chance))
 
 
 def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
     """Do neighbours, or calls with different seeds, repeat each other more often than by chance?"""
     equal = sum(count * (count - 1) for count in Counter(texts).values())
     rate = equal / (len(texts) * (len(texts) - 1))
-    if rate > 0.9:
-        return []                                       # nearly always the same text
-    starts = range(0, len(texts) - at_once + 1, at_once)
-    calls = [texts[start : start + at_once] for start in starts]
-    pairs_of = {
+    if rate > 0.9:                                      # nearly always the same text
+        return []
+    later = [place for place in range(at_once, len(texts)) if place // at_once % 2]
+    pairs = {
         "neighbours": list(zip(texts[::2], texts[1::2], strict=False)),
-        "calls with different seeds": [
-            pair for one, two in zip(calls[::2], calls[1::2], strict=False)
-            for pair in zip(one, two, strict=True)
-        ],
+        "calls with different seeds": [(texts[one - at_once], texts[one]) for one in later],
     }
     control = too_equal(len(texts) // 2, len(texts) // 2, rate) < FALSE_ALARM
     checks = []
-    for name, pairs in pairs_of.items():
-        same = sum(one == two for one, two in pairs)
-        detail = f"{same} of {len(pairs)} pairs are the same, {rate * len(pairs):.1f} expected"
-        p_value = too_equal(same, len(pairs), rate)
+    for name, some in pairs.items():
+        same = sum(one == two for one, two in some)
+        detail = f"{same} of {len(some)} pairs are the same, {rate * len(some):.1f} expected"
+        p_value = too_equal(same, len(some), rate)
         checks.append(Check(f"independence of {name}", p_value, control, detail))
     return checks
 
 
-def _after_the_end(texts: Sequence[Text], ends: Sequence[int]) -> Check:
-    """Nothing but end tokens may follow an end token."""
-    def overruns(text: Text) -> bool:
-        stop = next((place for place, token in enumerate(text) if token in ends), len(text))
-        return any(token not in ends for token in text[stop:])
+# Models and engines -------------------------------------------------------------------------------
 
-    wrong = sum(map(overruns, texts))
-    detail = f"{wrong} texts go on after their end token"
-    return Check("end of text", float(not wrong), overruns((ends[0], CUT)), detail)
+
+def model_law(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Law:
+    """A model's distribution under a sampling. prompt: tokens that some penalties do not count."""
+    params = SamplingParams(sampling, prompt)
+
+    @torch.inference_mode()
+    def law(texts: Sequence[Text]) -> Array:
+        ids, probs = torch.tensor(texts, device=model.device), []               # [n, L]
+        for part in torch.split(ids, ROWS):
+            logits = model(part, use_cache=False).logits[:, -1:].double()
+            prefix = Prefix(part, torch.full((len(part),), part.shape[1] - 1, device=part.device))
+            sampler = Sampler([params] * len(part), part.device)
+            probs.append(sampler.probs(logits, Paths(prefix, TokenTree.root(part[:, -1])))[:, 0])
+        return np.asarray(torch.cat(probs).cpu().numpy())
+
+    return law
+
+
+def assisted(
+    model: PreTrainedModel, assistant: PreTrainedModel, sampling: Sampling, length: int,
+    tokens: int | None = None, ends: Sequence[int] = (),
+) -> Draw:  # fmt: skip
+    """``generate(assistant_model=...)`` of the installed transformers, one row at a time."""
+    sampled = sampling.temperature > 0
+    names = ("temperature", "top_k", "top_p") if sampled else ()
+    config = GenerationConfig(
+        do_sample=sampled, max_new_tokens=length, eos_token_id=list(ends) or None,
+        pad_token_id=ends[0] if ends else 0, **{name: getattr(sampling, name) for name in names},
+    )
+    schedule = {"num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant"}
+    model.generation_config = GenerationConfig()            # no default of either checkpoint
+    assistant.generation_config = GenerationConfig(**(schedule if tokens else {}))
+
+    def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt], device=model.device)
+        given = {"attention_mask": torch.ones_like(ids), "assistant_model": assistant}
+        texts = [model.generate(ids, generation_config=config, **given) for _ in range(n)]
+        return [text[0, ids.shape[1] :].tolist() for text in texts]
+
+    return draw
+
+
+class Endpoint:
+    """Any server with OpenAI's POST /v1/completions. Prompts go as token ids.
+
+    Its tokens are known by their strings; ids with the same string count as one, the first.
+    """
+
+    def __init__(
+        self, url: str, model: str, want: Sampling, length: int,
+        tokenizer: PreTrainedTokenizerBase, vocab: int,
+    ) -> None:  # fmt: skip
+        if not url.startswith(("http://", "https://")):
+            raise BadInput(f"endpoint was {url!r}; give an address such as http://127.0.0.1:8000")
+        base = url.rstrip("/").removesuffix("/completions").removesuffix("/v1")
+        self.url, self.length, self.ids = f"{base}/v1/completions", length, dict[str, int]()
+        strings = [tokenizer.decode([token]) for token in range(vocab)]
+        self.first = np.array([self.ids.setdefault(one, id) for id, one in enumerate(strings)])
+        self.shared = frozenset(np.flatnonzero(np.bincount(self.first) > 1).tolist())
+        self.body = {"model": model, "max_tokens": length, "temperature": want.temperature,
+                     "top_p": want.top_p, "logprobs": 1}
+        self.body |= {"top_k": want.top_k} if want.top_k else {}
+
+    def merged(self, law: Law) -> Law:
+        """`law` with the ids of one string put together."""
+        count, first = len(self.first), self.first
+        return lambda texts: np.stack([
+            np.bincount(first, weights=row[:count], minlength=len(row)) for row in law(texts)
+        ])
+
+    def __call__(self, prompt: list[int], n: int, seed: int) -> list[list[int]]:
+        """`n` texts, in as many requests as the server needs, each with its own seed."""
+        texts: list[list[int]] = []
+        while len(texts) < n:
+            own = {"n": min(ROWS, n - len(texts)), "seed": (seed * 1009 + len(texts)) % 2**31}
+            choices = self._post({**self.body, "prompt": prompt, **own}).get("choices")
+            if not choices:
+                raise BadInput(f"{self.url} gave no choices; is it a completions server?")
+            texts += [self._tokens(choice) for choice in choices][: n - len(texts)]
+        return texts
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        header = {"Content-Type": "application/json"}
+        try:
+            request = urllib.request.Request(self.url, json.dumps(body).encode(), header)
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(300).decode(errors="replace").split())
+            raise BadInput(f"{self.url} answered {error.code}: {said or error.reason}") from error
+        except (OSError, ValueError) as error:
+            why = f"cannot be reached or gave no JSON ({error})"
+            raise BadInput(f"{self.url} {why}; is a completions server running?") from error
+
+    def _tokens(self, choice: dict[str, Any]) -> list[int]:
+        """Token ids of a choice: as given, by the strings of its log-probabilities, or by text."""
+        if ids := choice.get("token_ids"):
+            return [int(self.first[token]) for token in ids]
+        scores = choice.get("logprobs") or {}
+        strings = scores.get("tokens") or [entry["token"] for entry in scores.get("content") or []]
+        if not strings and self.length > 1 and choice.get("text"):
+            why = "neither token ids nor logprobs: only one token can be judged; add --length 1"
+            raise BadInput(f"{self.url} returns {why}")
+        strings = [string for string in strings or [choice.get("text")] if string]
+        if unknown := [string for string in strings if string not in self.ids]:
+            raise BadInput(f"the server's token {unknown[0]!r} is not one of the reference's")
+        return [self.ids[string] for string in strings]
+
+
+def from_module(name: str) -> Draw:
+    """The function ``module:attribute``; modules of the working directory are found."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"python was {name!r}, which cannot be imported: {error}") from error
+    if not callable(found):
+        raise BadInput(f"{name} is no function sample(prompt, n, seed); give module:function")
+    return found  # type: ignore[no-any-return]

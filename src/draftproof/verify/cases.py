@@ -80,6 +80,9 @@ class Letters(Codec):
         return piece
 
 
+TARGET, DRAFT = toy(38, 3), toy(18, 3)        # of middling entropy, 0.6 apart
+
+
 class Ask(NamedTuple):
     """What one row is asked: how to sample, a prompt, and how many new tokens at most."""
 
@@ -88,27 +91,37 @@ class Ask(NamedTuple):
     limit: int = 3
 
 
+class Setup(NamedTuple):
+    """How to draft: the drafter, how many tokens, and how many children a node has, by depth."""
+
+    draft: Callable[[], Drafter]
+    most: int
+    fan: Sequence[int] = (1,) * 8
+
+
+PLAIN = Setup(Plain, 0)
+
+
 @dataclass(frozen=True)
 class Case:
-    """An engine and what it is asked; the requests share a batch. `draft` makes the drafter.
+    """An engine and what it is asked; the requests share a batch.
 
-    fan: how many children a drafted node has, by depth. itself: the draft is the target, so every
+    budget: made with the set-up's number of draft tokens. itself: the draft is the target, so every
     token must be accepted. shapes: closed as on a device, or None.
     """
 
     name: str
+    rule: Rule
+    setup: Setup
     asks: Sequence[Ask]
-    target: Target
-    draft: Callable[[], Drafter] = Plain
-    budget: Callable[[], Budget] = lambda: Fixed(0)
-    rule: Rule = RULES["match"]
-    fan: Sequence[int] = (1,) * 8
+    target: Target = TARGET
+    budget: Callable[[int], Budget] = Fixed
     itself: bool = False
     shapes: ShapePolicy | None = None
 
     def plain(self) -> Case:
         """The same requests without drafts."""
-        return Case(f"{self.name}, plain", self.asks, self.target)
+        return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.asks, self.target)
 
     def run(self, seeds: Sequence[int], n: int, batch_size: int | None = None) -> list[Completion]:
         """Every request `n` times, with the seed of its place."""
@@ -118,8 +131,8 @@ class Case:
         ]
         with patch.dict(RULES, examined=self.rule):
             engine = Engine(
-                self.target, self.draft(), codec=Letters(), acceptance="examined",
-                budget=self.budget(), shapes=self.shapes,
+                self.target, self.setup.draft(), codec=Letters(), acceptance="examined",
+                budget=self.budget(self.setup.most), shapes=self.shapes,
             )
             prompts = [list(ask.prompt) for ask in self.asks]
             return engine.generate(prompts, sampling=asked, n=n, batch_size=batch_size)
@@ -127,16 +140,6 @@ class Case:
 
 OPTIONS = {
     "T 1": Sampling(temperature=1.0),
-    "top-k": Sampling(temperature=1.2, top_k=2),
-    "repetition": Sampling(temperature=0.9, repetition_penalty=1.8),
-    "top-p": Sampling(temperature=1.1, top_p=0.75),
-    "presence": Sampling(temperature=1.0, presence_penalty=0.8),
-    "no-repeat": Sampling(temperature=1.0, no_repeat_ngram=2),
-    "greedy": Sampling(),
-    "bias": Sampling(temperature=1.0, logit_bias={0: 1.5, 1: -0.7}),
-    "min-p": Sampling(temperature=1.3, min_p=0.25),
-    "frequency": Sampling(temperature=1.0, frequency_penalty=0.9),
-    "banned": Sampling(temperature=1.0, banned_words=((0, 1), (1, 1, 2))),
     "T 0.5": Sampling(temperature=0.5),
     "repetition reward": Sampling(temperature=1.0, repetition_penalty=0.6),
     "greedy, penalised": Sampling(repetition_penalty=2.5, frequency_penalty=0.6, no_repeat_ngram=2),
@@ -156,15 +159,6 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 LIMITS = (3, 2, 3, 1, 3)
 PROMPTS = ((1,), (2, 0, 1, 2, 0), (1, 1), (0, 2, 0, 2))
-TARGET, DRAFT = toy(38, 3), toy(18, 3)        # of middling entropy, 0.6 apart
-
-
-class Setup(NamedTuple):
-    """How to draft: the drafter, how many tokens, and its fan (see `Case`)."""
-
-    draft: Callable[[], Drafter]
-    most: int
-    fan: Sequence[int] = (1,) * 8
 
 
 def by_model(model: Target, most: int, *children: int, vocab: int = 3) -> Setup:
@@ -201,65 +195,54 @@ class Alternating(Budget):
         return (self.most, 0, min(1, self.most))[self.rounds % 3]
 
 
-def case(
-    name: str, rule: Rule, how: Setup, *asks: Ask, target: Target = TARGET, **more: Any
-) -> Case:
-    """A case that drafts so."""
-    given = {"draft": how.draft, "budget": partial(Fixed, how.most), "fan": how.fan, **more}
-    return Case(name, asks, target, rule=rule, **given)
-
-
 def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
     """Special cases; then rule x set-up x option x end, with limits and prompts in turn."""
     for name, rule in rules.items():
-        yield from _special(name, rule)
+        for words, how, asks, more in _special(rule):
+            yield Case(f"{name}: {words}", rule, how, asks, **more)
     numbers = itertools.count()
-    for setup, (option, asked), (end, stops) in itertools.product(
-        SETUPS, OPTIONS.items(), ENDS.items()
-    ):
-        want = replace(asked, **stops)
+    for setup, option, end in itertools.product(SETUPS, OPTIONS, ENDS):
+        want = replace(OPTIONS[option], **ENDS[end])
         if setup == "tree of 4" and want.temperature:
             want = replace(want, top_k=2)                       # or a round has 3 ** 5 ends
         for name, rule in rules.items():
             number = next(numbers)
             if number % every == 0:
                 ask = Ask(want, PROMPTS[number % len(PROMPTS)], LIMITS[number % len(LIMITS)])
-                words = [f"{name}: {setup}", option, end, f"{ask.limit} tokens"]
-                yield case(", ".join(filter(None, words)), rule, SETUPS[setup], ask)
+                parts = [f"{name}: {setup}", option, end, f"{ask.limit} tokens"]
+                yield Case(", ".join(filter(None, parts)), rule, SETUPS[setup], [ask])
 
 
-def _special(name: str, rule: Rule) -> Iterator[Case]:
+def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, Any]]]:
     """Different requests in one batch, a draft that is the target, a budget that comes and goes."""
-    free = Sampling(temperature=1.0)
+    free, at_times = Sampling(temperature=1.0), {"budget": Alternating}
     mixed = (
         Ask(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
         Ask(Sampling(repetition_penalty=1.4), (1,), 4),
         Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
         Ask(replace(free, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
     )
-    for setup in ("chain", "tree of 3", "lookup"):
-        one = case(f"{name}: {setup}, mixed batch", rule, SETUPS[setup], *mixed)
-        yield one
-        yield replace(one, name=f"{one.name} as on a device", shapes=ShapePolicy(closed=True))
+    for name in ("chain", "tree of 3", "lookup"):
+        yield f"{name}, mixed batch", SETUPS[name], mixed, {}
+        on_device = {"shapes": ShapePolicy(closed=True)}
+        yield f"{name}, mixed batch as on a device", SETUPS[name], mixed, on_device
     own = Sampling(temperature=float(rule.drawn), stop_tokens=(2,), repetition_penalty=1.3)
-    at_times, itself = partial(Alternating, 2), by_model(TARGET, 2)
-    one = case(f"{name}: drafts for itself", rule, itself, Ask(own, (1, 0), 4), itself=True)
-    yield one
-    yield replace(one, name=f"{one.name} at times", budget=at_times)
+    itself = by_model(TARGET, 2), [Ask(own, (1, 0), 4)]
+    yield "drafts for itself", *itself, {"itself": True}
+    yield "drafts for itself at times", *itself, {"itself": True, **at_times}
     fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if rule.drawn else 3)
-    yield case(f"{name}: budget comes and goes", rule, SETUPS["chain"], fading, budget=at_times)
+    yield "budget comes and goes", SETUPS["chain"], [fading], at_times
     penalised = Sampling(temperature=1.0, top_k=2, repetition_penalty=2.0, frequency_penalty=0.7)
     asks = [Ask(penalised, (1, 0), 4)]
     if not rule.drawn:                          # every choice counts there: greedy, but many
         greedy = replace(penalised, temperature=0.0)
         asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
-    yield case(f"{name}: penalties in a tree", rule, SETUPS["tree of 4"], *asks)
-    for setup, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
-        bound = Sampling(temperature=1.0, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
-        yield case(f"{name}: {setup}, {grammar}", rule, SETUPS[setup], Ask(bound, (1, 0)))
-    five = Ask(Sampling(temperature=1.1))
-    how = by_model(toy(9, 5), 1, vocab=5)
-    yield case(f"{name}: 5 tokens, 3 long", rule, how, five, target=toy(7, 5))
+    yield "penalties in a tree", SETUPS["tree of 4"], asks, {}
+    for name, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
+        bound = replace(free, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
+        yield f"{name}, {grammar}", SETUPS[name], [Ask(bound, (1, 0))], {}
+    five = [Ask(Sampling(temperature=1.1))]
+    yield "5 tokens, 3 long", by_model(toy(9, 5), 1, vocab=5), five, {"target": toy(7, 5)}
 
 
 def _grammar(allowed: Callable[[Sequence[int]], set[int]]) -> LogitsProcessor:

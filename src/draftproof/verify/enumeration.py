@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from draftproof.core import acceptance
-from draftproof.core.acceptance import Chance
 from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
@@ -69,33 +68,21 @@ class Outcomes:
         return taken
 
 
-class Decided:
-    """What replaces the random source. A row's world is named by its seed (the request) and sample.
+@contextmanager
+def decided(case: Case, outcomes: Outcomes, samples: int) -> Iterator[None]:
+    """While this lasts, engines draw from `outcomes` instead of from the random source.
 
-    A drafted node has as many children, and so many draws, as the case's fan says for its depth.
+    A row's world is named by its seed (the request) and sample. A drafted node has as many
+    children, and so many draws, as the case's fan says for its depth.
     """
 
-    def __init__(self, outcomes: Outcomes, samples: int, case: Case) -> None:
-        self.outcomes, self.samples, self.case = outcomes, samples, case
-
-    def worlds(self, sampler: Sampler) -> Tensor:
-        rows = [row.sampling.seed * self.samples + row.sample for row in sampler.rows]
+    def worlds(sampler: Sampler) -> Tensor:
+        rows = [row.sampling.seed * samples + row.sample for row in sampler.rows]
         return torch.tensor(rows, dtype=torch.int64)
 
-    def pick(self, sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
-        """`Sampler.sample`: the target's token at each node."""
-        return argmax_token(self._decided(sampler, logits, paths, 1))
-
-    def gumbel_logits(self, sampler: Sampler, logits: Tensor, paths: Paths, role: Role) -> Tensor:
-        """`Sampler.gumbel_logits`: drafted tokens, best first; a draft that is chosen, not drawn,
-        takes its likeliest tokens."""
-        if role is Role.TARGET or sampler.greedy:
-            return sampler.filtered(logits, paths)
-        depth = int(paths.tree.depths[0, paths.first])
-        return self._decided(sampler, logits, paths, self.case.fan[depth])
-
-    def _decided(self, sampler: Sampler, logits: Tensor, paths: Paths, children: int) -> Tensor:
-        scores, worlds = sampler.filtered(logits, paths), self.worlds(sampler)
+    def ordered(sampler: Sampler, logits: Tensor, paths: Paths, children: int) -> Tensor:
+        """[B, N, V] scores whose highest are the tokens that come, in the order they are drawn."""
+        scores, rows_worlds = sampler.filtered(logits, paths), worlds(sampler)
         greedy = torch.tensor([row.sampling.temperature == 0 for row in sampler.rows])
         order = torch.full_like(scores, -torch.inf)
         for node in range(scores.shape[1]):                     # absent nodes draw nothing
@@ -106,51 +93,50 @@ class Decided:
                 none = best == NO_TOKEN
                 sure = one_hot(best.clamp(min=0), left.shape[1]).double()
                 law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
-                taken = self.outcomes.take(worlds[rows], law)
+                taken = outcomes.take(rows_worlds[rows], law)
                 before = order[rows, node, taken]
                 rank_left = before.new_tensor(children - rank)
                 order[rows, node, taken] = torch.where(none, before, rank_left)
                 left = left.scatter(1, taken[:, None], -torch.inf)
         return order
 
-    def chance(self, frontier: Frontier) -> Chance:
-        """`KeyedChance`: the coins and draws of a rule."""
-        outcomes, worlds = self.outcomes, self.worlds(frontier.sampler)
+    def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
+        return argmax_token(ordered(sampler, logits, paths, 1))
 
-        class DecidedChance:
-            def flip(self, probability: Tensor, node: int) -> Tensor:
-                heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
-                return outcomes.take(worlds, torch.stack([1 - heads, heads], -1)) == 1
+    def gumbel_logits(sampler: Sampler, logits: Tensor, paths: Paths, role: Role) -> Tensor:
+        """Drafted tokens, best first; a draft that is chosen takes its likeliest tokens."""
+        if role is Role.TARGET or sampler.greedy:
+            return sampler.filtered(logits, paths)
+        depth = int(paths.tree.depths[0, paths.first])
+        return ordered(sampler, logits, paths, case.setup.fan[depth])
 
-            def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-                weights = weights.double()
-                broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
-                sure = one_hot(torch.zeros_like(depth), weights.shape[1])
-                law = weights / weights.sum(-1, keepdim=True)
-                law = torch.where(broken[:, None], sure.double(), law)
-                return torch.where(broken, NO_TOKEN, outcomes.take(worlds, law))
+    class Decided:
+        """The coins and draws of a rule, in the place of `KeyedChance`."""
 
-        return DecidedChance()
+        def __init__(self, frontier: Frontier) -> None:
+            self.worlds = worlds(frontier.sampler)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While this lasts, engines draw from `outcomes`."""
-        with (
-            patch.object(Sampler, "sample", lambda *args: self.pick(*args)),
-            patch.object(Sampler, "gumbel_logits", lambda *args: self.gumbel_logits(*args)),
-            patch.object(acceptance, "KeyedChance", self.chance),
-        ):
-            yield
+        def flip(self, probability: Tensor, node: int) -> Tensor:
+            heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
+            return outcomes.take(self.worlds, torch.stack([1 - heads, heads], -1)) == 1
 
+        def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+            weights = weights.double()
+            broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
+            sure = one_hot(torch.zeros_like(depth), weights.shape[1]).double()
+            law = torch.where(broken[:, None], sure, weights / weights.sum(-1, keepdim=True))
+            return torch.where(broken, NO_TOKEN, outcomes.take(self.worlds, law))
 
-def decide(case: Case, outcomes: Outcomes, samples: int) -> list[Completion]:
-    """Run each request of a case `samples` times, with the draws decided."""
-    with Decided(outcomes, samples, case).installed():
-        return case.run(range(len(case.asks)), samples, samples * len(case.asks))
+    with (
+        patch.object(Sampler, "sample", sample),
+        patch.object(Sampler, "gumbel_logits", gumbel_logits),
+        patch.object(acceptance, "KeyedChance", Decided),
+    ):
+        yield
 
 
 class Enumerated(NamedTuple):
-    """Each request's distribution, outcomes enumerated, and a statistic that does not add up."""
+    """Each request's distribution, outcomes enumerated, and statistics that do not add up."""
 
     laws: list[Distribution]
     worlds: int
@@ -167,12 +153,15 @@ def enumerate_texts(case: Case) -> Enumerated:
         samples = max(map(len, now))
         filled = [torch.cat([own, own.new_full((samples - len(own), DRAWS), -1)]) for own in now]
         outcomes = Outcomes(torch.cat(filled))
-        for done in decide(case, outcomes, samples):
+        with decided(case, outcomes, samples):
+            all_done = case.run(range(len(now)), samples, samples * len(now))
+        for done in all_done:
             if done.sample >= len(now[done.prompt]):
                 continue                                        # only there to fill the batch
             probability = float(outcomes.probs[done.prompt * samples + done.sample])
             laws[done.prompt][tuple(done.tokens), done.text, done.finish_reason] += probability
-            if probability > 0 and (wrong := _wrong_counts(case, done)):
+            if probability > 0 and not _counts_right(case, done):
+                wrong = f"{len(done.tokens)} tokens were written, and the statistics: {done.stats}"
                 return Enumerated(laws, worlds, wrong)
         which, others = (torch.cat(part) for part in zip(*outcomes.others, strict=True))
         for owner, own in enumerate(now):
@@ -182,19 +171,15 @@ def enumerate_texts(case: Case) -> Enumerated:
     return Enumerated(laws, worlds)
 
 
-def _wrong_counts(case: Case, done: Completion) -> str:
-    """What the statistics of a finished row get wrong, in one sentence; empty if nothing."""
-    stats, written = done.stats, len(done.tokens)
-    if written > case.asks[done.prompt].limit:
-        return f"{written} tokens were written, more than allowed"
-    if stats.emitted != written - 1:
-        return f"{stats.emitted} tokens were counted after the first, {written - 1} were written"
-    accepted, drafted = stats.accepted, stats.drafted
-    if not accepted <= stats.emitted <= accepted + stats.rounds or accepted > drafted:
-        return f"{accepted} accepted of {drafted} drafted do not fit {stats.emitted} tokens"
-    if case.itself and stats.drafted and stats.acceptance < 1:
-        return f"the target drafted for itself and only {stats.acceptance:.2f} were accepted"
-    return ""
+def _counts_right(case: Case, done: Completion) -> bool:
+    """Whether the statistics of a finished row fit what it has written."""
+    stats = done.stats
+    return (
+        stats.emitted == len(done.tokens) - 1 < case.asks[done.prompt].limit
+        and stats.accepted <= stats.emitted <= stats.accepted + stats.rounds
+        and stats.accepted <= stats.drafted
+        and not (case.itself and stats.drafted and stats.acceptance < 1)
+    )
 
 
 def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:

@@ -7,21 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from draftproof.engine.engine import Engine
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, DraftproofError
 from draftproof.verify.architectures import prove_architectures
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.exact import prove_law
-from draftproof.verify.report import Section, Tick
+from draftproof.verify.report import Section, Tick, failed
 from draftproof.verify.sampling import prove_sampling
-
-SECTIONS = ("law", "sampling", "bits", "architectures")
 
 
 def prove(
-    engine: Callable[[], Engine], sections: Sequence[str] = SECTIONS, *, quick: bool = False,
-    seed: int = 0, progress: Callable[[str], Tick],
-) -> Iterator[Section]:
-    """Run `sections` in turn and yield each as it is done.
+    engine: Callable[[], Engine], sections: Sequence[str], *, quick: bool = False, seed: int = 0,
+    progress: Callable[[str], Tick],
+) -> Iterator[Section]:  # fmt: skip
+    """Run `sections` in turn and yield each as it is done; one that breaks has failed.
 
     engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each
     section, by name. Raises BadInput for an engine that is lossy.
@@ -33,13 +31,17 @@ def prove(
         "architectures": lambda tick: prove_architectures(quick, tick),
     }
     for name in dict.fromkeys(sections):
-        start = time.perf_counter()
-        done = runs[name](progress(name))
+        start, tick = time.perf_counter(), progress(name)
+        try:
+            done = runs[name](tick)
+        except DraftproofError:
+            raise
+        except Exception as error:                      # a broken algorithm may break anywhere
+            done = Section(name, "it broke", failures=[failed(error)])
         yield replace(done, failures=done.failures[:20], seconds=time.perf_counter() - start)
 
 
 def _exact(engine: Engine) -> Engine:
-    """The engine, if it claims to be exact at all."""
     if engine.lossy is not None:
         raise BadInput("the engine is lossy: its text is not the target's; leave lossy out")
     return engine

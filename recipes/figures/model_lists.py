@@ -1,0 +1,52 @@
+"""Write the lists of docs/models.md anew, by what `draftproof prove --section architectures` found.
+
+    draftproof prove --section architectures --json found.json
+    python recipes/figures/model_lists.py found.json docs/models.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from draftproof.verify.architectures import Kind
+from draftproof.verify.small_models import encoder_decoders
+
+HEADING = "## By type in `config.json`"
+"""Everything behind it is written here."""
+WORDS = {Kind.exact: "Trees", Kind.chains: "Chains"}
+REASONS = {Kind.refused: "Refused, with this sentence", Kind.unmade: "Not made so small"}
+
+
+def listed(found: Mapping[str, Mapping[str, str]]) -> str:
+    """What the section found, type by type, in Markdown. found: by kind, names and reasons."""
+    lines, whole = [HEADING], encoder_decoders()
+    for kind, words in WORDS.items():
+        names = found[kind]
+        parts = {words: [name for name in names if name not in whole],
+                 f"{words}, encoder–decoders": [name for name in names if name in whole]}
+        lines += [f"**{what}**: {', '.join(part)}." for what, part in parts.items() if part]
+    for kind, title in REASONS.items():
+        reasons: dict[str, list[str]] = {}
+        for name, why in sorted(found[kind].items()):
+            reasons.setdefault(_without_name(why), []).append(name)
+        if reasons:
+            rows = (f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items()))
+            lines.append("\n".join([f"**{title}**:", *rows]))
+    return "\n\n".join(lines) + "\n"
+
+
+def _without_name(why: str) -> str:
+    """A reason, of whichever class of model, and without what that said itself."""
+    reason = re.sub(r"^\w+(?:For\w+|Model\w*) ", "", " ".join(why.split()))
+    return re.sub(r" \(.*\);", ";", reason)
+
+
+if __name__ == "__main__":
+    report, page = map(Path, sys.argv[1:])
+    (section,) = json.loads(report.read_text(encoding="utf-8"))["sections"]
+    before = page.read_text(encoding="utf-8").partition(HEADING)[0]
+    page.write_text(before + listed(section["figures"]), encoding="utf-8")
