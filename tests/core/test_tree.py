@@ -15,9 +15,10 @@ from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
 SHAPES = [TreeShape.chain(0), TreeShape.chain(4), TreeShape.branching((2, 2, 1)),
           TreeShape.branching((3,)),
           TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=len)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=len)
+@shapes
 def test_a_shape_orders_parents_first_and_levels_together(shape: TreeShape) -> None:
     nodes = ((), *shape.paths)
     assert list(shape.paths) == sorted(shape.paths, key=lambda path: (len(path), path))
@@ -28,12 +29,8 @@ def test_a_shape_orders_parents_first_and_levels_together(shape: TreeShape) -> N
     assert all(len(nodes[node]) == depth for depth, level in enumerate(shape.levels)
                for node in level)
     assert shape.is_chain == (len(shape.levels) == len(shape))
-
-
-def test_shapes_by_name() -> None:
-    assert TreeShape.chain(2).paths == ((0,), (0, 0))
-    assert len(TreeShape.branching((2, 2, 1))) == 11
-    assert TreeShape.from_digits(["1", "0", "10"]).paths == ((0,), (1,), (1, 0))
+    for size in range(len(shape) + 2):
+        assert shape.within(size).paths == shape.paths[:size]
 
 
 @pytest.mark.parametrize("paths", [((1, 0),), ((),), ((0,), (0,)), ((-1,),)])
@@ -42,30 +39,24 @@ def test_a_shape_that_is_no_tree_is_refused(paths: tuple[tuple[int, ...], ...]) 
         TreeShape(paths)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=len)
-def test_a_cut_shape_is_a_prefix_and_a_tree(shape: TreeShape) -> None:
-    for nodes in range(len(shape) + 2):
-        cut = shape.within(nodes)
-        assert cut.paths == shape.paths[:nodes] and len(cut) <= nodes + 1
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=len)
+@shapes
 def test_ancestors_depths_and_paths_follow_the_parents(shape: TreeShape) -> None:
     """Cached tensors of a static shape are those computed from parents, and right."""
+    def ancestors(node: int) -> list[int]:
+        return [] if node < 0 else [*ancestors(shape.parents[node]), node]
+
     tokens = torch.arange(len(shape)).repeat(3, 1)
     static = TokenTree.shaped(tokens, shape)
     dynamic = TokenTree(tokens, static.parents.clone(), static.depth_limit)
-    chains = [_ancestors(list(shape.parents), node) for node in range(len(shape))]
     for tree in (static, dynamic, *([TokenTree.chain(tokens)] if shape.is_chain else [])):
-        for node, chain in enumerate(chains):
+        for node in range(len(shape)):
+            chain = ancestors(node)
             assert tree.ancestors[1, node].nonzero()[:, 0].tolist() == chain
             assert int(tree.depths[2, node]) == len(chain) - 1
             path = tree.path_to(torch.full((3,), node))
             assert path[0].tolist() == [*chain, *range(len(chain), tree.depth_limit + 1)]
-
-
-def _ancestors(parents: list[int], node: int) -> list[int]:
-    return [] if node < 0 else [*_ancestors(parents, parents[node]), node]
+            text = [token for token in tree.texts[0, node].tolist() if token != NO_TOKEN]
+            assert text == chain
 
 
 @pytest.mark.parametrize("length", [2, 5, 9])
@@ -74,38 +65,27 @@ def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
     chains = torch.randint(9, (2, length))
     chains[1, 1:] = ABSENT
     for shape in SHAPES:
-        tree = TokenTree.shaped(torch.randint(9, (3, len(shape))), shape)
-        both, (one, other) = tree.stack(chains), (tree, TokenTree.chain(chains))
-        width = both.tokens.shape[1]
-        assert width == max(len(shape), length) and both.is_chain == shape.is_chain
-        assert both.depth_limit >= max(tree.depth_limit, length - 1)
-        assert (torch.equal(both.present[:3, : len(shape)], tree.present)
-                and not both.present[:3, len(shape) :].any())
-        assert (torch.equal(both.present[3:, :length], other.present)
-                and not both.present[3:, length:].any())
-        for mine, rows, nodes in ((one, slice(3), len(shape)), (other, slice(3, None), length)):
-            assert torch.equal(both.tokens[rows, :nodes], mine.tokens) and torch.equal(
-                both.parents[rows, :nodes], mine.parents
-            )
-            assert torch.equal(both.depths[rows, :nodes], mine.depths)
+        tree, other = TokenTree.shaped(torch.randint(9, (3, len(shape))), shape), chains
+        both = tree.stack(chains)
+        assert both.tokens.shape[1] == max(len(shape), length)
+        assert both.is_chain == shape.is_chain
+        for mine, rows in ((tree, slice(3)), (TokenTree.chain(other), slice(3, None))):
+            nodes = mine.tokens.shape[1]
+            assert not both.present[rows, nodes:].any()
+            for name in ("tokens", "parents", "depths"):
+                assert torch.equal(getattr(both, name)[rows, :nodes], getattr(mine, name))
             assert torch.equal(both.ancestors[rows, :nodes, :nodes], mine.ancestors)
 
 
 def test_depths_of_deep_chains() -> None:
-    """Squaring reaches every depth, also where it is no power of two."""
+    """Squaring reaches every depth, also where it is no power of two; and a prompt is a chain that
+    is made at once: what its pairs of tokens say of each other waits until somebody asks."""
     for length in range(1, 20):
-        tree = TokenTree(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] - 1,
-                         length - 1)
+        parents = torch.arange(length)[None] - 1
+        tree = TokenTree(torch.zeros(1, length, dtype=torch.int64), parents, length - 1)
         assert tree.depths[0].tolist() == list(range(length))
-
-
-def test_a_chain_of_any_length_is_made_at_once() -> None:
-    """A prompt is one: what its pairs of tokens say of each other waits until somebody asks."""
-    tokens = torch.arange(2 * 5000).view(2, 5000)
-    tree = TokenTree.chain(tokens)
+    tree = TokenTree.chain(torch.arange(2 * 5000).view(2, 5000))
     assert tree.is_chain and tree.depth_limit == 4999 and "ancestors" not in vars(tree)
-    assert (torch.equal(tree.parents, (torch.arange(5000) - 1).repeat(2, 1))
-            and tree.parents.is_contiguous())
     assert torch.equal(tree.depths, torch.arange(5000).repeat(2, 1))
 
 
@@ -121,14 +101,10 @@ def test_the_oracle_of_recurrent_drafter() -> None:
                                     [93, 94, 95, 92, 95, 96, 93, 97, 96]]
     assert tree.parents[0, :7].tolist() == [-1, 0, 1, 2, 1, 4, 2]
     assert tree.parents[1].tolist() == [-1, 0, 1, 2, 0, 4, 5, 1, 7]
-    assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 2, 3, 3] and tree.depths[1].tolist() == [
-        0, 1, 2, 3, 1, 2, 3, 2, 3
-    ]
-    mask = ["1000000", "1100000", "1110000", "1111000", "1100100", "1100110", "1110001"]
-    assert ["".join(str(int(bit)) for bit in row) for row in tree.ancestors[0, :7, :7]] == mask
+    assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 2, 3, 3]
 
 
-def _trie(paths: list[list[int]], nodes: int) -> list[tuple[int, ...]]:
+def trie(paths: list[list[int]], nodes: int) -> list[tuple[int, ...]]:
     """The first distinct prefixes in path-major order; ABSENT ends a path."""
     seen: list[tuple[int, ...]] = []
     for path in paths:
@@ -152,17 +128,12 @@ def test_packing_is_a_trie() -> None:
         nodes = length + case % 9
         tree = TokenTree.from_paths(paths, nodes)
         for row in range(rows):
-            wanted = _trie(paths[row].tolist(), nodes)
-            assert tree.tokens[row].tolist() == [*(prefix[-1] for prefix in wanted),
-                                                 *[ABSENT] * (tree.tokens.shape[1] - len(wanted))]
-            assert tree.parents[row, : len(wanted)].tolist() == [
-                wanted.index(p[:-1]) if len(p) > 1 else -1 for p in wanted
-            ]
+            wanted = trie(paths[row].tolist(), nodes)
+            assert int(tree.present[row].sum()) == len(wanted)
             for node, prefix in enumerate(wanted):
                 assert tree.tokens[row, tree.ancestors[row, node]].tolist() == list(prefix)
-                assert tree.tokens[
-                    row, tree.path_to(torch.full((rows,), node))[row, : len(prefix)]
-                ].tolist() == list(prefix)
+                parent = wanted.index(prefix[:-1]) if node else -1
+                assert int(tree.parents[row, node]) == parent
 
 
 def test_trees_are_made_without_reading_the_device() -> None:
@@ -233,20 +204,11 @@ def test_voted_paths_keep_the_likeliest_prefixes(nodes: int) -> None:
             assert_is_best(tree, row, by_hand(paths[row], votes[row]), nodes)
 
 
-def test_voted_paths_and_unvoted_ones_are_one_tree_when_all_fits() -> None:
-    paths, votes = votes_of((4, 4, 5), 1)
-    voted, plain = TokenTree.from_paths(paths, 17, votes), TokenTree.from_paths(paths, 17)
-    assert all(drafted(voted, row).keys() == drafted(plain, row).keys() for row in range(4))
-
-
-def test_what_votes_nothing_is_not_there() -> None:
+def test_what_votes_nothing_is_not_there_and_of_equals_the_parent_stays() -> None:
     paths = torch.tensor([[[ROOT, 1, 2], [ROOT, 3, 4]]])
     votes = torch.tensor([[[1.0, 0.5, 0.2], [0.0, 0.0, 0.0]]])
     tree = TokenTree.from_paths(paths, 5, votes)
     assert drafted(tree) == pytest.approx({(1,): 0.5, (1, 2): 0.2})
-
-
-def test_equal_odds_keep_the_parent_before_the_child() -> None:
     tree = TokenTree.from_paths(torch.tensor([[[ROOT, 1, 2, 3]]]), 3, torch.ones(1, 1, 4))
     assert tree.tokens.tolist() == [[ROOT, 1, 2]] and tree.parents.tolist() == [[-1, 0, 1]]
 
@@ -257,24 +219,15 @@ def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
     for seed in range(20):
         each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
         trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
-        pool = TokenTree.concat(trees)
         confidence = torch.cat([tree.confidence for tree in trees if tree.confidence is not None],
                                1)
-        merged = pool.merged(confidence, nodes)
+        merged = TokenTree.concat(trees).merged(confidence, nodes)
         for row in range(3):
             best: dict[Text, float] = {}
             for tree in trees:
                 for text, value in drafted(tree, row).items():
                     best[text] = max(value, best.get(text, 0.0))
             assert_is_best(merged, row, best, nodes)
-
-
-def test_a_tree_beside_nothing_is_itself() -> None:
-    paths, votes = votes_of((2, 4, 4), 3)
-    tree = TokenTree.from_paths(paths, 6, votes)
-    assert tree.confidence is not None
-    again = TokenTree.concat([tree]).merged(tree.confidence, 6)
-    assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
 
 
 def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
@@ -292,57 +245,34 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
             assert (best.tokens[row, len(said) :] == ABSENT).all()
 
 
-def test_the_text_of_a_node_is_its_path() -> None:
-    shape = TreeShape.from_digits(["0", "1", "00", "10", "11", "110"])
-    tree = TokenTree.shaped(torch.arange(10, 17)[None], shape)
-    texts = [[token for token in text if token != NO_TOKEN] for text in tree.texts[0].tolist()]
-    assert texts == [[10], [10, 11], [10, 12], [10, 11, 13], [10, 12, 14], [10, 12, 15],
-                     [10, 12, 15, 16]]
-    assert torch.equal(tree.same_text[0], torch.eye(7, dtype=torch.bool))
-
-
-def sharing(rows: int, seed: int) -> TokenTree:
-    """A ragged tree per row, some with equal odds, of a shape."""
-    dice = torch.Generator().manual_seed(seed)
-    shape = TreeShape.branching((3, 2, 2))
-    nodes = len(shape)
-    tokens, confidence = torch.randint(3, (rows, nodes), generator=dice), torch.ones(rows, nodes)
-    steps = torch.rand(rows, nodes, generator=dice).mul(4).ceil() / 4
-    for node, parent in enumerate(shape.parents[1:], start=1):
-        gone = (tokens[:, parent] == ABSENT) | (torch.rand(rows, generator=dice) < 0.2)
-        tokens[:, node] = torch.where(gone, ABSENT, tokens[:, node])
-        confidence[:, node] = torch.where(gone, 0, confidence[:, parent] * steps[:, node])
-    return TokenTree.shaped(tokens, shape, confidence=confidence)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_rows_share_what_may_be_drafted(rows: int) -> None:
     """Of all rows the likeliest are kept, whole paths; each says with how many it would be."""
+    shape = TreeShape.branching((3, 2, 2))
     for seed in range(20):
-        tree = sharing(rows, seed)
-        assert tree.confidence is not None
-        drafted = tree.present[:, 1:]
-        falling = sorted(tree.confidence[:, 1:][drafted].tolist(), reverse=True)
+        dice = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(3, (rows, len(shape)), generator=dice)
+        confidence = torch.ones(rows, len(shape))
+        for node, parent in enumerate(shape.parents[1:], start=1):          # ragged, with equals
+            gone = (tokens[:, parent] == ABSENT) | (torch.rand(rows, generator=dice) < 0.2)
+            step = torch.rand(rows, generator=dice).mul(4).ceil() / 4
+            tokens[gone, node] = ABSENT
+            confidence[:, node] = torch.where(gone, 0, confidence[:, parent] * step)
+        tree = TokenTree.shaped(tokens, shape, confidence=confidence)
+        falling = sorted(confidence[:, 1:][tree.present[:, 1:]].tolist(), reverse=True)
         for nodes in (1, 3, 8, 30):
             kept = tree.within_budget(nodes)
             assert kept.confidence is not None and kept.budget_rank is not None
             there = kept.present[:, 1:]
-            kept_odds = sorted(kept.confidence[:, 1:][there].tolist(), reverse=True)
-            assert kept_odds == falling[: nodes * rows]
+            assert (sorted(kept.confidence[:, 1:][there].tolist(), reverse=True)
+                    == falling[: nodes * rows])
             assert sorted(kept.budget_rank[:, 1:][there].tolist()) == [
                 at // rows + 1 for at in range(int(there.sum()))
             ]
             assert (kept.present.gather(1, kept.parents.clamp(min=0)) | ~kept.present).all()
             assert not kept.tokens.shape[1] > 1 or there[:, -1].any()  # no wider than it must be
-            fewer = tree.within_budget(max(1, nodes - 1))
-            wanted = torch.where(kept.budget_rank <= max(1, nodes - 1), kept.tokens, ABSENT)
-            assert torch.equal(fewer.tokens, wanted[:, : fewer.tokens.shape[1]])
             plain = TokenTree(kept.tokens, kept.parents, kept.depth_limit)
-            assert torch.equal(kept.depths, plain.depths) and torch.equal(
-                kept.ancestors, plain.ancestors
-            )
-
-
-def test_a_tree_that_tells_no_odds_is_shared_as_it_is() -> None:
+            assert torch.equal(kept.depths, plain.depths)
+            assert torch.equal(kept.ancestors, plain.ancestors)
     tree = TokenTree.chain(torch.tensor([[7, 1, 2], [7, 3, ABSENT]]))
-    assert tree.within_budget(1) is tree
+    assert tree.within_budget(1) is tree, "no confidence, nothing to share"
