@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -52,7 +52,7 @@ class ForbiddenOnDevice(Exception):
     """An operator that the emulated device cannot follow."""
 
 
-class DeviceEmulation:
+class DeviceEmulation(TorchDispatchMode):
     """Watches operators, and the part they belong to. The rules hold once it is `warm`.
 
     A part is one call of one component; its graph is the sequence of its operators, their shapes,
@@ -60,6 +60,7 @@ class DeviceEmulation:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.graphs: dict[str, set[int]] = defaultdict(set)     # by part, the graphs met
         self.calls: dict[str, int] = defaultdict(int)
         self.read = 0                                           # declared reads, in all
@@ -68,28 +69,30 @@ class DeviceEmulation:
         self._stack: list[list[object]] = []
         self._readable = 0
 
-    def forget(self) -> None:
-        """Count anew."""
-        self.graphs.clear()
-        self.calls.clear()
-
     @contextmanager
     def running(self) -> Iterator[DeviceEmulation]:
         """Watch what runs inside."""
-        with _Calls(self), _Operators(self):
+        with _Calls(self), self:
             yield self
 
     @contextmanager
-    def part(self, name: str, strict: bool = False) -> Iterator[None]:
-        """One call of a component. `strict`: the rules hold; otherwise only shapes are noted."""
+    def part(self, name: str, strict: bool = False, reads: int = 0) -> Iterator[None]:
+        """One call of a component. strict: the rules hold; otherwise only shapes are noted.
+        reads: so many are declared inside."""
         outer, self.strict = self.strict, self.strict or (strict and self.warm)
+        self._readable += reads
         self._stack.append([])
         try:
             yield
-            self._close(name)
+            graph = hash(tuple(self._stack[-1]))
+            self.calls[name] += 1
+            if graph not in self.graphs[name]:
+                self.forbid(f"{name} met a shape after warm-up that it had not met before")
+            self.graphs[name].add(graph)
         finally:
             self.strict = outer
             self._stack.pop()
+            self._readable = 0 if reads else self._readable
 
     def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` as a part: of a round, or (after `prefix` was set) of reading a prompt."""
@@ -108,91 +111,55 @@ class DeviceEmulation:
         finally:
             self.strict = outer
 
-    @contextmanager
-    def reading(self, times: int) -> Iterator[None]:
-        """So many reads are declared inside."""
-        self._readable = times
-        try:
-            yield
-        finally:
-            self._readable = 0
+    def forbid(self, what: str) -> None:
+        if self.strict:
+            raise ForbiddenOnDevice(what)
 
     def reads(self, what: str) -> None:
         """Something reads a tensor on the host."""
-        if not self.strict:
-            return
         if self._readable == 0:
-            raise ForbiddenOnDevice(f"{what} reads a tensor back to the host inside a round")
-        self._readable -= 1
-        self.read += 1
-
-    def host_data(self, what: str) -> None:
-        """Something brings host data to the device."""
-        if self.strict:
-            raise ForbiddenOnDevice(f"{what} copies host data to the device inside a round")
-
-    def operator(
-        self, name: str, inputs: Sequence[object], made: Sequence[object], written: Sequence[Tensor]
-    ) -> None:
-        """An operator ran."""
-        if self._stack:
-            self._stack[-1].append((name, *map(_plain, inputs)))
-        if not self.strict:
-            return
-        for tensor in written:
-            whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-            if not whole or not tensor.is_contiguous():
-                raise ForbiddenOnDevice(f"{name} writes into a view, a part of its tensor")
-        for tensor in made if not name.startswith("empty") else ():
-            if not isinstance(tensor, Tensor) or not tensor.numel():
-                continue
-            if tensor.dtype == torch.float64:
-                raise ForbiddenOnDevice(f"{name} makes a float64 tensor; the device has none")
-            if tensor.dtype == torch.int64 and int(tensor.abs().max()) >= 1 << 31:
-                raise ForbiddenOnDevice(f"{name} makes int64 numbers beyond 32 bits")
-
-    def _close(self, name: str) -> None:
-        graph = hash(tuple(self._stack[-1]))
-        self.calls[name] += 1
-        if self.strict and graph not in self.graphs[name]:
-            raise ForbiddenOnDevice(f"{name} met a shape after warm-up that it had not met before")
-        self.graphs[name].add(graph)
-
-
-class _Operators(TorchDispatchMode):
-    """Every operator, as the device would see it."""
-
-    def __init__(self, emulation: DeviceEmulation) -> None:
-        super().__init__()
-        self.emulation = emulation
+            self.forbid(f"{what} reads a tensor back to the host inside a round")
+        elif self.strict:
+            self._readable -= 1
+            self.read += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator, as the device would see it."""
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        full = f"{name}.{func._overloadname}"
         if name in READS:
-            self.emulation.reads(name)
-        if self.emulation.strict:
-            self._must_be_static(name, func, args)
-        if name == "lift_fresh":
-            self.emulation.host_data("a constant")
-        out = func(*args, **kwargs)
-        given = zip(func._schema.arguments, args, strict=False)
-        written = [
-            value for argument, value in given if isinstance(value, Tensor)
-            and argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        inputs, made = tree_leaves((args, kwargs)), tree_leaves(out)
-        self.emulation.operator(f"{name}.{func._overloadname}", inputs, made, written)
-        return out
-
-    def _must_be_static(self, name: str, func: Any, args: Any) -> None:
-        """Refuse operators whose output takes its shape from data; an index of bools is one."""
-        bools = (torch.bool, torch.uint8)
+            self.reads(name)
         masks = name in ("index", "index_put", "index_put_") and any(
-            isinstance(one, Tensor) and one.dtype in bools for one in tree_leaves(args[1])
+            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+            for one in tree_leaves(args[1])
         )
         alone = name == "where" and len(args) == 1
-        if masks or alone or name in DYNAMIC or f"{name}.{func._overloadname}" in DYNAMIC:
-            raise ForbiddenOnDevice(f"{name} makes a shape that depends on data")
+        if masks or alone or name in DYNAMIC or full in DYNAMIC:
+            self.forbid(f"{name} makes a shape that depends on data")
+        if name == "lift_fresh":
+            self.forbid("a constant copies host data to the device inside a round")
+        out = func(*args, **kwargs)
+        if self._stack:
+            self._stack[-1].append((full, *map(_plain, tree_leaves((args, kwargs)))))
+        if self.strict:
+            self._check(full, func, args, tree_leaves(out))
+        return out
+
+    def _check(self, name: str, func: Any, args: Any, made: Sequence[object]) -> None:
+        """What an operator wrote and made."""
+        for argument, tensor in zip(func._schema.arguments, args, strict=False):
+            alias = argument.alias_info
+            if alias is None or not alias.is_write or not isinstance(tensor, Tensor):
+                continue
+            whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            if not whole or not tensor.is_contiguous():
+                self.forbid(f"{name} writes into a view, a part of its tensor")
+        for tensor in made if not name.startswith("empty") else ():
+            if isinstance(tensor, Tensor) and tensor.numel():
+                if tensor.dtype == torch.float64:
+                    self.forbid(f"{name} makes a float64 tensor; the device has none")
+                if tensor.dtype == torch.int64 and int(tensor.abs().max()) >= 1 << 31:
+                    self.forbid(f"{name} makes int64 numbers beyond 32 bits")
 
 
 class _Calls(TorchFunctionMode):
@@ -205,13 +172,12 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func in (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray):
-            self.emulation.host_data(f"torch.{name}")
+            self.emulation.forbid(f"torch.{name} copies host data to the device inside a round")
         if name in TO_HOST and args and isinstance(args[0], Tensor):
             self.emulation.reads(name)
             with self.emulation.free():                         # its parts were counted as one
                 return func(*args, **kwargs)
-        words = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
-        if name == "to" and "cpu" in words:
+        if name == "to" and "cpu" in [*args[1:], *kwargs.values()]:
             self.emulation.reads("to('cpu')")
         return func(*args, **kwargs)
 
@@ -253,7 +219,7 @@ def emulate(
     prompts = [torch.randint(vocab, (length,), generator=dice).tolist() for length in lengths]
     with _patched(emulation, ours), emulation.running():
         for _ in range(2):                                  # constants are made in the first
-            emulation.forget()
+            emulation.graphs.clear()
             ours.warm_up(max(lengths) + new_tokens, batch_size=batch_size, sampling=sampling)
         emulation.warm, before = True, emulation.calls["round"]
         done = ours.generate(
@@ -271,15 +237,7 @@ def emulate(
 @contextmanager
 def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
     """While this lasts, target and drafter are parts, and the decoder holds the device's rules."""
-    with ExitStack() as stack:
-        read = emulation.wrapped("read", engine.target.read)
-        stack.enter_context(patch.object(engine.target, "read", read))
-        stack.enter_context(patch.object(engines, "Decoder", _decoder(emulation)))
-        stack.enter_context(patch.object(Device, "widest", torch.float32))
-        yield
 
-
-def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
     class Watched(Decoder):
         """Tells the emulation which part runs, and whether the rules hold."""
 
@@ -298,7 +256,7 @@ def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
         def step(self, *args: Any, **how: Any) -> Any:
             if self.batch.padding is None:
                 self.batch._pad()
-            with emulation.part("round", strict=True), emulation.reading(1):
+            with emulation.part("round", strict=True, reads=1):
                 done = super().step(*args, **how)
             if self._addresses() != self.addresses:
                 raise ForbiddenOnDevice("the KV cache moved in memory")
@@ -313,4 +271,9 @@ def _decoder(emulation: DeviceEmulation) -> type[Decoder]:
             with emulation.free(), emulation.part("between rounds"):
                 self._arrange(*args)
 
-    return Watched
+    with (
+        patch.object(engine.target, "read", emulation.wrapped("read", engine.target.read)),
+        patch.object(engines, "Decoder", Watched),
+        patch.object(Device, "widest", torch.float32),
+    ):
+        yield

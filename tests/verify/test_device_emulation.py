@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -62,28 +62,31 @@ def warm() -> DeviceEmulation:
 
 def run(call: Callable[[], object], reads: int = 0) -> DeviceEmulation:
     emulation = warm()
-    with emulation.running(), emulation.part("round", strict=True), emulation.reading(reads):
+    with emulation.running(), emulation.part("round", strict=True, reads=reads):
         call()
     return emulation
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.fixture(params=[False, True], ids=["", "inference"], autouse=True)
+def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch.inference_mode(request.param):
+        yield
+
+
 @pytest.mark.parametrize(
     ("words", "name"), [(words, name) for words, calls in FORBIDDEN.items() for name in calls]
 )
-def test_what_a_device_cannot_do_is_refused(words: str, name: str, inference: bool) -> None:
+def test_what_a_device_cannot_do_is_refused(words: str, name: str) -> None:
     declared = 9 if words == "depends on data" else 0
-    with torch.inference_mode(inference), pytest.raises(ForbiddenOnDevice, match=words):
+    with pytest.raises(ForbiddenOnDevice, match=words):
         run(FORBIDDEN[words][name], reads=declared)
 
 
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", READS)
-def test_nothing_is_read_back_but_what_is_declared(name: str, inference: bool) -> None:
-    with torch.inference_mode(inference):
-        assert run(READS[name], reads=1).read == 1
-        with pytest.raises(ForbiddenOnDevice, match="host"):
-            run(lambda: (READS[name](), READS[name]()), reads=1)
+def test_nothing_is_read_back_but_what_is_declared(name: str) -> None:
+    assert run(READS[name], reads=1).read == 1
+    with pytest.raises(ForbiddenOnDevice, match="host"):
+        run(lambda: (READS[name](), READS[name]()), reads=1)
 
 
 def test_what_is_allowed() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ from draftproof.errors import BadInput
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix alone."""
-
-
-SMALL, LARGEST = 1e-30, 10**9
-"""Smaller numbers are lost in float32, as are those above 1 / SMALL; larger counts are mistakes."""
 
 
 class RuleRequest(NamedTuple):
@@ -98,36 +94,16 @@ class Sampling:
         for name in ("stop", "banned_words"):
             if isinstance(getattr(self, name), str):        # one string is a list of one
                 object.__setattr__(self, name, (getattr(self, name),))
-        for name in ("temperature", "presence_penalty", "frequency_penalty"):
-            _within(self, name, 0 if name == "temperature" else None)
-        for name in ("top_k", "no_repeat_ngram", "min_new_tokens"):
-            _within(self, name, 0, LARGEST, whole=True)
-        for name in ("max_new_tokens", "max_length"):
-            if getattr(self, name) is not None:
-                _within(self, name, 1, whole=True)
-        _within(self, "seed", whole=True)
-        _within(self, "top_p", 0, 1, open_low=True)
-        _within(self, "min_p", 0, 1)
-        _within(self, "repetition_penalty", 0, open_low=True)
-        biases = self.logit_bias
-        if not isinstance(biases, Mapping) or not all(
-            _is_token(token) and isinstance(bias, (int, float)) and bias <= 1 / SMALL
-            for token, bias in biases.items()
-        ):
-            raise BadInput(
-                f"logit_bias was {biases!r:.200}; it must be numbers up to {1 / SMALL}, by token id"
-            )
-        if not isinstance(self.logprobs, bool):
-            raise BadInput(f"logprobs was {self.logprobs!r}; it must be true or false")
-        _within(self, "top_logprobs", 0, 20, whole=True)
+        for name, (sound, wanted) in _WANTED.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_new_tokens", "max_length", "stop_tokens"):
+                continue
+            if not sound(value):
+                raise BadInput(f"{name} was {value!r:.100}; it must be {wanted}")
+            if isinstance(getattr(Sampling, name, None), float):
+                object.__setattr__(self, name, float(value))       # kernels read them as floats
         if self.top_logprobs and not self.logprobs:
             raise BadInput(f"top_logprobs was {self.top_logprobs} without logprobs; ask for both")
-        for name, parts, wanted in _LISTED:
-            values = getattr(self, name)
-            if values is None and name == "stop_tokens":
-                continue
-            if not _is_list(values) or not all(parts(value) for value in values):
-                raise BadInput(f"{name} was {values!r:.200}; it must be a list of {wanted}")
 
 
 @dataclass(frozen=True)
@@ -155,38 +131,47 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_word(value: object) -> bool:
-    if _is_text(value):
-        return True
-    return isinstance(value, Collection) and len(value) > 0 and _is_list(value) and all(
-        map(_is_token, value)
+def _is_word(value: Any) -> bool:
+    return _is_text(value) or (_is_list(value) and len(value) > 0 and all(map(_is_token, value)))
+
+
+def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: _is_list(values) and all(map(part, values))
+
+
+def _number(
+    low: float, high: float = 1e30, whole: bool = False
+) -> Callable[[Any], bool]:
+    """Whether something is a number, from low to high; larger ones are lost in float32."""
+    kinds = int if whole else (int, float)
+    return lambda value: (
+        isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
     )
 
 
-_LISTED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("stop", _is_text, "strings that are not empty"),
-    ("stop_tokens", _is_token, "token ids"),
-    ("banned_words", _is_word, "strings, or lists of token ids, that are not empty"),
-)
-"""Options that hold several, what each of them must be, and that in words."""
+def _count(low: int = 0, high: int = 10**9) -> tuple[Callable[[Any], bool], str]:
+    return _number(low, high, whole=True), f"a whole number from {low} to {high}"
 
 
-def _within(
-    owner: object, name: str, low: float | None = None, high: float | None = None,
-    open_low: bool = False, whole: bool = False,
-) -> None:  # fmt: skip
-    value = getattr(owner, name)
-    kind = int if whole else (int, float)
-    number = isinstance(value, kind) and not isinstance(value, bool) and -inf < value < inf
-    if number and not whole and value and not SMALL <= abs(value) <= 1 / SMALL:
-        sizes = f"0, or from {SMALL} to {1 / SMALL} in size"
-        raise BadInput(f"{name} was {value!r:.40}; it must be {sizes}")
-    above = number and (low is None or (value > low if open_low else value >= low))
-    if above and (high is None or value <= high):
-        if not whole:
-            object.__setattr__(owner, name, float(value))       # kernels read them as floats
-        return
-    bounds = [] if low is None else [f"{'above' if open_low else 'at least'} {low}"]
-    bounds += [] if high is None else [f"at most {high}"]
-    wanted = " ".join(["a whole number" if whole else "a number", " and ".join(bounds)]).strip()
-    raise BadInput(f"{name} was {value!r:.40}; it must be {wanted}")
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: _number(1e-30)(value) or _number(0, 0)(value),
+                    "0, or a number from 1e-30 to 1e30"),
+    "top_p": (_number(1e-30, 1), "a number above 0 and at most 1"),
+    "min_p": (_number(0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (_number(1e-30), "a number from 1e-30 to 1e30"),
+    "presence_penalty": (_number(-1e30), "a number"),
+    "frequency_penalty": (_number(-1e30), "a number"),
+    "seed": (_number(-inf, inf, whole=True), "a whole number"),
+    **dict.fromkeys(("top_k", "no_repeat_ngram", "min_new_tokens"), _count()),
+    **dict.fromkeys(("max_new_tokens", "max_length"), _count(1, 10**18)),
+    "logprobs": (lambda value: isinstance(value, bool), "true or false"),
+    "top_logprobs": _count(0, 20),
+    "logit_bias": (
+        lambda value: isinstance(value, Mapping) and all(
+            _is_token(token) and _number(-inf)(bias) for token, bias in value.items()
+        ), "numbers up to 1e30, by token id"),
+    "stop": (_all(_is_text), "a list of strings that are not empty"),
+    "stop_tokens": (_all(_is_token), "a list of token ids"),
+    "banned_words": (_all(_is_word), "a list of strings, or of lists of token ids, not empty"),
+}  # fmt: skip
+"""Options, what each must be, and that in words."""

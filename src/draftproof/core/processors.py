@@ -8,10 +8,9 @@ own tree node, so verifying a tree equals decoding each path alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +18,58 @@ from torch import Tensor
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths
 
-_COLUMNS = (
+_NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "no_repeat_ngram",
 )  # fmt: skip
-_DEFAULTS = {one.name: getattr(Sampling(), one.name) for one in fields(Sampling)}
+_DEFAULTS = Sampling()
+Process = Callable[[Tensor, Paths], Tensor]
 
 
 class LogitsProcessors:
-    """The wishes of all running rows that change logits, as tensors. Pure."""
+    """The wishes of all running rows that change logits. Pure; whatever must lie on the device is
+    copied there when it is made, none in a round. exact: the widest numbers of the device."""
 
     def __init__(
-        self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu"
-    ) -> None:
+        self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu",
+        exact: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
         self.rows, self.device = tuple(rows), torch.device(device)
-        self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.some_greedy = any(row.sampling.temperature == 0 for row in rows)
+        self.greedy_rows = self._column([row.sampling.temperature == 0 for row in rows])
+        self._numbers = {
+            name: self._column([getattr(row.sampling, name) for row in rows], exact)
+            for name in _NUMBERS if self._any(name)
+        }
+        self._processes = [process for wanted, process in self._known(exact) if wanted]
+        self.only_temperature = all(process == self._heat for process in self._processes)
 
-    def prepare(self, dtype: torch.dtype, vocab: int) -> None:
-        """Copy to the device now, not in the round that comes, what such scores will need."""
-        for name in _COLUMNS:
-            if self._any(name):
-                self._column(name, torch.int64 if name in ("top_k", "no_repeat_ngram") else dtype)
-        _ = self.greedy_rows, self._prompt_lengths, self._processes
-        if self._any("logit_bias"):
-            self._bias(dtype)
-        if any(row.banned for row in self.rows):
-            _ = self._banned
-        if self._holds:
-            self._held(vocab)
+    def _known(self, exact: torch.dtype) -> list[tuple[bool, Process]]:
+        """What some row may ask for, in the order of transformers' generate."""
+        if any_bias := self._any("logit_bias"):
+            self._bias = self._by_token([row.sampling.logit_bias for row in self.rows], exact)
+        if any_banned := any(row.banned for row in self.rows):
+            self._banned = _Banned.of(self.rows, self.device)
+        if holds := any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows):
+            ends = [dict.fromkeys(row.stop_tokens, True) for row in self.rows]
+            self._ends = self._by_token(ends, torch.bool)
+            least = [row.prompt_length + row.sampling.min_new_tokens for row in self.rows]
+            self._first_end = self._column(least)
+        if any_presence := self._any("presence_penalty", "frequency_penalty"):
+            self._prompt_lengths = self._column([row.prompt_length for row in self.rows])
+        return [
+            (any_bias, self._add_bias),
+            (self._any("repetition_penalty"), self._penalise_repetition),
+            (any_presence, self._penalise_presence),
+            (self._any("no_repeat_ngram"), self._ban_ngrams),
+            (any_banned, self._ban_words),
+            (holds, self._hold_stop_tokens),
+            (any(row.logits_rules for row in self.rows) or self._any("processors"), self._ask),
+            (self._any("temperature"), self._heat),
+            (self._any("top_k"), self._keep_top_k),
+            (self._any("top_p"), self._keep_top_p),
+            (self._any("min_p"), self._keep_min_p),
+        ]
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] processed logits, -inf where a token may not be chosen."""
@@ -56,91 +79,50 @@ class LogitsProcessors:
         return scores
 
     @cached_property
-    def only_temperature(self) -> bool:
-        """Whether nothing but a temperature is asked for."""
-        return all(process == self._heat for process in self._processes)
-
-    @cached_property
-    def greedy_rows(self) -> Tensor:
-        """[B, 1, 1] which take the likeliest token."""
-        greedy = [row.sampling.temperature == 0 for row in self.rows]
-        return torch.tensor(greedy, device=self.device).view(-1, 1, 1)
-
-    @cached_property
-    def _processes(self) -> list[Callable[[Tensor, Paths], Tensor]]:
-        """Only what some row asks for, in the order of transformers' generate."""
-        asked: list[tuple[bool, Callable[[Tensor, Paths], Tensor]]] = [
-            (self._any("logit_bias"), self._add_bias),
-            (self._any("repetition_penalty"), self._penalise_repetition),
-            (self._any("presence_penalty", "frequency_penalty"), self._penalise_presence),
-            (self._any("no_repeat_ngram"), self._ban_ngrams),
-            (any(row.banned for row in self.rows), self._ban_words),
-            (self._holds, self._hold_stop_tokens),
-            (any(row.logits_rules for row in self.rows) or self._any("processors"), self._ask),
-            (self._any("temperature"), self._heat),
-            (self._any("top_k"), self._keep_top_k),
-            (self._any("top_p"), self._keep_top_p),
-            (self._any("min_p"), self._keep_min_p),
-        ]
-        return [process for wanted, process in asked if wanted]
-
-    @cached_property
     def reads_text(self) -> bool:
         """Whether a choice depends on which tokens stand before it, beside what the logits say."""
-        if self._any(
-            "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram",
-            "processors",
-        ):  # fmt: skip
-            return True
         rules = [rule for row in self.rows for rule, _ in row.logits_rules]
-        return any(row.banned for row in self.rows) or any(rule.reads_text for rule in rules)
-
-    @property
-    def _holds(self) -> bool:
-        return any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows)
+        return any(row.banned for row in self.rows) or any(rule.reads_text for rule in rules) or (
+            self._any("repetition_penalty", "presence_penalty", "frequency_penalty",
+                      "no_repeat_ngram", "processors")
+        )  # fmt: skip
 
     def _any(self, *names: str) -> bool:
         pairs = [(row.sampling, name) for row in self.rows for name in names]
-        return any(getattr(sampling, name) != _DEFAULTS[name] for sampling, name in pairs)
+        return any(getattr(sampling, name) != getattr(_DEFAULTS, name) for sampling, name in pairs)
 
-    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[B, 1, 1] one parameter of every row; made once: a round copies nothing to the device."""
-        if (name, dtype) not in self._columns:
-            values = [getattr(row.sampling, name) for row in self.rows]
-            column = torch.tensor(values, dtype=dtype, device=self.device)
-            self._columns[name, dtype] = column.view(-1, 1, 1)
-        return self._columns[name, dtype]
+    def _column(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        """[B, 1, 1]"""
+        return torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
+
+    def _by_token(self, rows: Sequence[Mapping[int, Any]], dtype: torch.dtype) -> Tensor:
+        """[B, 1, highest id + 1] a value for some tokens of each row, else 0."""
+        width = 1 + max(token for row in rows for token in row)
+        table = torch.zeros(len(rows), 1, width, dtype=dtype)
+        for row, values in enumerate(rows):
+            if values:
+                table[row, 0, list(values)] = torch.tensor([*values.values()], dtype=dtype)
+        return table.to(self.device)
 
     # What depends on the text so far --------------------------------------------------------------
 
-    def _bias(self, dtype: torch.dtype) -> Tensor:
-        """[B, 1, highest id + 1]"""
-        if ("logit_bias", dtype) in self._columns:
-            return self._columns["logit_bias", dtype]
-        ids = [(row, token, bias) for row, params in enumerate(self.rows)
-               for token, bias in params.sampling.logit_bias.items()]
-        rows, tokens, values = zip(*ids, strict=True)
-        width = max(tokens) + 1
-        bias = torch.zeros(len(self.rows), 1, width, dtype=torch.float64)
-        bias[list(rows), 0, list(tokens)] = torch.tensor(values, dtype=torch.float64)
-        return self._columns.setdefault(("logit_bias", dtype), bias.to(dtype).to(self.device))
-
     def _add_bias(self, scores: Tensor, paths: Paths) -> Tensor:
-        bias = self._bias(scores.dtype)
-        width = bias.shape[-1]
-        return torch.cat([scores[..., :width] + bias, scores[..., width:]], -1)
+        width = self._bias.shape[-1]
+        biased = scores[..., :width] + self._bias.to(scores.dtype)
+        return torch.cat([biased, scores[..., width:]], -1)
 
     def _penalise_repetition(self, scores: Tensor, paths: Paths) -> Tensor:
         seen = self._counts(paths, scores.shape[-1], prompt=True) > 0
-        penalty = self._column("repetition_penalty", scores.dtype)
+        penalty = self._numbers["repetition_penalty"].to(scores.dtype)
         penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         return torch.where(seen, penalised, scores)
 
     def _penalise_presence(self, scores: Tensor, paths: Paths) -> Tensor:
         counts = self._counts(paths, scores.shape[-1], prompt=False).to(scores.dtype)
-        presence = self._column("presence_penalty", scores.dtype)
-        frequency = self._column("frequency_penalty", scores.dtype)
-        return scores - presence * (counts > 0) - frequency * counts
+        for name, times in (("presence_penalty", counts > 0), ("frequency_penalty", counts)):
+            if name in self._numbers:
+                scores = scores - self._numbers[name].to(scores.dtype) * times
+        return scores
 
     def _counts(self, paths: Paths, vocab: int, prompt: bool) -> Tensor:
         """[B, N, V] how often each token occurs in each node's text, with or without the prompt."""
@@ -152,14 +134,9 @@ class LogitsProcessors:
         counts = torch.zeros(*sequences.shape[:2], vocab, device=self.device)
         return counts.scatter_add_(2, sequences, counted.float())
 
-    @cached_property
-    def _prompt_lengths(self) -> Tensor:
-        lengths = [row.prompt_length for row in self.rows]
-        return torch.tensor(lengths, device=self.device).view(-1, 1, 1)
-
     def _ban_ngrams(self, scores: Tensor, paths: Paths) -> Tensor:
         banned = torch.zeros_like(scores, dtype=torch.bool)
-        sizes = self._column("no_repeat_ngram", torch.int64)
+        sizes = self._numbers["no_repeat_ngram"]
         for size in sorted({row.sampling.no_repeat_ngram for row in self.rows} - {0}):
             if paths.sequences.shape[-1] < size:
                 continue
@@ -187,31 +164,12 @@ class LogitsProcessors:
         hits = torch.zeros_like(scores).index_put(where, hit, accumulate=True)
         return scores.masked_fill(hits > 0, -torch.inf)
 
-    @cached_property
-    def _banned(self) -> _Banned:
-        words = [(row, word) for row, params in enumerate(self.rows) for word in params.banned]
-        heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
-        for number, (_, word) in enumerate(words):
-            heads[number, : len(word) - 1] = torch.tensor(word[:-1])
-        columns = [(len(word) - 1, row, word[-1]) for row, word in words]
-        sizes, rows, ends = torch.tensor(columns).unbind(1)
-        return _Banned(*(part.to(self.device) for part in (heads, sizes, rows, ends)))
-
     def _hold_stop_tokens(self, scores: Tensor, paths: Paths) -> Tensor:
-        ends, first = self._held(scores.shape[-1])
-        return scores.masked_fill(ends & (paths.lengths[..., None] < first), -torch.inf)
-
-    def _held(self, vocab: int) -> tuple[Tensor, Tensor]:
-        """[B, 1, V] the end tokens, and [B, 1, 1] the position before which none may come."""
-        if ("stop_tokens", torch.bool) not in self._columns:
-            ends = torch.zeros(len(self.rows), 1, vocab, dtype=torch.bool)
-            for row, params in enumerate(self.rows):
-                ends[row, 0, list(params.stop_tokens)] = True
-            first = [row.prompt_length + row.sampling.min_new_tokens for row in self.rows]
-            self._columns["stop_tokens", torch.bool] = ends.to(self.device)
-            place = torch.tensor(first, device=self.device).view(-1, 1, 1)
-            self._columns["stop_tokens", torch.int64] = place
-        return self._columns["stop_tokens", torch.bool], self._columns["stop_tokens", torch.int64]
+        ends = self._ends[..., : scores.shape[-1]]
+        held = ends & (paths.lengths[..., None] < self._first_end)
+        width = ends.shape[-1]
+        kept = scores[..., :width].masked_fill(held, -torch.inf)
+        return torch.cat([kept, scores[..., width:]], -1)
 
     def _ask(self, scores: Tensor, paths: Paths) -> Tensor:
         """Rules and the user's processors, called as transformers calls them: one unpadded prefix
@@ -235,19 +193,19 @@ class LogitsProcessors:
     # What depends on the logits alone -------------------------------------------------------------
 
     def _heat(self, scores: Tensor, paths: Paths) -> Tensor:
-        temperature = self._column("temperature", scores.dtype)
+        temperature = self._numbers["temperature"].to(scores.dtype)
         return torch.where(temperature > 0, scores / temperature, scores)
 
     def _keep_top_k(self, scores: Tensor, paths: Paths) -> Tensor:
         vocab = scores.shape[-1]
-        sizes = self._column("top_k", torch.int64).masked_fill(self.greedy_rows, 0)
+        sizes = self._numbers["top_k"].long().masked_fill(self.greedy_rows, 0)
         largest = min(max(row.sampling.top_k for row in self.rows), vocab)
         best = scores.topk(largest, -1).values
         least = best.gather(-1, (sizes - 1).clamp(0, largest - 1).expand(*best.shape[:2], 1))
         return scores.masked_fill((scores < least) & (sizes > 0), -torch.inf)
 
     def _keep_top_p(self, scores: Tensor, paths: Paths) -> Tensor:
-        mass = self._column("top_p", scores.dtype)
+        mass = self._numbers["top_p"].to(scores.dtype)
         ordered, order = scores.sort(-1)
         likeliest = torch.arange(scores.shape[-1], device=self.device) == scores.shape[-1] - 1
         beyond = (ordered.softmax(-1).cumsum(-1) <= 1 - mass) & ~likeliest
@@ -255,7 +213,7 @@ class LogitsProcessors:
         return scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
 
     def _keep_min_p(self, scores: Tensor, paths: Paths) -> Tensor:
-        share = self._column("min_p", scores.dtype)
+        share = self._numbers["min_p"].to(scores.dtype)
         law = scores.softmax(-1)
         drop = (law < share * law.amax(-1, keepdim=True)) & ~self.greedy_rows
         return scores.masked_fill(drop, -torch.inf)
@@ -268,3 +226,12 @@ class _Banned(NamedTuple):
     sizes: Tensor
     rows: Tensor
     ends: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], device: torch.device) -> _Banned:
+        words = [(row, word) for row, params in enumerate(rows) for word in params.banned]
+        heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
+        for number, (_, word) in enumerate(words):
+            heads[number, : len(word) - 1] = torch.tensor(word[:-1])
+        columns = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words])
+        return cls(*(part.to(device) for part in (heads, *columns.unbind(1))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from math import inf, log
 from typing import NamedTuple
 
@@ -28,12 +27,15 @@ class Sampler(LogitsProcessors):
     def __init__(
         self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", ops: Ops = TORCH
     ) -> None:
-        super().__init__(rows, device)
+        super().__init__(rows, device, ops.exact)
         self.ops = ops
-        wants = [row.sampling for row in rows]
-        seeds = [want.seed for want in wants]
+        seeds = [row.sampling.seed for row in rows]
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
-        self.greedy = all(want.temperature == 0 for want in wants)
+        heats = [row.sampling.temperature for row in rows]
+        self.greedy = not any(heats)
+        # [B, 1] what logits are divided by, and what scores are multiplied by to say a chance
+        self.temperatures = torch.tensor([heat or 1.0 for heat in heats], device=device)[:, None]
+        self._trust = self.temperatures.clamp(max=1)
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._stocks = 1 if len(rows) > 1 else STOCK    # batches change: they begin with little
         self._stock: _Stock | None = None
@@ -44,10 +46,6 @@ class Sampler(LogitsProcessors):
         other._stocks = 0
         return other
 
-    def prepare(self, dtype: torch.dtype, vocab: int) -> None:
-        super().prepare(dtype, vocab)
-        _ = self._trust
-
     def sample(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's choice at each node from raw `logits` [B, N, V], or NO_TOKEN."""
         return self.ops.run(sample, self, logits, paths)
@@ -56,7 +54,7 @@ class Sampler(LogitsProcessors):
         """[B, N, V] the target's distribution at each node in fp32, or fp64; one-hot if greedy."""
         scores = self.filtered(logits, paths)
         probs = scores.softmax(-1)
-        if not self._some_greedy:
+        if not self.some_greedy:
             return probs
         best = argmax_token(scores)[..., None]
         one = torch.zeros_like(probs).scatter_(-1, best.clamp(min=0), 1.0)
@@ -113,7 +111,7 @@ class Sampler(LogitsProcessors):
         least = log(floor) if floor else -inf
         return DraftSampling(noises, places, self.temperatures, scale, least)
 
-    @cached_property
+    @property
     def slope(self) -> Tensor:
         """[B] by how much `confidence` differs where logits differ by 1, at a temperature."""
         return (self._trust / self.temperatures)[:, 0]
@@ -138,17 +136,6 @@ class Sampler(LogitsProcessors):
             self._stocks = min(2 * self._stocks, STOCK)
         return stock.noises, stock.starts + prefix.position
 
-    @cached_property
-    def temperatures(self) -> Tensor:
-        """[B, 1] what logits are divided by."""
-        warmth = [row.sampling.temperature or 1.0 for row in self.rows]
-        return torch.tensor(warmth, device=self.device)[:, None]
-
-    @cached_property
-    def _trust(self) -> Tensor:
-        """[B, 1] what scores are multiplied by to say a chance, if no surer than others."""
-        return self.temperatures.clamp(max=1)
-
     def scales(self, sure: float) -> Tensor:
         """[B, 1] what scores are multiplied by to say a chance; see `confidence`."""
         return sure * self._trust
@@ -168,13 +155,9 @@ class Sampler(LogitsProcessors):
         origin = None if role is Role.TARGET else position[:, None].expand_as(places)
         streams = self.ops.run(noise.stream, self.keys, role, places, origin)
         noises = self.ops.run(noise.gumbel, streams, vocab)
-        if not self._some_greedy:
+        if not self.some_greedy:
             return noises
         return noises.masked_fill_(self.greedy_rows, 0.0)   # temperature 0: no noise
-
-    @cached_property
-    def _some_greedy(self) -> bool:
-        return any(row.sampling.temperature == 0 for row in self.rows)
 
 
 class DraftSampling(NamedTuple):

@@ -146,8 +146,9 @@ class TokenTree:
 
     def merged(self, confidence: Tensor, nodes: int) -> TokenTree:
         """The tree of the likeliest `nodes` of a pool: of nodes with one text the best counts."""
-        best = torch.where(self.same_text, confidence[:, None], 0).amax(2)
-        first = self.same_text.to(torch.uint8).argmax(2)        # [B, N] node with the same text
+        same = (self.texts[:, :, None] == self.texts[:, None]).all(-1)
+        best = torch.where(same, confidence[:, None], 0).amax(2)
+        first = same.to(torch.uint8).argmax(2)                  # [B, N] node with the same text
         own = first == torch.arange(best.shape[1], device=best.device)
         parents = first.gather(1, self.parents.clamp(min=0))
         chances = torch.where(own, best, 0)
@@ -224,11 +225,6 @@ class TokenTree:
         place = torch.where(self.ancestors, self.depths[:, None], self.depth_limit + 1)
         text = self.tokens.new_full((rows, nodes, self.depth_limit + 2), NO_TOKEN)
         return text.scatter_(2, place, self.tokens[:, None].expand_as(place))[..., :-1]
-
-    @cached_property
-    def same_text(self) -> Tensor:
-        """[B, N, N] bool: nodes i and j have the same text, as they may in concatenated trees."""
-        return (self.texts[:, :, None] == self.texts[:, None]).all(-1)
 
     @cached_property
     def present(self) -> Tensor:

@@ -40,11 +40,9 @@ class Typical:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, most in (("epsilon", 1.0), ("delta", inf)):
-            value, below = getattr(self, name), " and below 1" if most == 1 else ""
-            if not 0 < value < most:
-                given = f"the {name} of typical acceptance was {value!r}"
-                raise BadInput(f"{given}; it must be a number above 0{below}")
+        if not 0 < self.epsilon < 1 or not 0 < self.delta < inf:
+            given = f"typical acceptance had an epsilon of {self.epsilon!r}, a delta of"
+            raise BadInput(f"{given} {self.delta!r}; give one between 0 and 1, and one above 0")
 
     @property
     def rule(self) -> Rule:
@@ -70,31 +68,23 @@ def accept_by_typicality(
     tree: TokenTree, probs: Tensor, chance: Chance, typical: Typical
 ) -> Accepted:
     """A node stands if it is typical behind its parent and all its ancestors stand; the deepest
-    wins, then the likeliest.
+    wins, then the one with the likeliest path.
 
     probs: [B, N, V] the target's law at every node. The root behind the path is drawn from the law
     there.
     """
     rows = torch.arange(len(probs), device=probs.device)
-    parents = tree.parents.clamp(min=0)
+    parents, is_root = tree.parents.clamp(min=0), tree.parents < 0
     likelihood = probs[rows[:, None], parents, tree.tokens.clamp(min=0)]  # [B, N] p(node | parent)
     stands = tree.present & (likelihood > typical.threshold(probs).gather(1, parents))
-    stands |= tree.parents < 0  # the root was chosen last round
-    alive = (stands[:, None] | ~tree.ancestors).all(-1)                              # [B, N]
-    last = _deepest(tree, alive, likelihood)
-    nodes, depth = tree.path_to(last), tree.depths.gather(1, last[:, None])  # [B, D], [B, 1]
+    alive = ((stands | is_root)[:, None] | ~tree.ancestors).all(-1)      # [B, N]
+    steps = torch.where(alive & ~is_root, likelihood, 1)
+    paths = (tree.ancestors * steps.log()[:, None]).sum(-1)               # [B, N] log-likelihood
+    depths = torch.where(alive, tree.depths, -1)
+    last = paths.masked_fill(depths < depths.amax(1, keepdim=True), -torch.inf).argmax(-1)
+    nodes, depth = tree.path_to(last), tree.depths.gather(1, last[:, None])     # [B, D], [B, 1]
     root = chance.draw(probs[rows, last], depth[:, 0])
     # place i is of the node at i + 1
     missed = (1 - likelihood).clamp(min=0).gather(1, nodes).roll(-1, 1)
     drafted = torch.arange(nodes.shape[1], device=nodes.device) < depth
     return Accepted(nodes, depth[:, 0] + 1, root, torch.where(drafted, missed, 0))
-
-
-def _deepest(tree: TokenTree, alive: Tensor, likelihood: Tensor) -> Tensor:
-    """[B] the deepest standing node; of equals the one with the likeliest path."""
-    # the root's is not known, nor needed
-    steps = torch.where(alive & (tree.parents >= 0), likelihood, 1)
-    paths = (tree.ancestors * steps.log()[:, None]).sum(-1)  # [B, N] log-likelihood
-    depth = torch.where(alive, tree.depths, -1)
-    ends = depth == depth.amax(1, keepdim=True)
-    return torch.where(ends, paths, -torch.inf).argmax(-1)

@@ -123,8 +123,5 @@ class Batch:
         params = [row.params for row in self.running]
         params += params[-1:] * (size - len(params))
         self.sampler = Sampler(params, self.target.device, self.ops)
-        if self.shapes.closed:
-            exact = torch.promote_types(self.target.dtype, torch.float32)
-            self.sampler.prepare(exact, self.target.vocab_size)
         self.wants_logprobs = any(row.sampling.logprobs for row in params)
         self.top_logprobs = max((row.sampling.top_logprobs for row in params), default=0)
