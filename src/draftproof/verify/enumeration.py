@@ -68,6 +68,30 @@ class Outcomes:
         return taken
 
 
+def _ordered(
+    outcomes: Outcomes, worlds: Tensor, sampler: Sampler, logits: Tensor, paths: Paths,
+    children: int,
+) -> Tensor:  # fmt: skip
+    """[B, N, V] scores whose highest are the tokens that come, in the order they are drawn."""
+    scores = sampler.filtered(logits, paths)
+    greedy = sampler.greedy_rows[:, 0, 0]
+    order = torch.full_like(scores, -torch.inf)
+    for node in range(scores.shape[1]):                         # absent nodes draw nothing
+        rows = paths.tree.present[:, paths.first + node].nonzero()[:, 0]
+        left = scores[rows, node]
+        for rank in range(children):                            # without replacement
+            best = argmax_token(left)
+            none = best == NO_TOKEN
+            sure = one_hot(best.clamp(min=0), left.shape[1]).double()
+            law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
+            taken = outcomes.take(worlds[rows], law)
+            before = order[rows, node, taken]
+            rank_left = before.new_tensor(children - rank)
+            order[rows, node, taken] = torch.where(none, before, rank_left)
+            left = left.scatter(1, taken[:, None], -torch.inf)
+    return order
+
+
 @contextmanager
 def decided(case: Case, outcomes: Outcomes, samples: int) -> Iterator[None]:
     """While this lasts, engines draw from `outcomes` instead of from the random source.
@@ -81,24 +105,7 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> Iterator[None]:
         return torch.tensor(rows, dtype=torch.int64)
 
     def ordered(sampler: Sampler, logits: Tensor, paths: Paths, children: int) -> Tensor:
-        """[B, N, V] scores whose highest are the tokens that come, in the order they are drawn."""
-        scores, rows_worlds = sampler.filtered(logits, paths), worlds(sampler)
-        greedy = torch.tensor([row.sampling.temperature == 0 for row in sampler.rows])
-        order = torch.full_like(scores, -torch.inf)
-        for node in range(scores.shape[1]):                     # absent nodes draw nothing
-            rows = paths.tree.present[:, paths.first + node].nonzero()[:, 0]
-            left = scores[rows, node]
-            for rank in range(children):                        # without replacement
-                best = argmax_token(left)
-                none = best == NO_TOKEN
-                sure = one_hot(best.clamp(min=0), left.shape[1]).double()
-                law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
-                taken = outcomes.take(rows_worlds[rows], law)
-                before = order[rows, node, taken]
-                rank_left = before.new_tensor(children - rank)
-                order[rows, node, taken] = torch.where(none, before, rank_left)
-                left = left.scatter(1, taken[:, None], -torch.inf)
-        return order
+        return _ordered(outcomes, worlds(sampler), sampler, logits, paths, children)
 
     def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
         return argmax_token(ordered(sampler, logits, paths, 1))
