@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import transformers
-from helpers.bug_catalog import drawn
 from random_models import save_model
 
 from draftproof.core.params import Sampling
@@ -62,7 +61,8 @@ def server(served: Path) -> Iterator[Server]:
             for _ in range(ask["n"]):
                 text: list[int] = []
                 while len(text) < ask["max_tokens"] and 0 not in text:
-                    text.append(drawn(dice, row((*ask["prompt"], *text), temperature)))
+                    odds = row((*ask["prompt"], *text), temperature)
+                    text.append(int(dice.choice(len(odds), p=odds / odds.sum())))
                 strings = [tokenizer.decode([token]) for token in text]
                 scores = None if "no logprobs" in sins else {"tokens": strings}
                 choices.append({"text": "".join(strings), "logprobs": scores})
