@@ -20,7 +20,6 @@ from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
-from draftproof.drafters.base import Plain
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
 from draftproof.verify.audit import FALSE_ALARM, POWER, Audit, audit, g_test, model_law, too_equal
