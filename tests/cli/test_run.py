@@ -16,23 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_models import save_model
+from random_models import save_model, save_translator
 
 import draftproof
 from draftproof.cli import show
 from draftproof.cli.options import Color
-from draftproof.cli.setup import gaudi_words
+from draftproof.cli.setup import config_of
 from draftproof.cli.show import StreamWriter
-from draftproof.engine.completion import first_difference
-from draftproof.engine.engine import Chunk
+from draftproof.errors import BadInput
+from draftproof.verify.prove import prove
 
 Call = Callable[..., Any]
 
 
-def test_help_and_version_do_not_wait_for_torch() -> None:
+def test_help_and_version_do_not_wait_for_torch(call: Call) -> None:
     heavy = "{'torch', 'transformers'}"
     script = f"import sys, draftproof.cli.app; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert call("--version").out == f"draftproof {draftproof.__version__}\n"
 
 
 def test_every_public_name_can_be_imported() -> None:
@@ -43,10 +44,6 @@ def test_every_public_name_can_be_imported() -> None:
         draftproof.nonsense  # noqa: B018
 
 
-def test_version_is_said(call: Call) -> None:
-    assert call("--version").out == f"draftproof {draftproof.__version__}\n"
-
-
 def test_underscored_options_are_accepted(call: Call, target: str, draft: str) -> None:
     run = ("run", target, "-p", "a_b", "--stop", "--a_b")
     dashes = call(*run, "--assistant-model", draft, "--max-new-tokens", "8")
@@ -55,33 +52,20 @@ def test_underscored_options_are_accepted(call: Call, target: str, draft: str) -
     assert dashes.out == underscores.out != ""
 
 
-def test_the_prompt_may_come_from_anywhere(call: Call, target: str, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("Once upon\n")
-    rest = ("--max-new-tokens", "6")
-    said = [
-        call("run", target, "Once upon", *rest),
-        call("run", target, "-p", "Once upon", *rest),
-        call("run", target, "--prompt-file", str(tmp_path / "prompt.txt"), *rest),
-        call("run", target, "-", *rest, stdin="Once upon\n"),
-    ]
-    assert {one.code for one in said} == {0}
-    assert len({one.out for one in said}) == 1
-
-
-def test_the_summary_is_one_line_on_stderr(call: Call, target: str) -> None:
-    said = call("run", target, "-p", "Once", "--max-new-tokens", "12")
-    assert said.err.count("\n") == 1
-    parts = r"12 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide"
-    assert re.match(parts, said.err)
-
-
-def test_what_was_loaded_is_not_looked_through_for_garbage(
-    call: Call, target: str, monkeypatch: pytest.MonkeyPatch
+def test_the_prompt_may_come_from_anywhere(
+    call: Call, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hundreds of thousands of objects: a quarter of a second, in the middle of a text."""
+    """And the summary is one line on stderr; what was loaded is no garbage to be looked through."""
     frozen, unfreeze = list[int](), gc.unfreeze
     monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
-    assert call("run", target, "-p", "Once upon", "--max-new-tokens", "2").code == 0
+    (tmp_path / "prompt.txt").write_text("Once upon\n")
+    sources = (["Once upon"], ["-p", "Once upon"], ["--prompt-file", str(tmp_path / "prompt.txt")],
+               ["-"])
+    said = [call("run", target, *source, "--max-new-tokens", "6", stdin="Once upon\n")
+            for source in sources]
+    assert {one.code for one in said} == {0} and len({one.out for one in said}) == 1
+    parts = r"6 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide"
+    assert re.match(parts, said[0].err) and said[0].err.count("\n") == 1
     assert frozen[0] > 100_000
 
 
@@ -113,8 +97,7 @@ def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str
 
 def test_samples_are_numbered(call: Call, target: str) -> None:
     run = ("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5")
-    said = call(*run, "--json")
-    first, second = json.loads(said.out)["samples"]
+    first, second = json.loads(call(*run, "--json").out)["samples"]
     assert first["tokens"] != second["tokens"]
     assert call(*run).out == f"[1/2] {first['text']}\n[2/2] {second['text']}\n"
 
@@ -122,30 +105,19 @@ def test_samples_are_numbered(call: Call, target: str) -> None:
 def test_colour_only_marks_drafted_text(call: Call, target: str) -> None:
     rest = ("run", target, "-p", "One", "--assistant-model", target, "--max-new-tokens", "12")
     plain, coloured = call(*rest).out, call(*rest, "--color", "always").out
-    assert "\x1b[" not in plain
-    assert "\x1b[32m" in coloured
+    assert "\x1b[" not in plain and "\x1b[32m" in coloured
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
-def test_a_model_cannot_steer_the_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen, harmless = Terminal(), "a\ufffd[2J\ufffdb\n\tc"
-    StreamWriter(screen, Color.never).write(Chunk([("a\x1b[2J\rb\n\tc", True)]))
-    assert screen.getvalue() == harmless
-    table = show.page(file=Terminal(), force_terminal=True, color_system=None, width=40)
-    table.print("\x9b2J\x1b[2J", markup=False)
-    assert table.file.getvalue() == "\ufffd2J\ufffd[2J\n"
+def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True                                        # type: ignore[method-assign]
+    StreamWriter(screen, Color.never).write([("a\x1b[2J\rb\n\tc", "")])
+    assert screen.getvalue() == "a\ufffd[2J\ufffdb\n\tc"
+    show.note("\x9b2J\x1b[2J")
+    assert capsys.readouterr().err == "\ufffd2J\ufffd[2J\n"
     line = show.as_json({"text": "\x1b\x7f\x9b\u00e9"})
     assert line.isprintable() and json.loads(line) == {"text": "\x1b\x7f\x9b\u00e9"}
-
-
-def test_the_first_difference_is_counted_from_one() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 2
-    assert first_difference([1, 2], [1, 2, 3]) == 3
 
 
 def test_the_command_line_of_gaudi_examples_is_understood(
@@ -154,16 +126,49 @@ def test_the_command_line_of_gaudi_examples_is_understood(
     words = ["run", target, "-p", "the cat", "--max_new_tokens", "5", "--json", "--assistant_model"]
     told = json.loads(call(*words, draft, "--bf16", "--bucket_size", "128").out)
     assert told["settings"]["dtype"] == "bfloat16" and len(told["tokens"]) == 5
-    exact = [
-        json.loads(call(*words, draft, "--dtype", "float64", *more).out)["tokens"]
-        for more in (["--bucket_size", "1"], [])
-    ]
-    assert exact[0] == exact[1], "closed shapes change no text"
-    graphs = {"graphs": True, "device": "hpu", "dtype": "bfloat16"}
-    assert gaudi_words({"graphs": True}, bf16=True) == graphs
-    both = {"dtype": "bfloat16", "device": "cuda", "graphs": True}
-    assert gaudi_words(both, bf16=True) == both
-    assert gaudi_words({"dtype": "float32"}, bf16=False) == {"dtype": "float32"}
+    closed, usual = (json.loads(call(*words, draft, "--dtype", "float64", *more).out)["tokens"]
+                     for more in (["--bucket_size", "1"], []))
+    assert closed == usual, "closed shapes change no text"
+    config = config_of("demo", {"graphs": True}, bf16=True)
+    assert (config.device, config.dtype) == ("hpu", "bfloat16")
+    assert config_of("demo", {"graphs": True, "device": "cuda"}, bf16=False).device == "cuda"
+
+
+def test_lossy_is_said_and_its_distance_measured(
+    call: Call, target: str, tmp_path: Path
+) -> None:
+    told = re.compile(r"lossy: distance from the target's law: (\d\.\d\d) per token \(mean total")
+    exact = ("--temperature", "0.5", "--max-new-tokens", "40", "--assistant-model", target)
+    run, warm = ("run", target, "-p", "Once"), (*exact, "--lossy", "typical:0.001,0.3")
+    said = call(*run, *warm, "--compare")
+    assert said.code == 0 and float(told.findall(said.err)[0]) > 0
+    assert "neither the target's text nor its law" in said.err
+    found = json.loads(call(*run, *warm, "--json").out)
+    assert 0 < found["stats"]["distance_per_token"] < 1
+    assert found["settings"]["lossy"] == {"epsilon": 0.001, "delta": 0.3}
+    assert "distance" not in call(*run, *exact).err
+    greedy = (*run, "--assistant-model", target, "--max-new-tokens", "20")
+    cold = call(*greedy, "--lossy", "typical")
+    assert cold.out == call(*greedy).out != "" and told.findall(cold.err) == ["0.00"]
+    (prompts := tmp_path / "in.jsonl").write_text('{"prompt": "Once"}\n')
+    files = ("run", target, "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"))
+    assert told.search(call(*files, *warm).err)
+    assert "other options" in call(*files, *exact).err
+    engine = draftproof.load(target, drafter="none", lossy="typical")
+    with pytest.raises(BadInput, match="lossy"):
+        list(prove(lambda: engine, ["bits"], quick=True, progress=lambda name: lambda *_: None))
+
+
+def test_an_encoder_reads_a_prompt_and_a_file_of_prompts(call: Call, tmp_path: Path) -> None:
+    folder = str(save_translator(tmp_path / "t5"))
+    how = ("--max-new-tokens", "9", "--temperature", "0.8", "--seed", "1")
+    both = call("run", folder, "-p", "Lily and Tom", "--assistant-model", folder, "--compare", *how)
+    assert both.code == 0 and "the text is identical" in both.err
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "Lily and Tom"}\n{"prompt": "A dog"}\n')
+    assert call("run", folder, "--prompts", str(file), "--out", str(out), *how).code == 0
+    first, second = (json.loads(line)["text"] for line in out.read_text().splitlines())
+    assert first == both.out.removesuffix("\n") and first != second
 
 
 def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
@@ -184,27 +189,3 @@ def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
     assert len(first) == 20 and (first + rest).endswith(b"\n")
     assert said.splitlines()[-1] == "draftproof: interrupted"
     assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("closed", "code", "said"),
-    [(">&-", 1, "output is closed"), ("2>&-", 0, ""), ("<&-", 1, "stdin")],
-)
-def test_closed_streams_are_no_traceback(target: str, closed: str, code: int, said: str) -> None:
-    source = "-" if closed == "<&-" else "-p Once"
-    command = f"{sys.executable} -m draftproof run {target} {source}"
-    script = f"{command} --max-new-tokens 4 --json {closed}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        script, shell=True, capture_output=True, env=environment, check=False, text=True
-    )
-    assert done.returncode == code and said in done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
-
-
-def test_a_reader_that_leaves_early_is_no_error(target: str) -> None:
-    run = f"{sys.executable} -m draftproof run {target} -p Once --max-new-tokens 60 --n 3"
-    script = f"{run} | head -c 3"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, shell=True, capture_output=True, env=environment, check=False)
-    assert b"Traceback" not in done.stderr and b"Errno" not in done.stderr

@@ -22,7 +22,7 @@ from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.draft_other_tokenizer import OtherTokenizer
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
 from draftproof.engine.engine import Engine
-from draftproof.errors import TokenizerMismatch
+from draftproof.errors import DrafterMismatch
 
 
 def drafter(shape: TreeShape | None = None) -> OtherTokenizer:
@@ -131,5 +131,5 @@ def test_what_is_attached_is_what_was_drawn() -> None:
 
 def test_tokenizers_that_share_nothing_are_refused() -> None:
     strange = codec(["Ġqq", "qqq", "<x>"], "<x>")
-    with pytest.raises(TokenizerMismatch, match="share"):
+    with pytest.raises(DrafterMismatch, match="share"):
         SharedVocabulary(codec(OURS, "<end>"), strange, len(OURS), 3)

@@ -12,7 +12,7 @@ from draftproof.core.params import Sampling, SamplingParams
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
 from draftproof.engine.sequence import SequenceState
-from draftproof.errors import ContextOverflow
+from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
@@ -75,7 +75,7 @@ def test_the_context_ends_the_text(family: str, size: int) -> None:
     } == {"length"}
     for drafter in ("prompt-lookup", "target itself", "target itself, tree", "guess"):
         assert texts(Engine(own, DRAFTERS[drafter](own)), asked, max_new_tokens=500) == wanted
-    with pytest.raises(ContextOverflow, match="32"):
+    with pytest.raises(BadInput, match="32"):
         Engine(own).generate([list(range(32))])
 
 

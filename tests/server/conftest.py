@@ -34,7 +34,6 @@ def server() -> Iterator[Any]:
     yield made
     listener.should_exit = True
     thread.join()
-    made.scheduler.close()
 
 
 @pytest.fixture

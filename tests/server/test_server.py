@@ -262,7 +262,7 @@ def test_sigterm_lets_what_runs_finish_and_ends_with_zero() -> None:
                 break
             except httpx.ConnectError:
                 time.sleep(0.1)
-        body = {"prompt": PROMPTS[0], "max_tokens": 800, "temperature": 0,
+        body = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0,
                 "logit_bias": {"0": -100}}
 
         def ask() -> None:

@@ -6,10 +6,9 @@ Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. I
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -26,14 +25,7 @@ from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.cli.serve import serve
 from draftproof.cli.train import train
-from draftproof.errors import LAST_WORD, DraftproofError
-
-
-class Closed(io.StringIO):
-    """Stands for a standard output that was closed by whoever started the command."""
-
-    def write(self, text: str) -> int:
-        raise OSError("standard output is closed; open it, or use --out")
+from draftproof.errors import DraftproofError
 
 
 class Interrupted(Exception):
@@ -82,14 +74,8 @@ def options(
 
 def main() -> None:
     """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
-    if LAST_WORD.locked():                              # by a command before, in the same process
-        LAST_WORD.release()
     # its errors come as exceptions; its log lines only repeat them
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    while os.open(os.devnull, os.O_RDWR) <= 2:          # a closed one is not given to a file
-        pass
-    sys.stdout = sys.stdout or Closed()
-    sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
@@ -99,8 +85,8 @@ def main() -> None:
         _leave(str(error), 1)
     except (Interrupted, KeyboardInterrupt) as stop:
         _leave(str(stop) or "interrupted", 130)
-    except BrokenPipeError:
-        _hang_up(sys.stdout)
+    except BrokenPipeError:                             # nobody reads any more: flush into nothing
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
@@ -112,15 +98,6 @@ def main() -> None:
 
 def _leave(sentence: str, code: int) -> None:
     """Say why on stderr, on one line, and end."""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    if LAST_WORD.acquire(blocking=False):
-        with contextlib.suppress(OSError):
-            print(f"draftproof: {show.one_line(sentence)}", file=sys.stderr)
+    sys.stdout.flush()
+    print(f"draftproof: {show.one_line(sentence)}", file=sys.stderr)
     sys.exit(code)
-
-
-def _hang_up(stream: TextIO) -> None:
-    """Nobody reads any more: let the interpreter flush into nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

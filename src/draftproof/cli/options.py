@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -26,59 +26,29 @@ def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Comman
     """
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command).parameters
-        hints = get_type_hints(command, include_extras=True)
-        kept = [
-            one.replace(annotation=hints[name]) for name, one in own.items() if name not in groups
-        ]
+        own = inspect.signature(command, eval_str=True).parameters
         made = {
             group: [one for one in OPTIONS[group] if names is None or one.name in names]
             for group, names in groups.items()
         }
+        kept = [one.replace(kind=one.KEYWORD_ONLY) for one in own.values() if one.name not in made]
         parameters = [*kept, *[one for group in made.values() for one in group]]
 
         @wraps(command)
         def run(**given: Any) -> None:
-            said = {
-                group: _given({one.name: given.pop(one.name) for one in ones})
-                for group, ones in made.items()
-            }
+            said: dict[str, dict[str, Any]] = {group: {} for group in made}
+            for group, ones in made.items():
+                for one in ones:
+                    value = given.pop(one.name)
+                    if not (value is None or value is False or value == []):
+                        said[group][one.name] = value
             command(**given, **said)
 
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-        )
+        run.__signature__ = inspect.Signature(parameters)       # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         return run
 
     return decorate
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said: None, an empty list and a flag that was not set say nothing."""
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and value is not False and value != []
-    }
-
-
-def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
-    """A keyword of a command, as typer reads it."""
-    keyword, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[kind, option]
-    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
-
-
-def options_of(config: type) -> list[inspect.Parameter]:
-    """The fields of a dataclass that are options."""
-    return [
-        _parameter(
-            one.name, one.metadata["type"], one.default,
-            option(one.metadata["panel"], one.metadata["metavar"], one.metadata["help"],
-                   *(one.metadata["flags"] or (flag(one.name),))),
-        )
-        for one in cli_fields(config)
-    ]  # fmt: skip
 
 
 def option(panel: str | None, metavar: str | None, help: str, *flags: str) -> Any:
@@ -90,37 +60,50 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-SAMPLING: tuple[tuple[str, Any, str | None, str], ...] = (
-    ("max_new_tokens", int, "N", "Length limit."),
-    ("min_new_tokens", int, "N", "No end token before so many."),
-    ("temperature", float, "T", "0 is greedy."),
-    ("top_k", int, "K", "Only the K most likely tokens; 0 is off."),
-    ("top_p", float, "P", "Only the likeliest tokens of mass P; 1 is off."),
-    ("min_p", float, "P", "Only tokens P times as likely as the likeliest; 0 is off."),
-    ("repetition_penalty", float, "X", "Over prompt and new tokens; 1 is off."),
-    ("presence_penalty", float, "X", "Over new tokens; 0 is off."),
-    ("frequency_penalty", float, "X", "Over new tokens; 0 is off."),
-    ("no_repeat_ngram", int, "N", "No n-gram of this size twice; 0 is off."),
-    ("seed", int, "S", "Same seed, same text, with any drafter."),
-    ("stop", list[str], "TEXT", "End before this text; repeatable."),
-    ("banned_words", list[str], "WORD", "Never write this; repeatable."),
-    ("logprobs", bool, None, "With --json or --out: log-probability of each token."),
-    ("top_logprobs", int, "N", "And the N likeliest tokens in its place; with --logprobs."),
-)
+def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    """A keyword of a command, as typer reads it."""
+    annotation, keyword = Annotated[kind, option], inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
-def _sampling_options() -> list[inspect.Parameter]:
-    """Options of `Sampling`, which lives beside torch: `--help` does not wait for it."""
+def options_of(config: type) -> list[inspect.Parameter]:
+    """The fields of a dataclass that are options."""
     made = []
-    for name, kind, metavar, help in SAMPLING:
-        said = "banned_word" if name == "banned_words" else name
-        told = option("Sampling", metavar, help, flag(said))
-        known, default = (bool, False) if kind is bool else (kind | None, None)
-        made.append(_parameter(name, known, default, told))
+    for one in cli_fields(config):
+        about = one.metadata
+        flags = about["flags"] or (flag(one.name),)
+        told = option(about["panel"], about["metavar"], about["help"], *flags)
+        made.append(_parameter(one.name, about["type"], one.default, told))
     return made
 
 
-OPTIONS = {"engine": options_of(EngineConfig), "sampling": _sampling_options()}
+def _sampling(
+    name: str, kind: Any, metavar: str | None, help: str, flags: str = ""
+) -> inspect.Parameter:
+    told = option("Sampling", metavar, help, flags or flag(name))
+    return _parameter(name, kind if kind is bool else kind | None,
+                      False if kind is bool else None, told)
+
+
+SAMPLING = [
+    _sampling("max_new_tokens", int, "N", "Length limit."),
+    _sampling("min_new_tokens", int, "N", "No end token before so many."),
+    _sampling("temperature", float, "T", "0 is greedy."),
+    _sampling("top_k", int, "K", "Only the K most likely tokens; 0 is off."),
+    _sampling("top_p", float, "P", "Only the likeliest tokens of mass P; 1 is off."),
+    _sampling("min_p", float, "P", "Only tokens P times as likely as the likeliest; 0 is off."),
+    _sampling("repetition_penalty", float, "X", "Over prompt and new tokens; 1 is off."),
+    _sampling("presence_penalty", float, "X", "Over new tokens; 0 is off."),
+    _sampling("frequency_penalty", float, "X", "Over new tokens; 0 is off."),
+    _sampling("no_repeat_ngram", int, "N", "No n-gram of this size twice; 0 is off."),
+    _sampling("seed", int, "S", "Same seed, same text, with any drafter."),
+    _sampling("stop", list[str], "TEXT", "End before this text; repeatable."),
+    _sampling("banned_words", list[str], "WORD", "Never write this; repeatable.", "--banned-word"),
+    _sampling("logprobs", bool, None, "With --json or --out: log-probability of each token."),
+    _sampling("top_logprobs", int, "N", "And the N likeliest tokens in its place."),
+]
+"""Of `Sampling`, which lives beside torch: `--help` does not wait for it."""
+OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
 """By group of `with_options`."""
 
 _output, _many = partial(option, "Output"), partial(option, "Many prompts")

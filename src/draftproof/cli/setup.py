@@ -1,4 +1,4 @@
-"""From options to an engine and a sampling, and what is said of both."""
+"""From options to an engine, and what is said of it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,33 @@ if TYPE_CHECKING:
     from draftproof.model.parallel import ProcessGroup
 
 
+def config_of(model: str, given: dict[str, Any], bf16: bool) -> EngineConfig:
+    """The engine's options, with what --bf16 and --use-hpu-graphs say of dtype and device."""
+    dtype = given.get("dtype", "bfloat16")
+    if bf16 and dtype not in ("bfloat16", "bf16"):
+        raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
+    graphs = {"device": "hpu"} if given.get("graphs") else {}
+    return EngineConfig(model, **{**graphs, **given, **({"dtype": dtype} if bf16 else {})})
+
+
 def engine_of(config: EngineConfig) -> Engine:
     """Load everything and check it against each other; it stays as long as the process does."""
     from draftproof.engine.load import build
 
     engine = build(config)
     gc.freeze()                 # to look through all of it for garbage takes a quarter of a second
+    return engine
+
+
+def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:
+    """An engine of one process that does not read beginnings of prompts again, within so many
+    bytes."""
+    from draftproof.engine.prefix_cache import PrefixCache
+
+    if config.parallel is not None:
+        raise BadInput(f"{command} runs in one process; leave --parallel out")
+    engine = engine_of(config)
+    engine.prefixes = PrefixCache(cache) if cache else None
     return engine
 
 
@@ -66,27 +87,6 @@ def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
             raise SystemExit(1) from None
 
 
-def gaudi_words(given: dict[str, Any], bf16: bool) -> dict[str, Any]:
-    """Engine options with what --bf16 and --use-hpu-graphs say of dtype and device."""
-    dtype = given.get("dtype")
-    if bf16 and dtype not in (None, "bfloat16", "bf16"):
-        raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
-    said = {"dtype": "bfloat16"} if bf16 else {}
-    if given.get("graphs") and "device" not in given:
-        said["device"] = "hpu"
-    return {**given, **said}
-
-
-def planned(file: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The drafter and the budget of a saved plan."""
-    from draftproof.plan.report import read_start
-
-    for name in ("drafter", "assistant_model", "budget"):
-        if name in given:
-            raise BadInput(f"both a plan and {name} were given; the plan says it, leave one out")
-    return read_start(file)
-
-
 def must_have_folders(*files: Path | None) -> None:
     """Refuse files that could not be written at the end, before the work."""
     for file in files:
@@ -94,21 +94,11 @@ def must_have_folders(*files: Path | None) -> None:
             raise BadInput(f"there is no folder {file.absolute().parent}; make it first")
 
 
-def plain_engine(engine: Engine) -> Engine:
-    """Plain decoding with the same target and defaults; nothing is loaded twice."""
-    from draftproof.drafters.base import Plain
-    from draftproof.engine.engine import Engine
-
-    return Engine(
-        engine.target, Plain(), codec=engine.codec, sampling=engine.sampling,
-        stop_tokens=engine.stop_tokens,
-    )  # fmt: skip
-
-
 def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, Any]:
     """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
     from dataclasses import asdict
 
+    target, sampling = engine.target, vars(wanted).items()
     return {
         "assistant_model": None, "draft_tree": None,
         **config.given(),
@@ -117,24 +107,12 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
         "budget": type(engine.budget).__name__.lower(),
         "acceptance": engine.acceptance,
         **({"lossy": asdict(engine.lossy)} if engine.lossy is not None else {}),
-        **quantised(engine),
-        "dtype": str(engine.target.dtype).removeprefix("torch."),
-        "device": str(engine.target.device),
-        **({"ranks": engine.target.group.size} if config.parallel is not None else {}),
-        "sampling": {
-            **{name: value for name, value in vars(wanted).items() if name not in NOT_DATA},
-            "logits_rules": [rule.name for rule in wanted.logits_rules],
-        },
+        "quantised": lost(engine),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "ranks": target.group.size,
+        "sampling": {name: value for name, value in sampling if name not in NOT_DATA},
     }
-
-
-def quantised(engine: Engine) -> dict[str, Any]:
-    """What was quantised, and what it cost and saved; nothing if nothing was."""
-    target = engine.target
-    told = {"quantize": target.quantization._asdict()} if target.quantization is not None else {}
-    kept, plain = target.position_bytes
-    cache = {"kind": target.kv_cache, "bytes_per_token": kept, "plain": plain}
-    return told | ({"kv_cache": cache} if target.kv_cache else {})
 
 
 def lost(engine: Engine) -> list[str]:

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from draftproof.errors import TokenizerMismatch
+from draftproof.errors import DrafterMismatch
 from draftproof.model.tokenizer import Codec
 
 LEAST_SHARED = 0.1
@@ -66,7 +66,7 @@ class SharedVocabulary:
     """The tokens that a target and a draft model share.
 
     to_draft: [V] the draft's id of each of the target's tokens, or -1.
-    Raises TokenizerMismatch if they share too little.
+    Raises DrafterMismatch if they share too little.
     """
 
     def __init__(self, target: Codec, draft: Codec, target_size: int, draft_size: int) -> None:
@@ -76,7 +76,7 @@ class SharedVocabulary:
         found = {index: theirs.ids[text] for text, index in ours.ids.items() if text in theirs.ids}
         smaller = min(len(target.tokenizer), len(draft.tokenizer))
         if len(found) < max(1, LEAST_SHARED * smaller):
-            raise TokenizerMismatch(
+            raise DrafterMismatch(
                 f"the draft model {draft.name} and the target {target.name} share {len(found)} of "
                 f"{smaller} tokens; choose a draft model whose tokenizer is nearer to the target's"
             )

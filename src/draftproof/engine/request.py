@@ -13,7 +13,7 @@ from draftproof.core.params import LogitsProcessor, RuleRequest, Sampling, Sampl
 from draftproof.engine.batch import Request
 from draftproof.engine.prompts import Prompt, one, several
 from draftproof.engine.sequence import SequenceState
-from draftproof.errors import BadInput, ContextOverflow
+from draftproof.errors import BadInput
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec, Messages
 
@@ -102,7 +102,7 @@ class RequestReader:
             raise BadInput(f"max_new_tokens was {asked}; ask for at least 1")
         room = self.target.context - len(tokens)
         if room < 1:
-            raise ContextOverflow(
+            raise BadInput(
                 f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most "
                 f"{self.target.context}, one of them new; shorten the prompt"
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof.engine.prompts import Prompt, several
 from draftproof.engine.request import RequestReader
-from draftproof.errors import BadInput, ContextOverflow, first_line
+from draftproof.errors import BadInput, first_line
 from draftproof.model.encoder_decoder import EncoderDecoder, EncoderOutput, Source
 
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -65,7 +65,7 @@ class SourceReader(RequestReader):
             ids = torch.as_tensor(ids).view(1, -1)
             tokens = _present(ids, mask, "input_ids")[0].tolist()
             if len(tokens) > target.source_context:
-                raise ContextOverflow(
+                raise BadInput(
                     f"the prompt has {len(tokens)} tokens and the encoder of {target.name} reads "
                     f"at most {target.source_context}; shorten the prompt"
                 )

@@ -22,9 +22,6 @@ from draftproof.server.schema import Chat
 from draftproof.server.schema import Request as Asked
 from draftproof.server.tools import CallReader, Form
 
-PATIENCE = 0.5
-"""Seconds between looks at the time, and at whether the client is still there."""
-
 
 class Service(NamedTuple):
     """What all answers share. timeout: seconds that a request may take, or None."""
@@ -86,7 +83,7 @@ class Answer:
                 if timeout is not None and time.perf_counter() - self.begun > timeout:
                     raise Unavailable(f"the request took more than {timeout:g} seconds", 504)
                 try:
-                    index, progress = await asyncio.wait_for(self.news.get(), PATIENCE)
+                    index, progress = await asyncio.wait_for(self.news.get(), 0.5)
                 except TimeoutError:
                     if await request.is_disconnected():
                         return
@@ -105,12 +102,11 @@ class Answer:
 
     async def events(self, request: Request) -> AsyncIterator[str]:
         """The answer as server-sent events: a chunk for each round that brought something."""
-        options = self.asked.stream_options
         try:
             async for index, progress in self.progress(request):
                 seen = {"draftproof": self._seen(progress)} if self.asked.draftproof else {}
                 yield _event(self._body([self._choice(index, progress)], **seen))
-            if options is not None and options.include_usage:
+            if (self.asked.stream_options or {}).get("include_usage"):
                 yield _event(self._body([], usage=self._usage()))
         except DraftproofError as error:
             failed = problem(str(error), getattr(error, "status", 500))

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
-from draftproof.engine.prompts import Prompt
 from draftproof.engine.rows import messages_of, refuse_unhonoured, sampling_of
 from draftproof.errors import BadInput, DraftproofError, Unavailable
 from draftproof.server import schema
@@ -27,7 +26,7 @@ from draftproof.server.answer import Answer, Service, problem
 from draftproof.server.grammar import Grammars
 from draftproof.server.metrics import Metrics
 from draftproof.server.scheduler import Scheduler
-from draftproof.server.tools import Form, call_rule, form_of
+from draftproof.server.tools import call_rule, offered
 
 LARGEST_BODY = 8 << 20
 
@@ -66,7 +65,7 @@ class Server:
         app.post("/v1/chat/completions", response_model=None)(self.chat)
         app.post("/tokenize")(self.tokenize)
         app.get("/v1/models")(self.models)
-        app.get("/health", response_model=None)(self.health)
+        app.get("/health")(self.health)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics.text)
         app.get("/", response_class=HTMLResponse)(self.page)
         return app
@@ -79,13 +78,9 @@ class Server:
         """OpenAI's chat completions."""
         return await self._answer(request, body)
 
-    def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+    def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
-        codec = self.engine.codec
-        if codec is None or (body.prompt is None) == (body.messages is None):
-            raise BadInput('give a "prompt", or "messages", to a model with a tokenizer')
-        messages = messages_of(body.messages) if body.messages is not None else []
-        tokens = codec.encode_chat(messages) if messages else codec.encode(body.prompt or "")
+        tokens = list(self._read(body).tickets[0].rows[0].prompt)
         length = self.scheduler.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
@@ -96,17 +91,17 @@ class Server:
                  "drafter": self.engine.drafter.name, "drafters": list(self.scheduler.lanes)}
         return {"object": "list", "data": [about]}
 
-    async def health(self) -> JSONResponse:
+    async def health(self) -> dict[str, str]:
         """200 while requests are taken."""
-        if self.scheduler.closing:
-            return JSONResponse({"status": "stopping"}, 503)
-        return JSONResponse({"status": "ok"})
+        return {"status": "ok"}
 
     async def page(self) -> str:
         """A page to try it."""
         return (files("draftproof.server") / "page.html").read_text()
 
-    async def _answer(self, request: Request, body: schema.Request) -> Response:
+    async def _answer(
+        self, request: Request, body: schema.Completion | schema.Chat
+    ) -> Response:
         if body.model not in (None, self.model):
             there = f"there is no model {str(body.model)[:99]!r} here; this is {self.model}"
             raise Unavailable(there, 404)
@@ -116,7 +111,7 @@ class Server:
             return StreamingResponse(answer.events(request), media_type="text/event-stream")
         return JSONResponse(await answer.whole(request))
 
-    def _read(self, body: schema.Request) -> Answer:
+    def _read(self, body: schema.Completion | schema.Chat) -> Answer:
         """A request's samples, checked; a grammar among their rules if it asks for one."""
         rest, form = body.model_extra or {}, None
         refuse_unhonoured(rest)
@@ -124,31 +119,18 @@ class Server:
         if sampling.temperature and rest.get("seed") is None:   # another text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
         rule = self.grammars.response(body.response_format)
-        if isinstance(body, schema.Chat):
-            prompt, form = self._chat(body)
-            rule = (call_rule(body, form, self.grammars) if form else None) or rule
-            prompts: list[Prompt] = [prompt]
+        if isinstance(body, schema.Completion):
+            prompts: Any = body.prompt or ""
         else:
-            assert isinstance(body, schema.Completion)
-            given: Any = body.prompt
-            one = isinstance(given, str) or not given or isinstance(given[0], int)
-            prompts = [given] if one else given
+            prompts = messages_of(body.messages)
+            tools, form = offered(body, self.engine.codec)
+            if form is not None and self.engine.codec is not None:
+                prompts = [self.engine.codec.encode_chat(prompts, tools)]
+                rule = call_rule(body, form, self.grammars) or rule
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
         with self.engine.lock:
             rows = self.engine.requests.read(prompts, None, sampling, body.n or 1)
         return Answer(self.service, body, rows, form)
-
-    def _chat(self, body: schema.Chat) -> tuple[list[int], Form | None]:
-        """The tokens of a chat in the model's template, and the form of calls it may write."""
-        codec, messages = self.engine.codec, messages_of(body.messages)
-        if codec is None:
-            raise BadInput("a chat was given but the model has no tokenizer; give token ids")
-        if not body.tools and body.tool_choice not in (None, "none", "auto"):
-            raise BadInput("tool_choice asks for a call, and there are no tools")
-        if not body.tools or body.tool_choice == "none":
-            return codec.encode_chat(messages), None
-        tools = [one.model_dump(exclude_unset=True) for one in body.tools]
-        return codec.encode_chat(messages, tools), form_of(tools, codec)
 
 
 class Guard:

@@ -38,9 +38,10 @@ class Grammars:
             return None
         if asked.type == "json_object":
             return self.lark(f"start: {json_rule({'type': 'object'})}")
-        if asked.json_schema is None:
+        schema = asked.json_schema.get("schema")
+        if not isinstance(schema, dict):
             raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
-        return self.lark(f"start: {json_rule(asked.json_schema.content)}")
+        return self.lark(f"start: {json_rule(schema)}")
 
     def lark(self, grammar: str) -> LogitsRule:
         """The text keeps to a grammar in llguidance's Lark. Raises BadInput if there is none."""

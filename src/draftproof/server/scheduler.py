@@ -200,7 +200,7 @@ class Scheduler:
     as `queue` may wait.
 
     A row's text is the one it has alone. plain: the same target with nothing drafted, which runs
-    one row at a time, for who asks for the drafter "none". `close` lets what runs finish.
+    one row at a time, for who asks for the drafter "none".
     """
 
     def __init__(
@@ -209,7 +209,6 @@ class Scheduler:
         self.queue, self.length = queue, min(length, engine.target.context)
         rest = (self.length, metrics, self._deliver)
         self.lanes = {"": Lane(engine, rows, *rest), "none": Lane(plain, 1, *rest)}
-        self.closing = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self._awake = threading.Condition()
         release_workers()
@@ -235,7 +234,7 @@ class Scheduler:
 
     def submit(self, ticket: Ticket, drafter: str = "") -> None:
         """Queue a request; it hears in the event loop that this is called in. Raises Unavailable if
-        the queue is full or the server stops."""
+        the queue is full."""
         lane, prompt = self.lanes.get(drafter), ticket.rows[0].prompt
         if lane is None:
             raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
@@ -247,21 +246,12 @@ class Scheduler:
         for row in ticket.rows:
             row.limit = min(row.limit, self.length - len(prompt))
         with self._awake:
-            if self.closing:
-                raise Unavailable("the server is stopping; ask another one", 503)
             if len(self.waiting) >= self.queue:
                 raise Unavailable(f"{self.queue} requests wait already; try again later", 429)
             self.loop = asyncio.get_running_loop()
             lane.waiting.append(ticket)
             self._awake.notify()
         self._metrics.prompt_tokens.inc(len(prompt))
-
-    def close(self) -> None:
-        """Take no more requests; return when those that were taken are finished."""
-        with self._awake:
-            self.closing = True
-            self._awake.notify()
-        self._thread.join()
 
     def _tokens_held(self) -> int:
         return sum(len(row.prompt) + len(row.tokens) for one in self.running for row in one.rows)
@@ -280,10 +270,7 @@ class Scheduler:
         lanes = self.lanes.values()
         while True:
             with self._awake:
-                while not (self.closing or any(lane.busy for lane in lanes)):
-                    self._awake.wait()
-                if not any(lane.busy for lane in lanes):
-                    return
+                self._awake.wait_for(lambda: any(lane.busy for lane in lanes))
             for lane in lanes:
                 if lane.busy:
                     lane.round(self._awake)

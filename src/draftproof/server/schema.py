@@ -27,23 +27,11 @@ class Tool(Body):
     function: Function
 
 
-class JsonSchema(Body):
-    """Of a `response_format`."""
-
-    content: dict[str, Any] = Field(alias="schema")
-
-
 class ResponseFormat(Body):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class StreamOptions(Body):
-    """include_usage: a last chunk with the usage."""
-
-    include_usage: bool = False
+    json_schema: dict[str, Any] = {}
 
 
 class Own(Body):
@@ -59,7 +47,7 @@ class Request(Body):
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool] | None = None
     response_format: ResponseFormat | None = None
     draftproof: Own | None = None
 
@@ -77,10 +65,3 @@ class Chat(Request):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-
-
-class Tokenize(Body):
-    """Of /tokenize: one of both."""
-
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None

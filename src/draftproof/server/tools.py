@@ -31,16 +31,21 @@ MISTRAL = Form("[TOOL_CALLS]", "[TOOL_CALLS]", "")
 LLAMA = Form('"parameters"', "", "", arguments="parameters")
 
 
-def form_of(tools: list[dict[str, Any]], codec: Codec) -> Form:
-    """How the model behind this tokenizer writes calls. Raises BadInput if that is not known."""
-    template = str(codec.tokenizer.get_chat_template(None, tools))
+def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form | None]:
+    """The tools that a model may call, for its template, and how it writes calls; None for none."""
+    tools = [one.model_dump(exclude_unset=True) for one in body.tools or ()]
+    if not tools and body.tool_choice not in (None, "none", "auto"):
+        raise BadInput("tool_choice asks for a call, and there are no tools")
+    if not tools or body.tool_choice == "none":
+        return [], None
+    template = str(codec.tokenizer.get_chat_template(None, tools)) if codec else ""
     form = next((form for form in (HERMES, MISTRAL, LLAMA) if form.mark in template), None)
     if "tools" not in template or "<function=" in template or form is None:
         raise BadInput(
             "tools were given, and the chat template of this model writes no calls of them in "
             "a form that is read here (Hermes, Qwen, Mistral, Llama 3); leave them out"
         )
-    return form
+    return tools, form
 
 
 def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
