@@ -140,10 +140,9 @@ def test_demo_tells_a_story_and_measures_every_drafter(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "TOKENS", 6)
-    monkeypatch.setattr(demo, "PATIENCE", 0.0)
     said = call("demo")
     assert said.code == 0, said.err
-    assert demo.OPENINGS[0] in said.out and "1 stories" in said.out
+    assert demo.OPENINGS[0] in said.out and "4 stories" in said.out
     for drafter in ("plain", "portfolio", "medusa", "redrafter", "demo-draft"):
         assert said.out.count(f"  {drafter} ") == 2
     tables = said.out[said.out.index("stories of") :]

@@ -186,4 +186,4 @@ class Batch:
             row["error"] = outcome
         else:
             row |= {**show.completion(outcome), "tokens": len(outcome.tokens)}
-        return show.as_json(row).encode(errors="replace")
+        return json.dumps(row, ensure_ascii=False).encode(errors="replace")

@@ -27,8 +27,8 @@ System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system messa
 
 @opt.with_options(engine=None, sampling=None)
 def chat(
-    model: opt.Model, system: System = None, color: opt.When = opt.Color.auto,
-    bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
+    model: opt.Model, system: System = None, bf16: opt.Bf16 = False, *, engine: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C ends an answer, and not the conversation."""
     loaded = alone_engine(config_of(model, engine, bf16), "chat", 512 << 20)
@@ -56,7 +56,7 @@ def chat(
         elif said:
             asked = [*turns, {"role": "user", "content": said}]
             try:
-                answer, last = _answer(loaded, asked, wanted, color)
+                answer, last = _answer(loaded, asked, wanted)
             except BadInput as error:                           # the context is full, perhaps
                 show.note(f"{error}; /reset begins anew", style="yellow")
                 continue
@@ -64,10 +64,10 @@ def chat(
 
 
 def _answer(
-    engine: Engine, turns: list[dict[str, str]], wanted: Sampling, color: opt.Color
+    engine: Engine, turns: list[dict[str, str]], wanted: Sampling
 ) -> tuple[str, Completion | None]:
     """What the model says, as far as Ctrl-C lets it; and figures, if it came to an end."""
-    writer, text, done = show.StreamWriter(sys.stdout, color), "", None
+    writer, text, done = show.StreamWriter(sys.stdout), "", None
     with suppress(KeyboardInterrupt):
         for chunk in engine.stream(turns, sampling=wanted):
             writer.write(chunk.pieces)

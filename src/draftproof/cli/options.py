@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from draftproof.engine.config import EngineConfig, cli_fields
-
-Color = StrEnum("Color", ["auto", "always", "never"])
-"""When to colour."""
 
 Command = Callable[..., None]
 
@@ -120,7 +116,6 @@ Samples = Annotated[int, option("Sampling", "N", "Samples of the prompt.", "--n"
 Bf16 = Annotated[bool, option("Model", None, "The same as --dtype bfloat16.", "--bf16")]
 Compare = Annotated[bool, _output(None, "Decode plainly first, and compare.", "--compare")]
 Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]
-When = Annotated[Color, _output("WHEN", "Colour drafted text: auto, always, never.", "--color")]
 Prompts = Annotated[
     Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".', "--prompts")
 ]

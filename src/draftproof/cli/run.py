@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +31,8 @@ def run(
     prompt_file: opt.PromptFile = None, chat: opt.Chat = False, n: opt.Samples = 1,
     prompts: opt.Prompts = None, out: opt.Out = None, batch_size: opt.BatchSize = None,
     ray: opt.Ray = None, compare: opt.Compare = False, json_: opt.Json = False,
-    color: opt.When = opt.Color.auto, bf16: opt.Bf16 = False, plan: opt.Plan = None,
-    *, engine: dict[str, Any], sampling: dict[str, Any],
+    bf16: opt.Bf16 = False, plan: opt.Plan = None, *, engine: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Complete a prompt, or a file of prompts."""
     if plan is not None:
@@ -56,7 +57,7 @@ def run(
         if len(one) != 1:
             raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
         what = group.from_rank_0(lambda: _prompt(one[0], text is not None))     # stdin is rank 0's
-        _run(config, sampling, prompt_of({"prompt": what}, chat), n, compare, json_, color)
+        _run(config, sampling, prompt_of({"prompt": what}, chat), n, compare, json_)
 
 
 def _prompt(source: str | Path, may_be_stdin: bool) -> str:
@@ -71,24 +72,21 @@ def _prompt(source: str | Path, may_be_stdin: bool) -> str:
 
 
 def _run(
-    config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool,
-    json_: bool, color: opt.Color,
-) -> None:  # fmt: skip
+    config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, json_: bool
+) -> None:
     """Complete one prompt, on the terminal or as JSON."""
     engine = engine_of(config)
     wanted = replace(engine.sampling, **given)
-    idle = [opt.flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
-    if wanted.temperature == 0 and idle:
-        show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
     plain = _plainly(engine, prompt, wanted, n) if compare else []
     if json_:
         ours = engine.generate([prompt], sampling=wanted, n=n)
         found: dict[str, Any] = {"samples": [show.completion(one) for one in ours]}
         found = found["samples"][0] if n == 1 else found
         found |= {"compare": _compared(ours, plain)} if compare else {}
-        print(show.as_json({**found, "settings": described(config, engine, wanted)}))
+        found["settings"] = described(config, engine, wanted)
+        print(json.dumps(found, ensure_ascii=False))
     else:
-        ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout, color))
+        ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout))
     for completion in ours:
         completion.checked()                            # it was shown as far as it goes
     if json_:

@@ -96,23 +96,15 @@ def must_have_folders(*files: Path | None) -> None:
 
 def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, Any]:
     """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
-    from dataclasses import asdict
-
     target, sampling = engine.target, vars(wanted).items()
     return {
-        "assistant_model": None, "draft_tree": None,
         **config.given(),
-        "drafter": engine.drafter.name,
-        "draft_tokens": engine.budget.most,
-        "budget": type(engine.budget).__name__.lower(),
-        "acceptance": engine.acceptance,
-        **({"lossy": asdict(engine.lossy)} if engine.lossy is not None else {}),
-        "quantised": lost(engine),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "ranks": target.group.size,
+        "drafter": engine.drafter.name, "draft_tokens": engine.budget.most,
+        "budget": type(engine.budget).__name__.lower(), "acceptance": engine.acceptance,
+        "quantised": lost(engine), "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device), "ranks": target.group.size,
         "sampling": {name: value for name, value in sampling if name not in NOT_DATA},
-    }
+    }  # fmt: skip
 
 
 def lost(engine: Engine) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,8 +12,6 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 from rich.status import Status
 from rich.table import Table
-
-from draftproof.cli.options import Color
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion
@@ -64,22 +61,16 @@ def status(text: str) -> Status:
     return page(stderr=True).status(text)
 
 
-def as_json(found: Any) -> str:
-    """One line of JSON, without the control characters that JSON leaves as they are."""
-    line = json.dumps(found, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line)
-
-
 class StreamWriter:
     """Writes a stream of text; accepted draft tokens in green where colours can be seen.
 
     On a terminal, control characters show as the replacement character.
     """
 
-    def __init__(self, out: IO[str], when: Color = Color.auto) -> None:
-        seen = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self.out, self.coloured = out, when is Color.always or (when is Color.auto and seen)
-        self._open = False                                      # whether a line is
+    def __init__(self, out: IO[str]) -> None:
+        self.out, self._open = out, False                       # whether a line is
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.coloured = out.isatty() and colours
 
     def write(self, pieces: Sequence[tuple[str, str]]) -> None:
         """Each with who drafted it, or ""."""
