@@ -35,21 +35,6 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "draft", layers=1))
 
 
-@pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft model whose tokenizer gives most words other ids."""
-    folder = save_model(tmp_path_factory.mktemp("models") / "stranger", layers=1)
-    words = json.loads((folder / "tokenizer.json").read_text())
-    vocab, first = words["model"]["vocab"], 300
-    size = len(vocab) - first
-    turned = {
-        word: first + (token - first + 1) % size for word, token in vocab.items() if token >= first
-    }
-    words["model"]["vocab"] = {**vocab, **turned}
-    (folder / "tokenizer.json").write_text(json.dumps(words))
-    return str(folder)
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     """A file of prompts, as `plan` reads them."""

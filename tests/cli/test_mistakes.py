@@ -64,14 +64,6 @@ def test_unknown_models_are_one_sentence(
     refused("run", name, "-p", "a", words=[name])
 
 
-def test_a_draft_with_another_tokenizer_is_told(
-    call: Call, target: str, stranger: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Which tokens both have is drafted; that it may be few is for the user to know."""
-    told = call("run", target, "-p", "a", "--max-new-tokens", "4", "--assistant-model", stranger)
-    assert told.code == 0 and "has another tokenizer" in caplog.text
-
-
 def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
     broken = save_model(tmp_path / "broken", broken=True)
     refused("run", str(broken), "-p", "a", words=["weights are broken"])

@@ -43,14 +43,6 @@ def test_every_public_name_can_be_imported() -> None:
         draftproof.nonsense  # noqa: B018
 
 
-def test_underscored_options_are_accepted(call: Call, target: str, draft: str) -> None:
-    run = ("run", target, "-p", "a_b", "--stop", "--a_b")
-    dashes = call(*run, "--assistant-model", draft, "--max-new-tokens", "8")
-    underscores = call(*run, "--assistant_model", draft, "--max_new_tokens=8")
-    assert dashes.code == underscores.code == 0
-    assert dashes.out == underscores.out != ""
-
-
 def test_the_prompt_may_come_from_anywhere(
     call: Call, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

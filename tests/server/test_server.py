@@ -90,32 +90,29 @@ def test_chats_stream_roles_text_and_usage(
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_likeliest_tokens_are_the_same_with_and_without_drafts(
-    server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, chat: bool
+    server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
     template = "{{ messages[0]['content'] }}"
     monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", template)
-    asked: dict[str, Any] = {"model": "demo", "max_tokens": 20, "temperature": 1, "seed": 5}
+    route, own = "completions", {"prompt": PROMPTS[0], "logprobs": 5}
+    if chat:
+        messages = [{"role": "user", "content": PROMPTS[0]}]
+        route, own = "chat/completions", {"messages": messages, "logprobs": True, "top_logprobs": 5}
+    body = {"max_tokens": 20, "temperature": 1, "seed": 5, **own}
     found = []
     for drafter in ("", "none"):
-        own = {"draftproof": {"drafter": drafter}}
+        answer = http.post(f"/v1/{route}", json={**body, "draftproof": {"drafter": drafter}})
+        told = answer.json()["choices"][0]["logprobs"]
         if chat:
-            messages: Any = [{"role": "user", "content": PROMPTS[0]}]
-            said = client.chat.completions.create(
-                **asked, messages=messages, logprobs=True, top_logprobs=5, extra_body=own)
-            places = said.choices[0].logprobs.content or []     # type: ignore[union-attr]
-            found.append([{one.token: one.logprob for one in (place, *place.top_logprobs)}
-                          for place in places])
-            assert all(len(place.top_logprobs) == 5 for place in places)
+            found.append([{one["token"]: one["logprob"] for one in (place, *place["top_logprobs"])}
+                          for place in told["content"]])
         else:
-            done = client.completions.create(
-                **asked, prompt=PROMPTS[0], logprobs=5, extra_body=own)
-            scores = done.choices[0].logprobs
-            assert scores and scores.tokens and scores.token_logprobs and scores.top_logprobs
-            for token, score, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs,
-                                         strict=True):
-                assert 5 <= len(top) <= 6 and top[token] == score
-            found.append(scores.top_logprobs)
-    assert len(found[0]) == 20 and found[0] == [pytest.approx(one, abs=1e-9) for one in found[1]]
+            own_scores = zip(told["top_logprobs"], told["tokens"], told["token_logprobs"],
+                             strict=True)
+            assert all(top[token] == score for top, token, score in own_scores)
+            found.append(told["top_logprobs"])
+    assert len(found[0]) == 20 and all(5 <= len(one) <= 6 for one in found[0])
+    assert found[0] == [pytest.approx(one, abs=1e-9) for one in found[1]]
 
 
 def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> None:

@@ -51,18 +51,15 @@ class Answer:
         self.readers = [CallReader(form) if form else None for _ in range(self.size)]
         self.begun_samples, self.done = set[int](), list[Completion]()
         self.news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
-        trees = asked.draftproof is not None and asked.draftproof.trees
-        self.tickets = [
-            Ticket(rows, partial(self._hear, place * len(rows)), bool(asked.stream), trees)
-            for place, rows in enumerate(prompts)
-        ]
+        how = bool(asked.stream), asked.draftproof.trees
+        self.tickets = [Ticket(rows, partial(self._hear, place * len(rows)), *how)
+                        for place, rows in enumerate(prompts)]
 
     def start(self) -> None:
         """Queue every prompt, or none."""
-        drafter = self.asked.draftproof.drafter if self.asked.draftproof else ""
         try:
             for ticket in self.tickets:
-                self.service.scheduler.submit(ticket, drafter)
+                self.service.scheduler.submit(ticket, self.asked.draftproof.drafter)
         except DraftproofError:
             self.cancel()
             raise
@@ -104,7 +101,8 @@ class Answer:
         """The answer as server-sent events: a chunk for each round that brought something."""
         try:
             async for index, progress in self.progress(request):
-                seen = {"draftproof": self._seen(progress)} if self.asked.draftproof else {}
+                asked = "draftproof" in self.asked.model_fields_set
+                seen = {"draftproof": self._seen(progress)} if asked else {}
                 yield _event(self._body([self._choice(index, progress)], **seen))
             if (self.asked.stream_options or {}).get("include_usage"):
                 yield _event(self._body([], usage=self._usage()))

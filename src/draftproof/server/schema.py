@@ -49,7 +49,7 @@ class Request(Body):
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
     response_format: ResponseFormat | None = None
-    draftproof: Own | None = None
+    draftproof: Own = Own()
 
 
 class Completion(Request):
