@@ -128,6 +128,7 @@ def test_tools_are_called_whole_and_streamed(
     (HERMES, f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>",
      "I look.", 2),
     (HERMES, f"<tool_call>\n{CALL}", "", 1),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\nNow I wait.", "", 1),
     (HERMES, "<tool_call>\nno JSON\n</tool_call> so", "<tool_call>\nno JSON\n</tool_call> so", 0),
     (HERMES, "a <tool_call>{", "a <tool_call>{", 0),
     (HERMES, f"{CALL}\n{CALL}", "", 2),

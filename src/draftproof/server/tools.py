@@ -115,8 +115,11 @@ class CallReader:
 
 
 def _calls(text: str, form: Form) -> list[dict[str, Any]]:
-    """The calls that a text consists of, as OpenAI's clients read them; none if it is not so."""
+    """The calls that a text consists of, as OpenAI's clients read them; none if it is not so. What
+    follows the last end mark is left out."""
     decoder, found = json.JSONDecoder(), list[Any]()
+    if form.end in text:
+        text = text[: text.rindex(form.end)]
     for mark in filter(None, (form.begin, form.end)):
         text = text.replace(mark, " ")
     while text := text.lstrip(" \n;"):
