@@ -161,7 +161,7 @@ def test_numbers_come_to_the_host_as_they_are() -> None:
 
 
 def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
-    own = ("recycle", "learn_pairs", "likely_successors")
+    own = ("recycle", "likely_successors")
     torch_functions = [
         noise.stream, noise.gumbel, sample, best_tokens, messages.top_tokens, accept_by_matching,
         messages.append_tokens, prepare_heads, heads_logits, bigram_tree,
@@ -250,7 +250,7 @@ def test_suffixes_are_kept_and_found_alike() -> None:
     for name in ("text", "tags", "places", "counts"):
         # the last is for nothing
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])
-    for one, other in zip(drafters[0]._rows or (), drafters[1]._rows or (), strict=True):
+    for one, other in zip(drafters[0]._rows, drafters[1]._rows, strict=True):
         assert torch.equal(one, other)
 
 
@@ -278,13 +278,6 @@ def test_successors_are_kept_and_found_alike() -> None:
         observed_alike(drafters, replace(
             commit, successors=read(dice, TokenTree(tokens, parents, 5), spoiled=turn == 7)
         ))
-    for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
-        drafter.start(3, CAPACITY, ops)
-    for row in range(3):  # prompts: known tokens, in known pairs and in new ones
-        text = written(dice, 30)
-        observed_alike(drafters,
-                       commit_of(range(row, row + 1),
-                             [[*text, *(one for token in text for one in (token, 50 + token))]]))
     ours, theirs = (drafter._tables[torch.device("cpu")] for drafter in drafters)
     assert ours.tags.count_nonzero() > 20
     assert torch.equal(ours.tags[:-1], theirs.tags[:-1]) and torch.equal(
@@ -319,7 +312,6 @@ def test_members_are_judged_and_merged_alike() -> None:
                              trees=turn != 11))
         texts = [[*text, *more] for text, more in zip(texts, new, strict=True)]
         observed_alike(drafters, commit_of(range(len(texts)), new))
-    ours, theirs = (drafter._counts for drafter in drafters)
-    assert ours is not None and theirs is not None and float(ours.all[:, 1].sum()) > 50
-    torch.testing.assert_close(ours.all, theirs.all)
-    torch.testing.assert_close(ours.rows, theirs.rows)
+    ours, theirs = (drafter._counts[torch.device("cpu")] for drafter in drafters)
+    assert float(ours[:, 1].sum()) > 50
+    torch.testing.assert_close(ours, theirs)

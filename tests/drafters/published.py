@@ -7,7 +7,6 @@ Nothing here uses the package's own layers: rotation, norms and attention are wr
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,14 @@ def deep() -> Any:
     return target(**DEEP)
 
 
-def no_text_changes(
-    drafter: Drafter, temperature: float, rules: Collection[str] = tuple(RULES)
-) -> None:
+def no_text_changes(drafter: Drafter, temperature: float, own: Any = None) -> None:
     """Whatever the rule and the budget; sampled text is the same under the matching rule alone."""
     asked, want = prompts(6, seed=4), Sampling(temperature, seed=3, repetition_penalty=1.1)
     options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
-    wanted = texts(Engine(deep()), asked, **options)
-    for rule in rules if temperature == 0 else ("match",):
+    wanted = texts(Engine(own or deep()), asked, **options)
+    for rule in RULES if temperature == 0 else ("match",):
         for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
-            engine = Engine(deep(), Watch(drafter), acceptance=rule, budget=budget)
+            engine = Engine(own or deep(), Watch(drafter), acceptance=rule, budget=budget)
             assert texts(engine, asked, **options, batch_size=4) == wanted, rule
 
 
@@ -59,11 +56,9 @@ def drafted_logits(
         states = own.read(whole, own.new_cache(1, 64), hidden_layers=drafter.hidden_layers).hidden
         drafter.start(1, 64, drafting.CPU)
         drafter.observe(drafting.commit_of([0], [text[:-1]], states))
-        found = [drafter._read_root(drafting.frontier_of([text], 6).prefix, 6)[0, 0]]
-        for node in range(1, len(drafted) + 1):
-            part = TokenTree.chain(torch.tensor([[text[-1], *drafted[:node]]]))
-            found.append(drafter.model.read(part, drafter._cache(1), first=node).logits[0, 0])
-    return found
+        read, _ = drafter.reader(drafting.frontier_of([text], 6))
+        chains = (torch.tensor([[text[-1], *drafted[:node]]]) for node in range(len(drafted) + 1))
+        return [read(TokenTree.chain(chain), node)[0, 0] for node, chain in enumerate(chains)]
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
@@ -77,16 +72,14 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[st
     return made
 
 
-def attention_shapes(prefix: str, wide: int = 32, head_norms: bool = False) -> dict[str, Any]:
+def layer_shapes(at: str, wide: int = 32, head_norms: bool = False) -> dict[str, Any]:
+    """A decoder layer whose attention reads `wide` numbers."""
     names = {"q_proj": (32, wide), "k_proj": (16, wide), "v_proj": (16, wide), "o_proj": (32, 32)}
-    found = {f"{prefix}.{name}.weight": shape for name, shape in names.items()}
-    norms = {f"{prefix}.{name}.weight": (8,) for name in ("q_norm", "k_norm")}
-    return {**found, **(norms if head_norms else {})}
-
-
-def mlp_shapes(prefix: str) -> dict[str, Any]:
-    names = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
-    return {f"{prefix}.{name}.weight": shape for name, shape in names.items()}
+    found: dict[str, Any] = {f"self_attn.{name}": shape for name, shape in names.items()}
+    found |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if head_norms else (), (8,))
+    found |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+    found |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (32,))
+    return {f"{at}.{name}.weight": shape for name, shape in found.items()}
 
 
 def write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -6,20 +6,19 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from drafting import Watch, texts
-from published import drafted_logits
+from published import drafted_logits, no_text_changes
 from safetensors.torch import load_file, save_file
-from tiny import prompts
 from torch import Tensor
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
-from draftproof.core.acceptance import RULES
-from draftproof.core.params import Sampling
 from draftproof.drafters import mtp
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
@@ -63,61 +62,66 @@ PUBLISHED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+class Made(NamedTuple):
+    """A model's folder, and the layer for prediction that is in it as its publishers have it."""
+
+    folder: Path
+    layer: Any
+    norms: dict[str, Tensor]
+    proj: Tensor
+
+    def opened(self) -> Target:
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        return Target(model.eval())
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model's folder, with the layer for prediction in it as its publishers have it."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = _written(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return make
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    return lru_cache(lambda kind: _written(kind, tmp_path_factory.mktemp(kind)))
 
 
-def _written(kind: str, folder: Path) -> Path:
+def _written(kind: str, folder: Path) -> Made:
     name, options, layout = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    layer, part = _layer(model), PUBLISHED[layout]
-    with torch.no_grad():
-        for key, weight in [*model.named_parameters(), *layer.named_parameters()]:
-            if "norm" in key:
-                weight += 0.3 * torch.randn_like(weight)
-            elif key.endswith("e_score_correction_bias") or "experts" in key or weight.dim() == 1:
-                weight.copy_(0.2 * torch.randn_like(weight))
-        for weight in layer.parameters():
-            if weight.dim() == 2:
-                weight.copy_(0.3 * torch.randn_like(weight))
+    single, names = copy.deepcopy(model.config), PUBLISHED[layout]
+    if getattr(single, "layer_types", None):
+        single.layer_types = ["full_attention"]
+    if hasattr(single, "first_k_dense_replace"):
+        single.first_k_dense_replace = 0
+    layer = type(model.model.layers[-1])(single, 0).eval().requires_grad_(False)
+    for key, weight in [*model.named_parameters(), *layer.named_parameters()]:
+        if "norm" in key:
+            weight.data += 0.3 * torch.randn_like(weight)
+        elif key.endswith("e_score_correction_bias") or "experts" in key or weight.dim() == 1:
+            weight.data = 0.2 * torch.randn_like(weight)
+    for weight in layer.parameters():
+        if weight.dim() == 2:
+            weight.copy_(0.3 * torch.randn_like(weight))
     model.save_pretrained(folder)
-    own = {f"{part['layer']}{key}": one for key, one in _apart(layer.state_dict()).items()}
     zero = layout == "qwen"                                  # norms that count from one
-    for what in ("embed", "hidden", "norm"):
-        own[f"{part[what]}.weight"] = (0.0 if zero else 1.0) + 0.3 * torch.randn(32)
-    own[f"{part['proj']}.weight"] = 0.3 * torch.randn(32, 64)
+    norms = {what: (0.0 if zero else 1.0) + 0.3 * torch.randn(32)
+             for what in ("embed", "hidden", "norm")}  # fmt: skip
+    made = Made(folder, layer, norms, 0.3 * torch.randn(32, 64))
+    own = {f"{names['layer']}{key}": one for key, one in _apart(layer.state_dict()).items()}
+    own |= {f"{names[what]}.weight": one for what, one in norms.items()}
+    own[f"{names['proj']}.weight"] = made.proj
     if layout == "deepseek":
         own["model.layers.2.embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
         own["model.layers.2.shared_head.head.weight"] = model.lm_head.weight.detach()
-    file = folder / "model.safetensors"
-    whole = {**load_file(file), **{key: one.contiguous().clone() for key, one in own.items()}}
-    save_file(whole, file, metadata={"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text()) | {
-        key: value for key, value in options.items() if key.endswith(("_layers", "hidden_layers"))
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder
+    settings = {key: value for key, value in options.items() if key.endswith("_layers")}
+    _change(folder, own, settings)
+    return made
 
 
-def _layer(model: Any) -> Any:
-    """A further layer of a model's kind, of the kind that has experts if any."""
-    config = copy.deepcopy(model.config)
-    if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"]
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0
-    return type(model.model.layers[-1])(config, 0).eval()
+def _change(folder: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Add to a checkpoint; None takes away."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    whole = {**load_file(file), **tensors}
+    kept = {key: one.contiguous().clone() for key, one in whole.items() if one is not None}
+    save_file(kept, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
 
 
 def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,47 +137,30 @@ def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def opened(folder: Path) -> Target:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return Target(model)
+def reference(target: Target, made: Made, first: bool, text: list[int], drafted: list[int]) -> Any:
+    """Logits behind a text and after each drafted token: whole forwards without a cache.
 
-
-def reference(target: Target, folder: Path, kind: str, text: list[int], drafted: list[int]) -> Any:
-    """Logits behind a text and after each drafted token: whole forwards without a cache."""
-    layout, model = KINDS[kind][2], target.model
-    part, w = PUBLISHED[layout], load_file(folder / "model.safetensors")
-    layer, base = _layer(model).float(), model.model
-    state = {key.removeprefix(part["layer"]): one for key, one in w.items()
-             if key.startswith(part["layer"])}  # fmt: skip
-    names = layer.state_dict()
-    for key in [key for key in names if key.endswith("experts.gate_up_proj")]:
-        at = key.removesuffix("gate_up_proj")
-        numbers = range(len(names[key]))
-        state[key] = torch.stack([
-            torch.cat([state[f"{at}{n}.gate_proj.weight"], state[f"{at}{n}.up_proj.weight"]])
-            for n in numbers])  # fmt: skip
-        state[f"{at}down_proj"] = torch.stack([state[f"{at}{n}.down_proj.weight"] for n in numbers])
-    layer.load_state_dict({key: state[key] for key in names})
+    first: the state comes first, and the embedding behind the first token is zero (MiMo)."""
+    model: Any = target.model
+    base, tokens, found = model.model, torch.tensor([text + drafted]), []
 
     def norm(x: Tensor, what: str) -> Tensor:
-        kind = type(base.norm)(32, eps=model.config.rms_norm_eps)
-        kind.weight.data = w[f"{part[what]}.weight"]
-        return kind(x)
+        module = type(base.norm)(32, eps=model.config.rms_norm_eps)
+        module.weight.data = made.norms[what]
+        return module(x)
 
-    tokens, found = torch.tensor([text + drafted]), []
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
         for end in range(len(text) - 1, len(text) + len(drafted)):
             places = torch.arange(end)[None]
             embedded = model.get_input_embeddings()(tokens[:, 1 : end + 1])
-            if layout == "mimo":
+            if first:
                 embedded = embedded * (places > 0)[..., None]
             both = [norm(embedded, "embed"), norm(states, "hidden")]
-            both = both[::-1] if layout == "mimo" else both
-            x = torch.cat(both, -1) @ w[f"{part['proj']}.weight"].T
+            x = torch.cat(both[::-1] if first else both, -1) @ made.proj.T
             mask = torch.full((1, 1, end, end), torch.finfo(x.dtype).min).triu(1)
             angles = base.rotary_emb(x, places)
-            x = layer(x, position_embeddings=angles, attention_mask=mask, position_ids=places)
+            x = made.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=places)
             out = norm(x[0] if isinstance(x, tuple) else x, "norm")
             found.append(model.lm_head(out[0, -1]))
             states = torch.cat([states, out[:, -1:]], 1)
@@ -181,59 +168,50 @@ def reference(target: Target, folder: Path, kind: str, text: list[int], drafted:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_reads_as_whole_forwards(kind: str, checkpoint: Callable[[str], Path]) -> None:
-    target, text, drafted = opened(checkpoint(kind)), [7, 3, 31, 2, 9, 4, 12], [5, 8, 0]
+def test_it_reads_as_whole_forwards(kind: str, made: Callable[[str], Made]) -> None:
+    target, text, drafted = made(kind).opened(), [7, 3, 31, 2, 9, 4, 12], [5, 8, 0]
     found = drafted_logits(target, mtp.load(target), text, drafted)
-    for ours, theirs in zip(found, reference(target, checkpoint(kind), kind, text, drafted),
-                            strict=True):
+    wanted = reference(target, made(kind), kind == "mimo", text, drafted)
+    for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["glm-4.5", "deepseek-v3"])
-def test_it_drafts_what_transformers_would(kind: str, checkpoint: Callable[[str], Path]) -> None:
+def test_it_drafts_what_transformers_would(kind: str, made: Callable[[str], Made]) -> None:
     """The first drafted token's logits, as `MtpModel` computes them from the same checkpoint."""
-    from transformers.cache_utils import MtpCache
-    from transformers.modeling_layers import MtpModel
-
-    target, text = opened(checkpoint(kind)), [7, 3, 31, 2, 9, 4, 12]
-    model = target.model
+    target, text = made(kind).opened(), [7, 3, 31, 2, 9, 4, 12]
+    model: Any = target.model
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]     # theirs are of 61
     theirs = MtpModel.from_pretrained(model).eval().float()
+    cache, places = MtpCache(config=model.config.get_mtp_config()), torch.arange(1, len(text))[None]
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
-        _, logits, _ = theirs(torch.tensor([text[1:]]), states, None,
-                              torch.arange(1, len(text))[None],
-                              MtpCache(config=model.config.get_mtp_config()))  # fmt: skip
+        _, logits, _ = theirs(torch.tensor([text[1:]]), states, None, places, cache)
     found = drafted_logits(target, mtp.load(target), text, [])
     torch.testing.assert_close(found[0], logits[0, 0], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_text_changes(kind: str, checkpoint: Callable[[str], Path]) -> None:
-    target = opened(checkpoint(kind))
-    drafter, asked = mtp.load(target), prompts(4, seed=4)
-    for temperature in (0.0, 0.9):
-        want = Sampling(temperature=temperature, seed=3)
-        wanted = texts(Engine(target), asked, max_new_tokens=12, sampling=want)
-        for rule in RULES if temperature == 0 else ("match",):
-            engine = Engine(target, Watch(drafter), acceptance=rule, budget=5)
-            assert texts(engine, asked, max_new_tokens=12, sampling=want) == wanted, rule
+@pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_no_text_changes(
+    kind: str, temperature: float, made: Callable[[str], Made]
+) -> None:
+    target = made(kind).opened()
+    no_text_changes(mtp.load(target), temperature, own=target)
 
 
-def test_it_is_named_like_any_drafter(checkpoint: Callable[[str], Path]) -> None:
-    folder = checkpoint("qwen3.5")
-    engine = load(folder, drafter="mtp", budget=4)
-    wanted = load(folder, drafter="none").generate([[1, 2, 3]], max_new_tokens=9)[0]
-    assert engine.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens == wanted.tokens
-    merged = load(checkpoint("mimo"), drafter="mtp+suffix", budget=4)
-    plain = load(checkpoint("mimo"), drafter="none")
-    both = [one.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens for one in (merged, plain)]
-    assert both[0] == both[1]
+@pytest.mark.parametrize(("kind", "name"), [("qwen3.5", "mtp"), ("mimo", "mtp+suffix")])
+def test_it_is_named_like_any_drafter(
+    kind: str, name: str, made: Callable[[str], Made]
+) -> None:
+    engines = (load(made(kind).folder, drafter=one, budget=4) for one in (name, "none"))
+    texts = [engine.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens for engine in engines]
+    assert texts[0] == texts[1]
 
 
-def test_prompts_are_read_whole_for_it(checkpoint: Callable[[str], Path]) -> None:
+def test_prompts_are_read_whole_for_it(made: Callable[[str], Made]) -> None:
     """It needs the states of every token, so that of a known beginning is not left out."""
-    target, text = opened(checkpoint("mimo")), [2 + n * n % 29 for n in range(300)]
+    target, text = made("mimo").opened(), [2 + n * n % 29 for n in range(300)]
     drafter, counts = mtp.load(target), []
     for size in (0, 8 << 20):
         engine = Engine(target, drafter, budget=4)
@@ -247,11 +225,10 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3.5", {"mtp.layers.0.self_attn.sinks": torch.ones(4)}, {}, "sinks"),
     ("qwen3.5", {"mtp.fc_embedding.weight": torch.ones(32, 32)}, {}, "fc_embedding"),
     ("qwen3.5", {"mtp.norm.weight": None}, {}, "norm.weight"),
-    ("qwen3.5", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, {}, "2 layers"),
+    ("qwen3.5", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, {}, "layers.1"),
     ("qwen3.5", {}, {"mtp_num_hidden_layers": 3}, "3 layers"),
-    ("qwen3.5", {}, {"mtp_use_dedicated_embeddings": True}, "embeddings"),
+    ("qwen3.5", {}, {"mtp_use_dedicated_embeddings": True}, "dedicated_embeddings"),
     ("qwen3.5", {}, {"mtp_hidden_states_first": True}, "mtp_hidden_states_first"),
-    ("glm-4.5", {"model.layers.2.shared_head.head.weight": torch.ones(40, 32)}, {}, "differs"),
     ("mimo", {"model.mtp_layers.0.extra.weight": torch.ones(3)}, {}, "extra"),
 ]  # fmt: skip
 
@@ -259,23 +236,20 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "tensors", "settings", "why"), CHANGES)
 def test_what_is_not_understood_is_refused(
     kind: str, tensors: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path,
-    checkpoint: Callable[[str], Path],
+    made: Callable[[str], Made],
 ) -> None:  # fmt: skip
-    target, folder = opened(checkpoint(kind)), tmp_path / "changed"
-    shutil.copytree(checkpoint(kind), folder)
-    whole = {**load_file(folder / "model.safetensors"), **tensors}
-    kept = {key: one for key, one in whole.items() if one is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    changed = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps(changed))
+    target, folder = made(kind).opened(), tmp_path / "changed"
+    shutil.copytree(made(kind).folder, folder)
+    _change(folder, tensors, settings)
     target.model.config.name_or_path = str(folder)
     with pytest.raises(DrafterMismatch, match=why) as error:
         mtp.load(target)
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_one_is_told(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    target = opened(checkpoint("mimo"))
+def test_a_model_without_one_is_told(made: Callable[[str], Made], tmp_path: Path) -> None:
+    target = made("mimo").opened()
     target.model.save_pretrained(tmp_path)
+    target.model.config.name_or_path = str(tmp_path)
     with pytest.raises(ModelNotFound, match="multi-token"):
-        mtp.load(opened(tmp_path))
+        mtp.load(target)

@@ -1,4 +1,4 @@
-"""Prompt lookup: the plain search for what followed the same tokens, in chains and in trees."""
+"""Prompt lookup: the plain search for what followed the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tiny import prompts, target
 
 from draftproof.core.messages import Frontier
 from draftproof.core.prefix import Prefix
-from draftproof.core.tree import ABSENT
 from draftproof.drafters.prompt_lookup import PLACES, PromptLookup
 from draftproof.engine.engine import Engine
 
@@ -54,19 +53,9 @@ def cases() -> list[tuple[list[int], int, int]]:
             for size, longest, shortest in sizes]
 
 
-def test_a_chain_is_the_plain_search() -> None:
-    for text, longest, shortest in cases():
-        asked = frontier([text], 5, trees=False, seed=len(text))
-        found = search(text, longest, shortest)
-        wanted = goes_on(text, found[0][1], 5) if found else [ABSENT] * 5
-        assert PromptLookup(longest, shortest).propose(asked).tokens[0, 1:].tolist() == wanted, (
-            text, longest, shortest
-        )
-
-
-def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[
-    tuple[int, ...], float
-]:
+def by_hand(
+    text: list[int], longest: int, shortest: int, budget: int
+) -> dict[tuple[int, ...], float]:
     """The chance of every beginning of the best continuations, each if none before it is right."""
     confidence: dict[tuple[int, ...], float] = {}
     left = 1.0
@@ -82,29 +71,35 @@ def by_hand(text: list[int], longest: int, shortest: int, budget: int) -> dict[
 
 
 def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
+    """And a chain is the path of most expected tokens."""
     branched = 0
     for text, longest, shortest in cases():
-        asked = frontier([text], 6, trees=True, seed=len(text))
-        tree = PromptLookup(longest, shortest).propose(asked)
-        assert_well_formed(tree, asked)
-        confidence = by_hand(text, longest, shortest, 6)
-        found = drafted(tree)
+        trees = []
+        for wants_trees in (True, False):
+            asked = frontier([text], 6, wants_trees, seed=len(text))
+            trees.append(PromptLookup(longest, shortest).propose(asked))
+            assert_well_formed(trees[-1], asked)
+        confidence, found = by_hand(text, longest, shortest, 6), drafted(trees[0])
         best = sorted(confidence.values(), reverse=True)[:6]
         assert list(found.values()) == pytest.approx(best)
         assert found == pytest.approx({path: confidence[path] for path in found})
+        worth = {path: sum(found[path[: end + 1]] for end in range(len(path))) for path in found}
+        chain = max(drafted(trees[1]), key=len, default=())
+        assert trees[1].is_chain and worth.get(chain, 0) == pytest.approx(
+            max(worth.values(), default=0)
+        )
         branched += sum(len(path) == 1 for path in found) > 1
     assert branched > 30, "no tree had two branches: it tests chains"
 
 
 def test_rows_do_not_see_each_other_nor_what_lies_after_their_text() -> None:
     texts = [text for text, _, _ in cases()[10:16]]
-    for trees in (False, True):
-        together = PromptLookup().propose(frontier(texts, 5, trees, seed=1))
-        again = PromptLookup().propose(frontier(texts, 5, trees, seed=2, longest=True))
-        assert torch.equal(together.tokens, again.tokens)
-        for row, text in enumerate(texts):
-            alone = PromptLookup().propose(frontier([text], 5, trees))
-            assert torch.equal(alone.tokens[0], together.tokens[row])
+    together = PromptLookup().propose(frontier(texts, 5, True, seed=1))
+    again = PromptLookup().propose(frontier(texts, 5, True, seed=2, longest=True))
+    assert torch.equal(together.tokens, again.tokens)
+    for row, text in enumerate(texts):
+        alone = PromptLookup().propose(frontier([text], 5, True))
+        assert drafted(alone) == drafted(together, row)
 
 
 def test_what_repeats_is_accepted() -> None:

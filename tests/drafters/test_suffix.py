@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,15 +13,7 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.suffix import (
-    OWN,
-    SIZES,
-    SLOTS,
-    Places,
-    SuffixDrafter,
-    SuffixIndex,
-    slot_of,
-)
+from draftproof.drafters.suffix import OWN, SIZES, SLOTS, SuffixDrafter, slot_of
 
 CAPACITY = 64
 pytestmark = pytest.mark.usefixtures("lookup")
@@ -81,13 +72,17 @@ def test_confidence_is_that_of_counting() -> None:
     assert checked > 50
 
 
-def test_an_earlier_request_is_remembered_and_continued() -> None:
-    story = list(range(3, 33))
-    drafter = started(4096, 4, story)
+@pytest.mark.parametrize(("earlier", "text", "wanted"), [
+    (list(range(3, 33)), [1, 3, 4, 5, 6], [6, 7, 8, 9, 10, 11, 12]),
+    ([5, 6, 7], [1, 5], [5, 6, 7]),                         # it stops where another text ends
+    ([], [9, 1, 2, 3, 1, 2, 3], [3, 1, 2, 3, 1, 2, 3]),     # and repeats its own
+], ids=["earlier", "end", "own"])  # fmt: skip
+def test_what_followed_is_continued(earlier: Text, text: Text, wanted: Text) -> None:
+    drafter = started(4096, 4, *([earlier] if earlier else []))
     drafter.start(2, CAPACITY, CPU)
-    drafter.observe(commit_of([0], [[1, *story[:3]]]))
-    tree = proposed(drafter, [[1, *story[:4]]], trees=False)
-    assert tree.is_chain and tree.tokens[0].tolist() == story[3:10]
+    drafter.observe(commit_of([0], [text[:-1]]))
+    tree = proposed(drafter, [text], trees=False)
+    assert tree.is_chain and [one for one in tree.tokens[0].tolist() if one != ABSENT] == wanted
 
 
 def test_a_row_reads_what_another_row_writes() -> None:
@@ -95,20 +90,6 @@ def test_a_row_reads_what_another_row_writes() -> None:
     drafter.observe(commit_of([0, 1], [[5, 6, 7, 8, 9], [11]]))
     tree = proposed(drafter, [[1, 5, 6, 7, 8, 9, 9], [2, 11, 6]], 2, trees=False)
     assert tree.tokens[1].tolist() == [6, 7, 8]
-
-
-def test_a_draft_repeats_the_text_where_it_ends() -> None:
-    """At the end of the row's own text, the root included, the draft begins again at the match."""
-    tree = proposed(started(4096, 4, [9, 1, 2, 3, 1, 2]), [[9, 1, 2, 3, 1, 2, 3]], trees=False)
-    assert tree.tokens[0].tolist() == [3, 1, 2, 3, 1, 2, 3]
-
-
-def test_the_draft_stops_where_another_text_ends() -> None:
-    drafter = started(4096, 4, [5, 6, 7])
-    drafter.select([])
-    drafter.observe(commit_of([0], [[1]]))
-    tree = proposed(drafter, [[1, 5]], trees=False)
-    assert [token for token in tree.tokens[0].tolist() if token != ABSENT] == [5, 6, 7]
 
 
 def test_frequent_before_recent_and_own_before_other_texts() -> None:
@@ -162,18 +143,3 @@ def test_copies_of_a_row_write_apart() -> None:
         texts = [[3, 4, 5, 6, 7, 12, end], [3, 4, 5, 8, 9, 13, end], [3, 4, 5, 10, 11, 14, end]]
         found = drafted(proposed(drafter, texts, 8))
         assert {(12,), (13,), (14,)} & found.keys() == {(12 + row,)}
-
-
-def test_places_of_running_rows_never_overlap() -> None:
-    dice, index = random.Random(3), SuffixIndex(1, torch.device("cpu"))
-    for _ in range(50):
-        width, rows = dice.randint(4, 40), dice.randint(1, 5)
-        places = Places(width, max(500 // width, 2 * rows + 1))
-        for _ in range(40):
-            if len(places.used) < rows and dice.random() < 0.6:
-                places.used.append(places.next(index))
-            elif places.used:
-                places.used.pop(dice.randrange(len(places.used)))
-            starts = sorted(places.used)
-            assert all(later - one >= width for one, later in pairwise(starts))
-            assert all(0 <= start <= places.width * places.count - width for start in starts)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from drafting import commit_of, drafted, proposed
-from tiny import CPU, prompts, target
+from tiny import CPU, VOCAB, prompts, target
 
 from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.token_recycling import BEST, DEPTH, READ, TokenRecycling
+from draftproof.drafters.token_recycling import DEPTH, TokenRecycling
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round, State
@@ -37,13 +35,6 @@ def read(tree: TokenTree, path: Sequence[int], best: dict[int, Best], row: int =
     return Commit([row], came, at, count, successors=Successors(tree, tokens, logits))
 
 
-def on(row: int, text: Sequence[int]) -> Commit:
-    """The text goes on, and the target tells nothing."""
-    none = torch.tensor([[ABSENT]])
-    nothing = Successors(TokenTree.chain(none), none[..., None], torch.zeros(1, 1, 1))
-    return replace(commit_of([row], [text]), successors=nothing)
-
-
 def started(memory: int = 1 << 12) -> TokenRecycling:
     drafter = TokenRecycling(memory)
     drafter.start(4, 64, CPU)
@@ -63,7 +54,7 @@ def test_what_was_likely_is_drafted_with_the_chances_of_paths() -> None:
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[5, 6]]))
     drafter.observe(read(tree, [0], {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}))
-    drafter.observe(on(0, [31]))
+    drafter.observe(commit_of([0], [[31]]))
     found = drafted(proposed(drafter, [[30, 5, 31, 5]], budget=4))
     assert found == pytest.approx({(6,): 0.6, (6, 8): 0.54, (7,): 0.4, (6, 9): 0.06}, rel=1e-4)
     assert list(found) == [(6,), (6, 8), (7,), (6, 9)]
@@ -86,11 +77,11 @@ def test_the_pair_before_the_token_alone_and_the_newest_before_the_old() -> None
         drafter.observe(read(tree, [0, 1], {0: even(6, 7), 1: even(last, last + 1)}))
     newest = drafted(proposed(drafter, [[30, 5, 6, 4, 6]]))
     assert (20,) in newest, "the last token is 6, the newest of it"
-    drafter.observe(on(0, [5]))
+    drafter.observe(commit_of([0], [[5]]))
     alone = proposed(drafter, [[30, 5, 6, 4, 6, 5, 6]])
     assert (8,) in drafted(alone) and (20,) not in drafted(alone), "after 5, 6 came 8"
-    drafter.observe(on(0, [6]))
-    drafter.observe(on(0, [3]))
+    drafter.observe(commit_of([0], [[6]]))
+    drafter.observe(commit_of([0], [[3]]))
     newest = drafted(proposed(drafter, [[30, 5, 6, 4, 6, 5, 6, 3, 6]]))
     assert (20,) in newest, "after 3, 6 nothing came: 6 alone"
 
@@ -102,18 +93,6 @@ def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
     drafter.observe(read(tree, [0], {0: even(7, 8), 1: even(9, 10), 2: even(11, 12)}))
     found = drafted(proposed(drafter, [[30, 6, 1, 6]]))
     assert {path[0] for path in found} == {11, 12}
-
-
-def test_a_prompt_teaches_its_own_order() -> None:
-    """A token read in a prompt comes first with a chance of a half; others move back."""
-    drafter = started()
-    drafter.observe(commit_of([0], [[5, 6, 7, 5, 8, 7]]))
-    found = drafted(proposed(drafter, [[30, 5, 6, 7, 5, 8, 7, 1, 5]], budget=2))
-    assert found[(8,)] == pytest.approx(READ)
-    drafter.observe(on(0, [5]))
-    drafter.observe(commit_of([0], [[6]]))
-    found = drafted(proposed(drafter, [[30, 5, 6, 7, 5, 8, 7, 5, 6, 1, 5]], budget=8))
-    assert found[(6,)] == pytest.approx(READ) and found[(8,)] == pytest.approx(READ * (1 - READ))
 
 
 def test_a_small_memory_forgets_but_never_mixes() -> None:
@@ -133,56 +112,38 @@ def test_a_small_memory_forgets_but_never_mixes() -> None:
         assert set(children) <= known.get(root, set()) and len(set(children)) == len(children)
 
 
-def test_a_chain_for_targets_of_chains() -> None:
-    drafter = started()
-    best = {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}
-    drafter.observe(read(TokenTree.chain(torch.tensor([[5, 6]])), [0], best))
-    tree = proposed(drafter, [[30, 5, 31, 5]], budget=3, trees=False)
-    assert tree.is_chain and tree.tokens[0, :3].tolist() == [5, 6, 8]
-
-
 class Ask(Drafter):
-    """Writes down what it is told; wants the best three."""
+    """Writes down what it is told; drafts the root again and again, or nothing."""
 
     name = "ask"
     default_budget = 3
 
-    def __init__(self, wants: int) -> None:
-        self.wants_top, self.commits = wants, list[Commit]()
+    def __init__(self, wants: int, draws: bool = True) -> None:
+        self.wants_top, self.draws, self.commits = wants, draws, list[Commit]()
 
     def observe(self, commit: Commit) -> None:
         self.commits.append(commit)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, 1 + frontier.budget))
+        ahead = frontier.budget if self.draws else 0
+        return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, 1 + ahead))
 
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
 def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
     """The best after every node read in rounds, not in prompts; nothing to who does not ask."""
-    drafter = Ask(wants)
-    reads: list[Any] = []
-
-    class Noted:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(target(), name)
-
-        def read(self, tree: TokenTree, cache: Any, **options: Any) -> Any:
-            reading = target().read(tree, cache, **options)
-            reads.append((tree, reading.logits))
-            return reading
-
-    noted: Any = Noted()
-    Engine(noted, drafter, budget=3).generate(prompts(2, seed=1), max_new_tokens=6)
-    assert len(reads) == len(drafter.commits) > 4
-    known = [commit.successors for commit in drafter.commits]
-    assert [one is None for one in known] == [True] * 2 + [wants == 0] * (
-        len(known) - 2
-    ), "two prompts, then rounds"
-    for (tree, logits), one in zip(reads, known, strict=True):
-        if one is not None:
-            assert torch.equal(one.tokens, logits.sort(-1, descending=True).indices[..., :wants])
-            assert torch.equal(one.tree.tokens, tree.tokens)
+    drafter, read = Ask(wants), 0
+    done = Engine(target(), drafter, budget=3).generate(prompts(1, seed=1), max_new_tokens=12)[0]
+    prompt, *rounds = drafter.commits
+    assert prompt.successors is None and len(rounds) > 3
+    for commit in rounds:
+        assert (commit.successors is None) == (wants == 0)
+        if (found := commit.successors) is not None:
+            assert found.tokens.shape == (1, 4, min(wants, VOCAB))
+            assert (found.logits.diff(dim=-1) <= 0).all()
+            best = found.tokens[0, commit.nodes[0, : int(commit.count)], 0].tolist()
+            assert best == done.tokens[read + 1 : read + 1 + len(best)]
+            read += len(best)
 
 
 class Third(Budget):
@@ -197,14 +158,9 @@ class Third(Budget):
         self.rest = self.rest - 1 if self.rest else 2
 
 
-class Nothing(Ask):
-    def propose(self, frontier: Frontier) -> TokenTree:
-        return TokenTree.root(frontier.prefix.root)
-
-
-def test_what_plain_rounds_and_empty_drafts_tell_is_kept_apart() -> None:
-    """Both are of one node, and told later; the target's best tokens are unknown while it rests."""
-    drafter = Nothing(3)
+def test_what_rounds_and_rests_tell_is_kept_apart() -> None:
+    """Plain rounds are told later; the target's best tokens are unknown while drafting rests."""
+    drafter = Ask(3, draws=False)
     Engine(target(), drafter, budget=Third()).generate(prompts(1, seed=1), max_new_tokens=14)
     told = [(one.tokens.shape[1], one.successors is not None) for one in drafter.commits[1:]]
     assert told == [(1, True), (2, False)] * 4 + [(1, True)]
@@ -212,10 +168,8 @@ def test_what_plain_rounds_and_empty_drafts_tell_is_kept_apart() -> None:
 
 def test_it_keeps_to_its_depth() -> None:
     drafter = started()
-    for node in range(8):
-        drafter.observe(read(TokenTree.chain(torch.tensor([[5]])), [0],
-                             {0: {5: 0.99, 6 + node: 0.01}}))
-    assert int(
-        proposed(drafter, [[30, *[5] * 9]], budget=30).depths.max()
-    ) == DEPTH == TokenRecycling.deepest
-    assert BEST >= 4
+    for _ in range(8):
+        tree = TokenTree.chain(torch.tensor([[5]]))
+        drafter.observe(read(tree, [0], {0: {5: 0.99, 6: 0.01}}))
+    depths = proposed(drafter, [[30, *[5] * 9]], budget=30).depths
+    assert int(depths.max()) == DEPTH == TokenRecycling.deepest

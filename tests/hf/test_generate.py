@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from tiny import FAMILIES, VOCAB, fresh, model, prompts
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import draftproof
 from draftproof.errors import BadInput
 
 PAD, NEW = 0, 18
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
+OURS = {"custom_generate": draftproof.generate}
 
 
 def batch(rows: int) -> dict[str, Tensor]:
@@ -29,10 +34,9 @@ def batch(rows: int) -> dict[str, Tensor]:
 
 def both(own: Any, inputs: dict[str, Tensor], **asked: Any) -> tuple[Any, Any]:
     """What transformers writes, and what we write."""
-    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD, **inputs, **asked}
+    how = {**GREEDY, **inputs, **asked}
     ours = {name: how.pop(name) for name in ("drafter", "acceptance") if name in how}
-    theirs = own.generate(**how)
-    return theirs, own.generate(**how, **ours, custom_generate=draftproof.generate)
+    return own.generate(**how), own.generate(**how, **ours, **OURS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,6 +49,27 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         alone = {"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]}
         theirs, mine = both(own, alone)
         assert torch.equal(theirs, mine) and torch.equal(theirs[0, -NEW:], ours[row, -NEW:])
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.4}, {"bad_words_ids": [[4], [7, 9]], "no_repeat_ngram_size": 2},
+    {"min_new_tokens": 12, "eos_token_id": [5, 6, 8]}, {"eos_token_id": [5, 6, 8, 12]},
+    {"suppress_tokens": [37, 17, 20], "renormalize_logits": True},
+    {"forced_eos_token_id": 9, "exponential_decay_length_penalty": (3, 1.3), "eos_token_id": 5},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_options_batches_samples_and_drafters_together(place: int) -> None:
+    """Sampled tokens where one is left to choose from. Drafts are right, or another model's."""
+    own = model(("llama", "qwen2-sliding", "gpt2", "opt")[place])
+    for case, (rows, n) in enumerate(product((1, 4), (1, 3))):
+        drafter = (own, model("llama", 1), None)[(place + case) % 3]
+        asked = ASKED[(place + case) % len(ASKED)]
+        if n > 1:
+            asked = {**asked, "do_sample": True, "top_k": 1, "num_return_sequences": n}
+        theirs, ours = both(own, batch(rows), drafter=drafter, **asked)
+        assert torch.equal(theirs, ours), (rows, n, asked)
 
 
 class Forbid:
@@ -68,27 +93,70 @@ def test_processors_of_the_caller_are_asked_row_by_row(asked: dict[str, Any]) ->
     assert not torch.equal(theirs, both(model(), batch(4))[0]), "nothing was asked for"
 
 
-@pytest.mark.parametrize("ends", [None, 38])
-def test_a_criterion_is_asked_behind_every_token(ends: int | None) -> None:
-    """transformers asks an assisted model once a round, and so keeps more than the criterion
-    allows."""
-    class Last:
-        def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-            return torch.isin(input_ids[:, -1], torch.tensor([20, 32, 39]))
+class AllSaid:
+    """Keeps state, as lm-eval's, which says "all have been done once"."""
 
-    theirs, ours = both(model(), batch(4), stopping_criteria=StoppingCriteriaList([Last()]),
-                        eos_token_id=ends)
-    free, _ = both(model(), batch(4))
-    assert torch.equal(theirs, ours) and not torch.equal(theirs, free)
+    def __init__(self, rows: int) -> None:
+        self.said, self.seen = [False] * rows, list[tuple[int, ...]]()
+
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> bool:
+        self.seen.append(tuple(input_ids[:, -1].tolist()))
+        last = torch.isin(input_ids[:, -1], torch.tensor([20, 32, 39, 26, PAD])).tolist()
+        self.said = [one or now for one, now in zip(self.said, last, strict=True)]
+        return all(self.said)
+
+
+class ByRow(AllSaid):
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Any:
+        self.seen.append(tuple(input_ids[:, -1].tolist()))
+        return torch.isin(input_ids[:, -1], torch.tensor([20, 32, 39]))
+
+
+class Steps(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard = list[Any]()
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("ends", [None, [5, 38]])
+@pytest.mark.parametrize("kind", [AllSaid, ByRow])
+def test_criteria_and_streamers_hear_what_they_hear_from_transformers(
+    rows: int, ends: list[int] | None, kind: type[AllSaid]
+) -> None:
+    """Once per token, about all rows: transformers asks an assisted model once a round."""
+    criteria, streams, texts = [kind(rows), kind(rows)], [Steps(), Steps()], list[Tensor]()
+    for criterion, stream, more in zip(criteria, streams, ({}, OURS), strict=True):
+        asked = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": stream}
+        texts.append(model().generate(**batch(rows), **GREEDY, **asked, **more, eos_token_id=ends))
+    assert torch.equal(*texts) and criteria[0].seen == criteria[1].seen
+    assert streams[0].heard == streams[1].heard
+    assert texts[0].shape[1] < batch(rows)["input_ids"].shape[1] + NEW
+
+
+def test_a_text_streamer_in_a_thread_gives_the_text(demo: tuple[Any, Any]) -> None:
+    own, tokenizer = demo
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    how = {**inputs, "max_new_tokens": 30, "do_sample": False}
+    writer = Thread(target=own.generate, kwargs={**how, "streamer": streamer, **OURS})
+    writer.start()
+    text = "".join(streamer)
+    writer.join()
+    assert text == tokenizer.decode(own.generate(**how)[0][inputs.input_ids.shape[1] :])
 
 
 def test_an_assistant_drafts_and_a_batch_may_have_one() -> None:
     """transformers refuses batches with an assistant model; the engine is made once."""
-    own, assistant, inputs = fresh("llama"), model(seed=1), batch(4)
-    theirs = own.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
+    own, inputs = fresh("llama"), batch(4)
+    theirs = own.generate(**inputs, **GREEDY)
     for _ in range(2):
-        ours = own.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=PAD,
-                            assistant_model=assistant, custom_generate=draftproof.generate)
+        ours = own.generate(**inputs, **GREEDY, assistant_model=model(seed=1), **OURS)
         assert torch.equal(theirs, ours)
     (engine,) = own._draftproof.values()
     assert engine.drafter.name == "draft-model"
@@ -96,21 +164,14 @@ def test_an_assistant_drafts_and_a_batch_may_have_one() -> None:
 
 
 def test_samples_follow_the_seed_of_torch_and_no_drafter() -> None:
-    own, inputs = model(), batch(2)
-    how = {
-        **inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 9,
-        "top_p": 0.9, "num_return_sequences": 3, "pad_token_id": PAD,
-        "custom_generate": draftproof.generate
-    }
-    texts = []
+    own, texts = model(), []
+    how = {**batch(2), **GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9,
+           "num_return_sequences": 3}  # fmt: skip
     for seed, drafter in ((1, model(seed=1)), (1, "none"), (2, "none")):
         torch.manual_seed(seed)
-        texts.append(own.generate(**how, drafter=drafter))
-    assert (
-        texts[0].shape[0] == 6
-        and torch.equal(texts[0], texts[1])
-        and not torch.equal(texts[1], texts[2])
-    )
+        texts.append(own.generate(**how, drafter=drafter, **OURS))
+    assert texts[0].shape[0] == 6 and torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[1], texts[2])
     assert len({tuple(text.tolist()) for text in texts[0]}) > 2
 
 
@@ -120,32 +181,52 @@ def test_samples_follow_the_seed_of_torch_and_no_drafter() -> None:
     ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
-    how = {
-        "input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4, "do_sample": False,
-        "pad_token_id": PAD
-    }
+    how = {"input_ids": torch.tensor([[1, 2, 3]]), **GREEDY, **asked}
     with pytest.raises(BadInput, match=word):
-        model().generate(**{**how, **asked}, custom_generate=draftproof.generate)
+        model().generate(**how, **OURS)
 
 
-def test_a_number_of_draft_tokens_is_taken_and_transformers_default_is_not() -> None:
-    own, inputs = fresh("llama"), batch(1)
-    for asked, most in (({}, None), ({"num_assistant_tokens": 3}, 3),
-                        ({"generation_config": GenerationConfig(num_assistant_tokens=4)}, 4)):
-        own.__dict__.pop("_draftproof", None)
-        own.generate(
-            **inputs, **asked, max_new_tokens=4, pad_token_id=PAD,
-            custom_generate=draftproof.generate
-        )
-        (engine,) = own._draftproof.values()
-        assert engine.budget.most == (most or engine.drafter.default_budget)
+def test_a_cache_is_taken_empty_and_refused_with_a_text() -> None:
+    own, inputs = model(), batch(1)
+    cache = DynamicCache(config=own.config)
+    theirs, _ = both(own, inputs)
+    assert torch.equal(theirs, own.generate(**inputs, **GREEDY, past_key_values=cache, **OURS))
+    own(inputs["input_ids"][:, :-1], past_key_values=cache)
+    with pytest.raises(BadInput, match="past_key_values of a text"):
+        own.generate(**inputs, **GREEDY, past_key_values=cache, **OURS)
 
 
-def test_weights_that_change_between_calls_are_taken_up() -> None:
+@pytest.mark.parametrize(("asked", "most"), [
+    ({}, None), ({"num_assistant_tokens": 3}, 3),
+    ({"generation_config": GenerationConfig(num_assistant_tokens=4)}, 4),
+])  # fmt: skip
+def test_a_number_of_draft_tokens_is_taken_and_transformers_default_is_not(
+    asked: dict[str, Any], most: int | None
+) -> None:
+    own = fresh("llama")
+    own.generate(**batch(1), **asked, max_new_tokens=4, pad_token_id=PAD, **OURS)
+    (engine,) = own._draftproof.values()
+    assert engine.budget.most == (most or engine.drafter.default_budget)
+
+
+def test_weights_and_dtypes_that_change_between_calls_are_taken_up() -> None:
     own, inputs = fresh("llama"), batch(2)
     before, _ = both(own, inputs)
     with torch.no_grad():
         for weight in own.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
-    theirs, ours = both(own, inputs)
-    assert torch.equal(theirs, ours) and not torch.equal(before, theirs)
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        theirs, ours = both(own.to(dtype), inputs)
+        assert torch.equal(theirs, ours) and not torch.equal(before, theirs)
+    assert len(own._draftproof) == 2
+
+
+def test_a_model_in_training_is_read_without_dropout_and_trains_on() -> None:
+    own, inputs = fresh("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), batch(2)
+    wanted, _ = both(own, inputs)
+    own.train()
+    own.transformer.h[0].eval()                             # frozen by the user
+    before = [part.training for part in own.modules()]
+    for _ in range(2):
+        assert torch.equal(own.generate(**inputs, **GREEDY, **OURS), wanted)
+        assert [part.training for part in own.modules()] == before

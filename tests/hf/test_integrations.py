@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import NEW, PAD, batch, both
-from test_matrix import demo
+from test_generate import NEW, OURS, PAD, batch, both
 from tiny import fresh
 from transformers import GenerationConfig, pipeline
 
 import draftproof
 from draftproof.errors import BadInput
 
+HUB = Path(__file__).parents[2] / "recipes" / "custom_generate"
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False,
         "lora_alpha": 32, "task_type": "CAUSAL_LM"}  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_rollouts_between_steps_of_training() -> None:
     config = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=1, pad_token_id=PAD)
     for _ in range(3):
         how = {**inputs, "generation_config": config}
-        found = own.generate(**how, custom_generate=draftproof.generate)
+        found = own.generate(**how, **OURS)
         assert own.training and torch.equal(found, own.eval().generate(**how))
         own.train()
         loss = own(input_ids=found, labels=found).loss
@@ -72,15 +72,26 @@ def test_rollouts_between_steps_of_training() -> None:
     assert len(set(texts)) == 3
 
 
-def test_a_pipeline_takes_it_as_an_argument() -> None:
-    own, tokenizer = demo()
+def test_a_pipeline_takes_it_as_an_argument(demo: tuple[Any, Any]) -> None:
+    own, tokenizer = demo
     tokenizer.pad_token = tokenizer.eos_token
     writer = pipeline("text-generation", model=own, tokenizer=tokenizer)
     how = {"max_new_tokens": 20, "do_sample": False, "batch_size": 2}
     texts = ["Once upon a time", "Lily saw a big dog and", "Tom"]
-    theirs, ours = (writer(texts, **how, **more) for more in (
-        {}, {"custom_generate": draftproof.generate, "drafter": "suffix"}))  # fmt: skip
+    theirs, ours = (writer(texts, **how, **more) for more in ({}, {**OURS, "drafter": "suffix"}))
     assert theirs == ours and len(own._draftproof) == 1
+
+
+def test_the_hub_folder_takes_stop_strings_and_samples_beside_an_assistant(
+    demo: tuple[Any, Any],
+) -> None:
+    own, tokenizer = demo
+    inputs = tokenizer("Lily saw a big dog and", return_tensors="pt")
+    how = {**inputs, "max_new_tokens": 40, "do_sample": True, "top_k": 1, "tokenizer": tokenizer,
+           "stop_strings": ["oved to pl", "an to th"], "num_return_sequences": 2}  # fmt: skip
+    ours = own.generate(**how, custom_generate=str(HUB), trust_remote_code=True,
+                        assistant_model=own)  # fmt: skip
+    assert torch.equal(ours, own.generate(**how)) and ours.shape[1] < 46
 
 
 def test_an_evaluation_of_lm_eval_gives_its_own_answers(tmp_path: Path) -> None:

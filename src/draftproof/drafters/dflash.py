@@ -12,47 +12,40 @@ counted as outputs; and that of `speculators`, counted as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof.core.messages import Commit, Frontier
-from draftproof.core.noise import Role
-from draftproof.core.ops import Ops
-from draftproof.core.prefix import Paths
-from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.drafters import beams, weight_files
-from draftproof.drafters.base import Drafter, Vocabulary
-from draftproof.drafters.dflash_network import DFlashConfig, DFlashNet
-from draftproof.drafters.features import WIDTH, fill, token_map
-from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.draft_layers import Mask, layers_of, refuse_unknown, understood
+from draftproof.core.tree import TokenTree
+from draftproof.drafters import beams, published, weight_files
+from draftproof.drafters.base import Vocabulary, over_vocabulary
+from draftproof.drafters.features import FeatureDrafter, Network
+from draftproof.drafters.published import NUMBER, Published
+from draftproof.errors import DrafterMismatch
+from draftproof.model.draft_layers import Mask
 from draftproof.model.kv_cache import KVCache
 
-KNOWN = {
-    "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "is_causal",
-    "use_swa", "swa_window_size", "input_embedding_scale", "output_multiplier", "dflash_config",
-    "final_logit_softcapping", "target_hidden_size", "draft_vocab_size", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k", "logit_scale",
-}  # fmt: skip
-FIXED = {
+NESTED, INPUTS, OUTPUTS = "dflash_config", "aux_hidden_state_layer_ids", "target_layer_ids"
+KNOWN: dict[str, Any] = {
+    "block_size": int, "mask_token_id": int, OUTPUTS: list, INPUTS: list, NESTED: dict,
+    "num_target_layers": int, "causal": bool, "is_causal": bool, "sliding_window_non_causal": bool,
+    "use_swa": bool, "swa_window_size": int, "input_embedding_scale": NUMBER,
+    "output_multiplier": NUMBER, "logit_scale": NUMBER, "final_logit_softcapping": NUMBER,
+    "conv_kernel_size": int, "conv_group_size": int, "selector_rank": int, "selector_top_k": int,
+    # another value is another network
     "is_neox_style": True, "attention_sink_bias": False, "add_swa_attention_sink_bias": False,
     "projector_type": "dflash", "use_aux_hidden_state": True, "shift_label": False,
+    # what the tensors say, and settings of another projector or of training
+    "target_hidden_size": int, "draft_vocab_size": int, **dict.fromkeys((
+        "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "auf", "lambda_base_start",
+        "lambda_base_decay_ratio"), object),
 }  # fmt: skip
-"""Settings of which one value alone is read here."""
-SPECULATORS = {
-    *KNOWN, *FIXED, "aux_hidden_state_layer_ids", "sliding_window_non_causal",
-    "transformers_version", "speculators_config", "speculators_model_type", "speculators_version",
-    "model_type", "dtype",
-    "transformer_layer_config", "architectures", "auto_map", "torch_dtype", "_name_or_path",
-    "tie_word_embeddings", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "auf",
-    "lambda_base_start", "lambda_base_decay_ratio",
-}  # fmt: skip
-"""The last five are of another projector, or of training."""
 MASK_FILE = "mask_embedding.pt"
 """Where some keep the embedding of the mask token, if the target's has none."""
 
@@ -62,112 +55,55 @@ def recognises(settings: Mapping[str, Any]) -> bool:
     if "speculators_model_type" in settings:
         return settings["speculators_model_type"] in ("dflash", "dflash2")
     named = any(str(one).startswith("DFlash") for one in settings.get("architectures") or ())
-    return named or "dflash_config" in settings
+    return named or NESTED in settings
 
 
-class DFlash(Drafter):
-    """Drafts a block: the likeliest nodes of a search through its places, or a chain."""
+class DFlash(FeatureDrafter):
+    """Drafts a block: each place says at once what its token may be."""
 
-    name = "dflash"
-    reads_every_state = True
+    network: DFlashNet
 
     def __init__(self, network: DFlashNet) -> None:
-        self.network, self.form = network, network.form
-        self.hidden_layers = self.form.hidden_layers
-        self.deepest = self.form.block_size - 1
-        trees = network.vocabulary.reads_trees
-        self.default_budget = max(16, self.deepest) if trees else self.deepest
-        self.shapes = network.parts.shapes(lambda _: int(network.parts.config.hidden_size))
-
-    def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        super().start(rows, capacity, ops)
-        like, places = self.network.vocabulary, capacity + self.form.block_size
-        self.cache = KVCache.empty(self.shapes, rows, places, like.dtype, like.device)
-        self.rows = 0
+        self.scratch = int(network.settings["block_size"])
+        super().__init__(network, "dflash", self.scratch - 1)
 
     def observe(self, commit: Commit) -> None:
         """Keys and values of the text, from what the target made of it."""
-        assert commit.hidden is not None, "it reads the target's hidden states"
-        stop, width = commit.rows[-1] + 1, commit.tokens.shape[1]
-        self.cache.lengths[self.rows : stop] = 0
-        self.rows = max(self.rows, stop)
-        cache = self.cache.rows(commit.rows[0], stop)
-        features = self.network.fuse(commit.hidden)
+        (cache, features), width = self.fused(commit), commit.tokens.shape[1]
         angles = self.network.parts.angles(features, self._positions(cache.lengths, width))
         cache.write_at(0, width)
         for number, layer in enumerate(cache.layers):
             layer.update(*self.network.parts.keys_values(number, features, angles))
         cache.keep(None, commit.count)
 
-    def propose(self, frontier: Frontier) -> TokenTree:
-        steps = min(self.form.block_size - 1, frontier.budget)
-        hidden = self._block(frontier)[:, 1:]
-        logits = self.network.logits(hidden[:, :steps])
+    def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
+        levels = min(self.scratch - 1, frontier.budget)
+        hidden = self._block(frontier.prefix.root[:, None])[:, 1:]
+        logits = self.network.logits(hidden[:, :levels])
 
         def read(tree: TokenTree, first: int) -> Tensor:
             """Of the next place, given each of the last nodes."""
             place, before = tree.depth_limit, tree.tokens[:, first:].clamp(min=0)
-            return self._given(logits[:, place], hidden[:, place], before)
+            return self.network.given(logits[:, place], hidden[:, place], before)
 
-        if frontier.trees and not frontier.drawn and frontier.budget > 1:
-            width = min(WIDTH, frontier.budget, logits.shape[-1])
-            return beams.likeliest(frontier, read, width, steps)
-        return self._chain(frontier, read, steps)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        self.rows = len(rows)
+        return read, levels
 
     def _positions(self, lengths: Tensor, count: int) -> Tensor:
         places = torch.arange(count, device=lengths.device)
         return (lengths[:, None] + places).clamp(max=self.network.vocabulary.context - 1)
 
-    def _block(self, frontier: Frontier) -> Tensor:
-        """[B, block, H] the states of the root and the masks behind it."""
-        root, size = frontier.prefix.root[:, None], self.form.block_size
-        longest = frontier.prefix.longest
-        cache = self.cache.rows(0, len(root))
-        cache.bound(longest if longest is not None else cache.capacity - size)
-        span = cache.write_at(0, size)
-        tokens = F.pad(root, (0, size - 1), value=self.form.mask_token)
+    def _block(self, root: Tensor) -> Tensor:
+        """[B, block, H] the states of the roots [B, 1] and the masks behind them."""
+        cache, size = self.cache.rows(0, len(root)), self.scratch
         dtype = self.network.vocabulary.dtype
-
-        def mask(causal: bool, window: int | None) -> Mask:
-            return lambda _: block_mask(cache.lengths, size, span, causal, window, dtype)
-
+        span = cache.write_at(0, size)
+        tokens = F.pad(root, (0, size - 1), value=self.network.mask_token)
+        mask = partial(partial, block_mask, cache.lengths, size, span, dtype)
         return cast(Tensor, self.network(tokens, self._positions(cache.lengths, size), mask, cache))
-
-    def _given(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """[B, n, V] of a place with logits [B, V] and state [B, H], behind tokens [B, n]."""
-        if self.form.selector is None:
-            return logits[:, None].expand(-1, before.shape[1], -1)
-        best = logits.topk(min(self.form.selector[1], logits.shape[-1]), -1)
-        scores = best.values[:, None] + self.network.candidate_selector(
-            hidden, before, best.indices
-        )
-        whole = logits.new_full((*before.shape, logits.shape[-1]), -torch.inf)
-        return whole.scatter(-1, best.indices[:, None].expand_as(scores), scores)
-
-    def _chain(self, frontier: Frontier, read: Any, steps: int) -> TokenTree:
-        """Tokens of all places in turn, drawn if that is asked for, with their probabilities."""
-        sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
-        for place in range(steps):
-            tree = TokenTree.chain(tokens)
-            logits, paths = read(tree, place), Paths(frontier.prefix, tree, place)
-            if frontier.drawn:
-                scores = sampler.gumbel_logits(logits, paths, Role.DRAFT)
-                best, token = scores.max(-1)
-                probs.append(sampler.probs(logits, paths).nan_to_num(0))
-            else:
-                best, token = (part[..., 0] for part in sampler.best(logits, paths, 1))
-            there = (best > -torch.inf) & (tokens[:, -1:] != ABSENT)
-            tokens = torch.cat([tokens, torch.where(there, token, ABSENT)], 1)
-        drawn = torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None
-        return TokenTree.chain(tokens, drawn)
 
 
 def block_mask(
-    lengths: Tensor, size: int, span: int, causal: bool, window: int | None, dtype: torch.dtype
+    lengths: Tensor, size: int, span: int, dtype: torch.dtype, causal: bool, window: int | None
 ) -> Tensor:
     """[B, 1, size, span] 0 where a place of the block sees a slot: of the text and of the block, up
     to itself if `causal`, no further off than the window."""
@@ -180,60 +116,169 @@ def block_mask(
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
 
 
-def load(
-    folder: Path, vocabulary: Vocabulary, depth: int, shape: TreeShape | None = None
-) -> DFlash:
+class DFlashNet(Network):
+    """The weights, by their published names."""
+
+    mask_embedding: Tensor | None = None
+
+    def __init__(self, found: Published, vocabulary: Vocabulary, depth: int) -> None:
+        layers, settings = found.layers, found.settings
+        super().__init__(layers, vocabulary)
+        self.settings, size = settings, self.width
+        self.mask_token = int(settings["mask_token_id"])
+        numbers = settings[INPUTS] or [one + 1 for one in settings[OUTPUTS]]
+        self.hidden_layers = published.layers_read(numbers, depth, found.name)
+        self.causal = _causal(found)
+        self.fc = nn.Linear(len(numbers) * vocabulary.hidden_size, size, bias=False)
+        self.hidden_norm, self.norm = layers.norm(size), layers.norm(size)
+        if "embed_tokens.weight" in found.tensors:
+            self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
+        if "lm_head.weight" in found.tensors:
+            self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
+        if not (hasattr(self, "embed_tokens") and hasattr(self, "lm_head")):
+            published.must_share(found, vocabulary)
+        self.candidate_selector, self.candidates = None, int(settings["selector_top_k"] or 16)
+        if rank := settings["selector_rank"]:
+            kernel, group = settings["conv_kernel_size"] or 2, settings["conv_group_size"] or 16
+            for layer in self.layers:
+                for name in ("attention_conv", "mlp_conv"):
+                    setattr(layer, name, Convolution(size, kernel, group))
+            self.candidate_selector = Selector(found.vocab_size, size, rank)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """[..., H] what keys and values of the text are made of, from states [..., T, H]."""
+        return cast(Tensor, self.hidden_norm(self.fc(hidden.flatten(-2))))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded = super().embed(tokens)
+        if self.mask_embedding is not None:
+            masked = (tokens == self.mask_token)[..., None]
+            embedded = torch.where(masked, self.mask_embedding, embedded)
+        return embedded * float(self.settings["input_embedding_scale"] or 1.0)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Callable[[bool], Mask], cache: KVCache
+    ) -> Tensor:
+        """[B, N, H] the normed states of a block of tokens behind what the cache holds.
+
+        mask: by causality, a function of the window."""
+        hidden = self.embed(tokens)
+        angles = self.parts.angles(hidden, positions)
+        for number, one in enumerate(self.layers):
+            layer, sees = cast(Any, one), mask(self.causal[number])
+            attend = partial(self.parts.attend, number, angles=angles, mask=sees, cache=cache)
+            for norm, part, convolution in (
+                (layer.input_layernorm, attend, getattr(layer, "attention_conv", None)),
+                (layer.post_attention_layernorm, layer.mlp, getattr(layer, "mlp_conv", None)),
+            ):
+                inputs = norm(hidden)
+                made = convolution(inputs, part) if convolution is not None else part(inputs)
+                hidden = hidden + made
+        return cast(Tensor, self.norm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        own, settings = hasattr(self, "lm_head"), self.settings
+        logits = self.lm_head(hidden) if own else self.vocabulary.unembed(hidden, raw=True)
+        for scale in ("output_multiplier", "logit_scale"):
+            logits = logits * float(settings[scale] or 1.0)
+        if cap := settings["final_logit_softcapping"]:
+            logits = (logits / cap).tanh() * cap
+        return over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
+
+    def given(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """[B, n, V] of a place with logits [B, V] and state [B, H], behind tokens [B, n]."""
+        whole = logits[:, None].expand(-1, before.shape[1], -1)
+        if self.candidate_selector is None:
+            return whole
+        best = logits.topk(min(self.candidates, logits.shape[-1]), -1)
+        scores = best.values[:, None] + self.candidate_selector(hidden, before, best.indices)
+        index = best.indices[:, None].expand_as(scores)
+        return torch.full_like(whole, -torch.inf).scatter(-1, index, scores)
+
+
+def _causal(found: Published) -> list[bool]:
+    """Of each layer, whether a place of the block sees none behind it; the windows are set."""
+    settings, windows = found.settings, found.layers.windows
+    apart = settings["sliding_window_non_causal"]
+    causal = [window is not None and not apart for window in windows]
+    if settings["use_swa"] and not any(windows):
+        window = settings["swa_window_size"] or settings.get("sliding_window")
+        found.layers.windows = [window] * len(windows)
+    for name in ("causal", "is_causal"):
+        if settings[name] is not None:
+            return [settings[name]] * len(windows)
+    return causal
+
+
+class Convolution(nn.Module):
+    """Two causal convolutions over the block, before and after a part of a layer, whose kernels are
+    the same for all places but for what a projection of the inputs adds for each group."""
+
+    def __init__(self, size: int, kernel: int, group: int) -> None:
+        super().__init__()
+        self.kernel, self.group = kernel, group
+        self.base_kernel = nn.Parameter(torch.empty(2, kernel, size))
+        self.kernel_projection = nn.Linear(size, 2 * kernel * (size // group), bias=False)
+
+    def forward(self, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, N, H] what a part makes of convolved inputs [B, N, H], convolved."""
+        shape = (*hidden.shape[:2], 2, self.kernel, -1)
+        added = self.kernel_projection(hidden).view(shape)              # [B, N, 2, kernel, groups]
+        kernels = self.base_kernel + added.repeat_interleave(self.group, -1)
+        return _convolved(part(_convolved(hidden, kernels[:, :, 0])), kernels[:, :, 1])
+
+
+def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
+    """[B, N, H] the sum over the places before of what they hold times the kernel here."""
+    size = hidden.shape[1]
+    back = range(min(kernels.shape[2], size))
+    moved = [F.pad(hidden, (0, 0, one, 0))[:, :size] * kernels[:, :, one] for one in back]
+    return torch.stack(moved).sum(0)
+
+
+class Selector(nn.Module):
+    """What a token adds to the logit of one behind it, at a place: <A(a) * W h, B(b)>."""
+
+    def __init__(self, vocab_size: int, size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+
+    def forward(self, hidden: Tensor, before: Tensor, tokens: Tensor) -> Tensor:
+        """[B, n, K] for `tokens` [B, K] of a place with state [B, H] behind `before` [B, n]."""
+        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, None]
+        return cast(Tensor, context @ self.successor_codebook[tokens].transpose(1, 2))
+
+
+def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
     """The drafter in a folder, for a target of `depth` layers; raises DrafterMismatch for one that
     is not for it, or has a setting or a tensor that is not known here."""
-    if shape is not None:
-        raise BadInput("a draft tree was given, and DFlash shapes its own; leave it out")
-    settings, name = weight_files.read_settings(folder), f"the DFlash drafter {folder.name}"
-    inner, own = settings.get("transformer_layer_config"), settings.get("dflash_config") or {}
-    refuse_unknown(own, {*KNOWN, *FIXED}, f"the dflash_config of {name}")
-    if inner is not None:
-        refuse_unknown(settings, SPECULATORS, name)
-    merged = {**(inner or {}), **settings, **own}
-    for key, value in own.items():
-        if value is not None and settings.get(key, value) not in (value, None):
-            raise DrafterMismatch(
-                f"{name} has {key} = {settings[key]!r:.60}, and {value!r:.60} in its "
-                "dflash_config; fetch its config.json again"
-            )
-    fixed = {key: merged[key] for key, value in FIXED.items() if merged.get(key, value) != value}
-    refuse_unknown(fixed, (), name)
-    lacking = {"block_size", "mask_token_id"} - {key for key in merged if merged[key] is not None}
-    if lacking or not (merged.get("target_layer_ids") or merged.get("aux_hidden_state_layer_ids")):
-        what = min(lacking, default="target_layer_ids")
-        raise DrafterMismatch(f"{name} does not say its {what}; fetch its config.json again")
-    layers = layers_of(inner or settings, () if inner else {*KNOWN, *FIXED}, name)
-    with understood(name):
-        form = DFlashConfig.of(merged, layers, depth)
-    if not hasattr(cast(Any, layers.layers[0]).self_attn, "k_norm"):
+    found = published.read(folder, "DFlash", KNOWN, NESTED)
+    name, settings, tensors = found.name, found.settings, found.tensors
+    numbers = OUTPUTS if settings[INPUTS] is None else INPUTS
+    for key in ("block_size", "mask_token_id", numbers):
+        if not settings[key] and settings[key] != 0:
+            raise DrafterMismatch(f"{name} does not say its {key}; fetch its config.json again")
+    if settings["num_target_layers"] not in (None, depth):
+        raise DrafterMismatch(
+            f"{name} is for a model of {settings['num_target_layers']} layers, the target has "
+            f"{depth}; use one trained for this target"
+        )
+    if not hasattr(cast(Any, found.layers.layers[0]).self_attn, "k_norm"):
         raise DrafterMismatch(f"{name} has layers without norms of heads; it is not loaded")
-    whole = weight_files.read_all(folder)
-    tensors = {key.removeprefix("model."): one for key, one in whole.items()}
-    embedding = tensors.pop("embedding", None)
+    embedding, mapped = tensors.pop("embedding", None), published.token_map(found, vocabulary)
     if (folder / MASK_FILE).is_file():
         embedding = weight_files.read_file(folder / MASK_FILE)["embedding"]
-    if embedding is None and form.mask_token >= vocabulary.vocab_size:
+    if embedding is None and settings["mask_token_id"] >= vocabulary.vocab_size:
         raise DrafterMismatch(
-            f"{name} masks with token {form.mask_token}, {vocabulary.name} has "
+            f"{name} masks with token {settings['mask_token_id']}, {vocabulary.name} has "
             f"{vocabulary.vocab_size}; use one trained for this target"
         )
-    tables = {"embed_tokens.weight", "lm_head.weight"} & tensors.keys()
-    sizes = {form.target_size} | ({int(layers.config.hidden_size)} if len(tables) < 2 else set())
-    if sizes != {vocabulary.hidden_size}:
-        raise DrafterMismatch(
-            f"{name} reads states of {max(sizes - {vocabulary.hidden_size})} numbers, "
-            f"{vocabulary.name} has {vocabulary.hidden_size}; use one trained for this target"
-        )
-    mapped = token_map(tensors, form.vocab_size, vocabulary, name)
-    if mapped is not None and (form.selector is not None or "lm_head.weight" not in tables):
-        raise DrafterMismatch(f"{name} maps tokens and has no head for them; fetch it again")
     with torch.device("meta"):
-        network = DFlashNet(form, layers, vocabulary, sorted(tables))
+        network = DFlashNet(found, vocabulary, depth)
     network.token_map = mapped
-    fill(network, tensors, vocabulary, name)
+    published.fill(network, tensors, vocabulary, name)
     if embedding is not None:
         network.mask_embedding = embedding.flatten().to(vocabulary.device, vocabulary.dtype)
     return DFlash(network)

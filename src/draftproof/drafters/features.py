@@ -1,217 +1,186 @@
-"""Drafting from the target's hidden states with layers and a KV cache of one's own (EAGLE-3, MTP).
+"""Drafting with layers and a KV cache of one's own from hidden states of the target: what EAGLE-3,
+MTP and DFlash share.
 
-A `Network` pairs the features of token t with token t + 1 and says what token t + 2 may be; what it
-makes of a pair is the feature of the next, drafted one. `FeatureDrafter` drafts with any: the
-likeliest nodes of a beam search (EAGLE-2, 2406.16858) where nodes are chosen, a chain or a fixed
-tree where they are drawn. Features of drafted tokens are dropped when the target's own are known.
+Keys and values of the text are made of what the target made of it; those of drafted tokens are
+never kept. A search weighs nodes by what the network says behind them, and the likeliest of all are
+the draft (EAGLE-2, 2406.16858); where tokens are drawn it is a chain.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from draftproof.core.messages import Commit, Frontier, Reading
+from draftproof.core.messages import Commit, Frontier
+from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
-from draftproof.core.tree import TokenTree, TreeShape
+from draftproof.core.prefix import Paths
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import beams
-from draftproof.drafters.base import PADDING, Vocabulary, must_hold
-from draftproof.drafters.draft_model import DraftModel
-from draftproof.errors import DrafterMismatch
-from draftproof.model.draft_layers import DraftLayers, Mask, masks
+from draftproof.drafters.base import Drafter, Vocabulary
+from draftproof.model.draft_layers import DraftLayers, masks
 from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import KVLayer, LayerShape, write
-from draftproof.model.packed_linear import pack_linears
+from draftproof.model.kv_layer import LayerShape
 
 WIDTH, DEEPEST, NODES = 4, 7, 16
 """Nodes that a search reads per level, levels, and draft tokens per round when nobody says."""
 
 
 class Network(nn.Module):
-    """What a method computes. Weights have the names of its published checkpoints.
+    """Layers that draft for a target; weights have the names of published checkpoints.
 
     width: numbers of a feature. hidden_layers: of the target that features are made of.
     """
 
     hidden_layers: tuple[int, ...]
-    width: int
-    layers: nn.ModuleList
+    token_map: Tensor | None = None
+    """The target's id of each row of the head, if it does not know all tokens."""
 
     def __init__(self, layers: DraftLayers, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.parts, self.vocabulary = layers, vocabulary
-        self.layers = nn.ModuleList(layers.layers)
+        self.layers, self.width = nn.ModuleList(layers.layers), int(layers.config.hidden_size)
 
     @abstractmethod
     def fuse(self, hidden: Tensor) -> Tensor:
         """[..., width] the feature of hidden states [..., T, H] of the target."""
 
     @abstractmethod
-    def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Mask, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        """[B, N, H] what `logits` reads and the features [B, N, width] after pairs of a feature
-        and the token behind it, at the features' positions."""
-
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] over the target's tokens."""
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """By its own table, or else by the target's."""
+        if hasattr(self, "embed_tokens"):
+            return cast(Tensor, cast(Any, self.embed_tokens)(tokens))
+        return self.vocabulary.embed(tokens, raw=True)
+
     def attention_width(self, number: int) -> int:
         """Numbers that the attention of a layer reads."""
-        return int(self.parts.config.hidden_size)
+        return self.width
+
+    @cached_property
+    def shapes(self) -> list[LayerShape]:
+        """What each layer's cache stores of a token."""
+        return self.parts.shapes(self.attention_width)
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str) -> None:
-    """Load all these tensors, and nothing else, as the target's; refuse what is over or lacking."""
-    wanted = module.state_dict()
-    strange = sorted(tensors.keys() - wanted.keys())
-    if strange:
-        raise DrafterMismatch(
-            f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
-            "and is not loaded"
-        )
-    must_hold(tensors, wanted, name)
-    with torch.inference_mode(False):
-        state = {key: tensors[key].to(like.device, like.dtype, copy=True) for key in wanted}
-        module.load_state_dict(state, assign=True)
-    module.eval().requires_grad_(False)
-    pack_linears(module)
+class FeatureDrafter(Drafter):
+    """Drafts with a network: the likeliest nodes of a search, or a chain."""
 
-
-class FeatureModel:
-    """A network as a draft model reads: slot s of its cache is for the token at position s, paired
-    with the feature of the one before. Slot 0 has none, and nobody sees it."""
-
-    reads_trees = True
-
-    def __init__(self, network: Network, name: str) -> None:
-        self.network, self.name = network, name
-        vocabulary = network.vocabulary
-        self.vocab_size, self.context = vocabulary.vocab_size, vocabulary.context
-        self.shapes = network.parts.shapes(network.attention_width)
-
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """Behind the layers' own a store of features: keys of the text, values the network's."""
-        store, like = LayerShape(1, self.network.width, self.network.width), self.network.vocabulary
-        return KVCache.empty([*self.shapes, store], rows, capacity, like.dtype, like.device)
-
-    def read(
-        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
-    ) -> Reading:
-        nodes, vocabulary = tree.tokens.shape[1], self.network.vocabulary
-        span = cache.write_at(first, nodes)
-        store = cast(KVLayer, cache.layers[-1])
-        numbers = torch.arange(nodes, device=cache.lengths.device)
-        slots = (cache.lengths[:, None] + numbers).clamp(max=cache.capacity - 1)
-        if first:
-            above = slots.gather(1, tree.parents[:, first:].clamp(min=0))
-            features = _at(store.values, above)
-        else:
-            features = _at(store.keys, slots)
-        positions = (tree.positions(cache.lengths, self.context) - 1).clamp(min=0)[:, first:]
-        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
-        mask = masks(tree, cache, span, vocabulary.dtype, first, hidden=1)
-        hidden, made = self.network(features, tokens, positions, mask, cache)
-        write(store.values, slots[:, first:], made[:, None])
-        return Reading(self.network.logits(hidden[:, -1:] if last_only else hidden))
-
-
-class FeatureDrafter(DraftModel):
-    """Drafts with a network. shape: a fixed tree; None searches for the likeliest nodes."""
-
-    has_kv_cache = False
-    default_budget = NODES
     reads_every_state = True
+    scratch = 1
+    """Tokens that it reads behind a text beyond those of the draft."""
 
-    def __init__(self, network: Network, name: str, shape: TreeShape | None = None) -> None:
-        model = FeatureModel(network, name)
-        super().__init__(model, model.vocab_size, shape)
-        self.network, self.name = network, name
+    def __init__(self, network: Network, name: str, deepest: int) -> None:
+        self.network, self.name, self.deepest = network, name, deepest
         self.hidden_layers = network.hidden_layers
-        if shape is None and not network.vocabulary.reads_trees:
-            self.default_budget = DEEPEST
+        self.default_budget = max(NODES, deepest) if network.vocabulary.reads_trees else deepest
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        device = self.network.vocabulary.device
-        self.known = torch.zeros(rows, dtype=torch.int64, device=device)    # committed tokens
+        like, places = self.network.vocabulary, capacity + self.scratch
+        self.cache = KVCache.empty(self.network.shapes, rows, places, like.dtype, like.device)
+        self.rows = 0
 
-    def observe(self, commit: Commit) -> None:
+    def fused(self, commit: Commit) -> tuple[KVCache, Tensor]:
+        """The cache of a commit's rows, empty if they are new, and the features of its tokens."""
         assert commit.hidden is not None, "it reads the target's hidden states"
-        rows = slice(commit.rows[0], commit.rows[-1] + 1)
-        self.known[len(self.lag) : rows.stop] = 0
-        cache: Any = self._cache(rows.stop, rows.start)
-        places = torch.arange(commit.tokens.shape[1], device=self.known.device)
-        slots = (self.known[rows, None] + 1 + places).clamp(max=cache.capacity - 1)
-        features = self.network.fuse(commit.hidden)
-        write(cache.layers[-1].keys, slots, features[:, None])
-        self.known[rows] += commit.count
-        super().observe(commit)
+        stop = commit.rows[-1] + 1
+        self.cache.lengths[self.rows : stop] = 0
+        self.rows = max(self.rows, stop)
+        return self.cache.rows(commit.rows[0], stop), self.network.fuse(commit.hidden)
+
+    @abstractmethod
+    def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
+        """What says the logits behind nodes of a draft, level by level, and how many there are."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        searches = self.shape is None and frontier.trees and not frontier.drawn
-        if searches and frontier.budget > 1:
-            return self._search(frontier)
-        return super().propose(frontier)
+        longest = frontier.prefix.longest
+        self.cache.bound(longest if longest is not None else self.cache.capacity - self.scratch)
+        read, levels = self.reader(frontier)
+        if frontier.drawn:
+            return self._drawn(frontier, read, levels)
+        width = min(WIDTH, frontier.budget, self.network.vocabulary.vocab_size)
+        tree = beams.likeliest(frontier, read, width if frontier.trees else 1, levels)
+        return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
-        store = cast(KVLayer, self._cache(len(self.known)).layers[-1]).keys
-        features = store[list(rows)]            # of a cache no more is moved than it has read
+        self.cache.select(rows)
+        self.rows = len(rows)
+
+    def _drawn(self, frontier: Frontier, read: beams.Read, levels: int) -> TokenTree:
+        """A chain of tokens that are drawn in turn, with their probabilities."""
+        sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
+        for place in range(levels):
+            tree = TokenTree.chain(tokens)
+            logits, paths = read(tree, place), Paths(frontier.prefix, tree, place)
+            best, token = sampler.gumbel_logits(logits, paths, Role.DRAFT).max(-1)
+            probs.append(sampler.probs(logits, paths).nan_to_num(0))
+            there = (best > -torch.inf) & (tokens[:, -1:] != ABSENT)
+            tokens = torch.cat([tokens, torch.where(there, token, ABSENT)], 1)
+        return TokenTree.chain(tokens, torch.cat([torch.zeros_like(probs[0]), *probs], 1))
+
+
+class PairDrafter(FeatureDrafter):
+    """Drafts with a network that pairs the feature of token t with token t + 1 and says what token
+    t + 2 may be; what it makes of a pair is the feature of the next, drafted one.
+
+    network: of features [B, N, width], tokens [B, N], positions of the features, a `Mask` and a
+    cache, it makes [B, N, H], which `logits` reads, and features. Slot s of the cache is for the
+    token at position s, paired with the feature before; slot 0 has none, and nobody sees it.
+    """
+
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
+        like = self.network.vocabulary
+        self.last = torch.zeros(rows, self.network.width, dtype=like.dtype, device=like.device)
+
+    def observe(self, commit: Commit) -> None:
+        cache, features = self.fused(commit)
+        last = self.last[commit.rows[0] : commit.rows[-1] + 1]              # before these tokens
+        features = torch.cat([last[:, None], features], 1)
+        self._read(cache, features[:, :-1], TokenTree.chain(commit.tokens))
+        cache.keep(None, commit.count)
+        last.copy_(_at(features, commit.count[:, None])[:, 0])
+
+    def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
-        store[: len(rows)] = features
-        self.known[: len(rows)] = self.known[list(rows)]
+        self.last[: len(rows)] = self.last[list(rows)]
 
-    def _keep(self, cache: Any, commit: Commit) -> int:
-        """Of what was read for the last proposal, the root is what the target made of it."""
-        cache.keep(None, torch.ones_like(commit.count))
-        return commit.tokens.shape[1] - 1
-
-    def _search(self, frontier: Frontier) -> TokenTree:
-        """The likeliest nodes of all that a beam search weighs."""
-        budget = frontier.budget
-        width = min(WIDTH, budget, self.vocab_size)
-        deepest = min(DEEPEST, budget, 1 + budget // width)     # what is read fits into the scratch
+    def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
+        rows, budget = len(frontier.prefix.root), frontier.budget
+        made = list[Tensor]()                                   # features behind nodes, by level
 
         def read(tree: TokenTree, first: int) -> Tensor:
-            if not first:
-                return self._read_root(frontier.prefix, budget)
-            self.scratch = tree.tokens.shape[1]
-            return self.model.read(tree, self._cache(len(tree.tokens)), first=first).logits
+            before = self.last[:rows, None]
+            if first:
+                before = _at(torch.cat(made, 1), tree.parents[:, first:])
+            hidden, features = self._read(self.cache.rows(0, rows), before, tree, first)
+            made.append(features)
+            return self.network.logits(hidden)
 
-        return beams.likeliest(frontier, read, width, deepest)
+        fits = 1 + budget // min(WIDTH, budget) if frontier.trees and not frontier.drawn else budget
+        return read, min(DEEPEST, budget, fits)
 
-
-def token_map(
-    tensors: dict[str, Tensor], size: int, vocabulary: Vocabulary, name: str
-) -> Tensor | None:
-    """The target's token of each of the draft's `size`, by what a file says of it (`d2t`, how far
-    on it is; `t2d`, which there are); both are taken out of `tensors`. None: they are the same."""
-    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    vocab_size, most = vocabulary.vocab_size, max(PADDING, vocabulary.vocab_size // 100)
-    if offsets is None:
-        if abs(size - vocab_size) > most or mask is not None:
-            raise DrafterMismatch(
-                f"{name} has {size} tokens, {vocabulary.name} {vocab_size}, and no map (d2t) "
-                "between them; fetch it again"
-            )
-        return None
-    ids = torch.arange(len(offsets)) + offsets.long().cpu()
-    several = len(torch.unique(ids))
-    if not len(ids) == several == size or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise DrafterMismatch(
-            f"{name} maps its {size} tokens to {several} tokens up to {int(ids.max())}, "
-            f"{vocabulary.name} has {vocab_size}; use one trained for this target"
-        )
-    if mask is not None and not torch.equal(mask.bool().nonzero().flatten(), ids.sort().values):
-        raise DrafterMismatch(f"{name} names other tokens in t2d than in d2t; fetch it again")
-    return ids.to(vocabulary.device)
+    def _read(
+        self, cache: KVCache, features: Tensor, tree: TokenTree, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """What is made of the nodes `first:` of a tree behind these features."""
+        like, nodes = self.network.vocabulary, tree.tokens.shape[1]
+        span = cache.write_at(first, nodes)
+        positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]
+        tokens = tree.tokens[:, first:].clamp(0, like.vocab_size - 1)
+        mask = masks(tree, cache, span, like.dtype, first, hidden=1)
+        found: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
+        return found
 
 
-def _at(store: Tensor, slots: Tensor) -> Tensor:
-    """[B, N, width] what a store [B, 1, capacity, width] holds at slots [B, N]."""
-    return store[:, 0].gather(1, slots[..., None].expand(-1, -1, store.shape[-1]))
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    """[B, n, H] of states [B, N, H] those at places [B, n]."""
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

@@ -43,16 +43,16 @@ class PromptLookup(Drafter):
         self.sizes = (longest, shortest, NEAR, PLACES)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        asked = (frontier.prefix, self.sizes, frontier.budget, frontier.trees)
-        return self.ops.run(match_prompt, *asked)
+        tree = self.ops.run(match_prompt, frontier.prefix, self.sizes, frontier.budget)
+        return tree if frontier.trees else tree.best_chain()
 
 
-def match_prompt(
-    prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool
-) -> TokenTree:
-    """What followed earlier occurrences of each text's end; a chain of the best if not `trees`.
+def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int) -> TokenTree:
+    """What followed earlier occurrences of each text's end.
 
-    sizes: the longest and shortest match, occurrences looked at, and drafted from.
+    sizes: the longest and shortest match, occurrences looked at, and drafted from. The chance of a
+    continuation: a match of n tokens is followed by the same token n times in n + 3, as was found
+    on stories, code and quotations.
     """
     start, length = _matches(prefix, *sizes)
     ahead = torch.arange(budget, device=start.device)                               # [K]
@@ -62,10 +62,12 @@ def match_prompt(
     drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
     drafted = torch.where(length[..., None] > 0, drafted, ABSENT)
     root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)
-    paths = torch.cat([root, drafted], -1)
-    if not trees:
-        return TokenTree.chain(paths[:, 0])
-    return TokenTree.from_paths(paths, budget + 1, _votes(length, budget))
+    grown = length[..., None] + ahead
+    steps = (grown / (grown + 3)) * (length > 0)[..., None]
+    missed = (1 - steps[:, :-1, :1]).cumprod(1)                                     # [B, W - 1, 1]
+    left = torch.cat([torch.ones_like(steps[:, :1, :1]), missed], 1)                # [B, W, 1]
+    votes = torch.cat([left, left * steps.cumprod(-1)], -1)                         # [B, W, 1 + K]
+    return TokenTree.from_paths(torch.cat([root, drafted], -1), budget + 1, votes)
 
 
 def _matches(
@@ -88,16 +90,3 @@ def _matches(
     length = torch.where((recent.values >= 0) & (length >= shortest), length, 0)
     best = (length * size + end).topk(min(places, end.shape[1]), 1).indices
     return end.gather(1, best) + 1, length.gather(1, best)
-
-
-def _votes(length: Tensor, budget: int) -> Tensor:
-    """[B, W, 1 + K] the chance of each continuation if none before it is right, by its beginnings.
-
-    A match of n tokens is followed by the same token n times in n + 3: what was found on stories,
-    code and quotations.
-    """
-    grown = length[..., None] + torch.arange(budget, device=length.device)          # [B, W, K]
-    steps = (grown / (grown + 3)) * (length > 0)[..., None]
-    missed = (1 - steps[:, :-1, :1]).cumprod(1)                                     # [B, W - 1, 1]
-    left = torch.cat([torch.ones_like(steps[:, :1, :1]), missed], 1)                # [B, W, 1]
-    return torch.cat([left, left * steps.cumprod(-1)], -1)

@@ -164,10 +164,13 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
         return _heads(name, target, tree)
+    kind = _published(name)
+    if tree is not None and (name == NATIVE or kind is not None):
+        raise BadInput(f"a draft tree was given, and {name} shapes its own; leave it out")
     if name == NATIVE:
-        return mtp.load(target, _shape(tree))
-    if (kind := _published(name)) is not None:
-        drafter: Drafter = kind.load(Path(name), target, layer_count(target.model), _shape(tree))
+        return mtp.load(target)
+    if kind is not None:
+        drafter: Drafter = kind.load(Path(name), target, layer_count(target.model))
         return drafter
     if "+" in name:
         parts = name.split("+")

@@ -8,7 +8,7 @@ token inside a round; what cannot be is refused by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -41,19 +41,12 @@ from draftproof.hf.asked import encoded_rows, logits_of, refuse
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
            TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}  # fmt: skip
 """Processors that are options of ours, in the order in which both apply them."""
-ASSISTANT_TOKENS = 20
-"""What transformers fills in where nobody says how many tokens to draft; it is measured then."""
 ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
 """What a forward of an encoder-decoder is given beside its text."""
-ENGINES = 4
-"""Engines kept with a model: one for each choice of drafter."""
 
 
 class _Engines(dict[Any, Engine]):
     """Engines kept with a model; copies of the model do not take them along."""
-
-    def __deepcopy__(self, memo: object) -> _Engines:
-        return _Engines()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Engines, ()
@@ -128,50 +121,54 @@ def _decode(
     """[B, new] tokens behind [B, S] ids: rows that end early go on with padding.
 
     Streamer and criteria hear of one token of all rows at a time, as from transformers, however
-    many came in a round: a criterion may look at the whole batch, and keep state.
+    many came in a round: a criterion may look at the whole batch, and keep state. Without an end
+    token a row goes on until all have ended.
     """
-    ends = any(hasattr(one, "eos_token_id") for one in criteria)
-    own = [one for one in criteria if not isinstance(one, (MaxLengthCriteria, EosTokenCriteria))]
-    stops, pad = StoppingCriteriaList(own), _pad_token(config)
-    new, unfinished = list[list[int]](), [True] * len(prompts)
+    lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    limit, pads = min(lengths or [config.max_length]), any(map(_ends, criteria))
+    own = [one for one in criteria if not (isinstance(one, MaxLengthCriteria) or _ends(one))]
+    stops, filler = StoppingCriteriaList(own), getattr(config, "_pad_token_tensor", None)
+    pad = 0 if filler is None else int(filler)
+    new, rows, going = list[list[int]](), list[Any](), [True] * len(prompts)
     rounds = engine.rounds(
-        prompts, max_new_tokens=_limit(ids, criteria, config), sampling=asked,
-        batch_size=len(prompts),
-    )  # fmt: skip
-    rows = list[Any]()
+        prompts, max_new_tokens=int(limit) - ids.shape[1], sampling=asked, batch_size=len(prompts)
+    )
     with closing(rounds):
         for active in rounds:
             rows = rows or list(active)
             for row in active:
                 row.checked()
-            while any(unfinished):
-                step, wanted = len(new), unfinished if ends else [True] * len(rows)
-                ended = [bool(row.finish_reason) and len(row.tokens) <= step for row in rows]
-                goes_on = [goes and not over for goes, over in zip(wanted, ended, strict=True)]
-                pairs = list(zip(rows, goes_on, strict=True))
-                if any(goes and len(row.tokens) == step for row, goes in pairs):
+            while any(going):
+                step = len(new)
+                write = [(goes or not pads) and not _over(row, step)
+                         for row, goes in zip(rows, going, strict=True)]  # fmt: skip
+                pairs = list(zip(rows, write, strict=True))
+                if any(writes and len(row.tokens) == step for row, writes in pairs):
                     break                                           # a row has yet to get there
-                new.append([row.tokens[step] if goes else pad for row, goes in pairs])
+                new.append([row.tokens[step] if writes else pad for row, writes in pairs])
                 if streamer is not None:
                     streamer.put(torch.tensor(new[-1]))
-                over = [bool(row.finish_reason) and len(row.tokens) <= step + 1 for row in rows]
+                said = [False] * len(rows)
                 if own:
                     said = stops(torch.cat([ids, torch.tensor(new).T.to(ids)], 1), None).tolist()
-                    over = [one or other for one, other in zip(over, said, strict=True)]
-                unfinished[:] = [one and not end for one, end in zip(unfinished, over, strict=True)]
-                for row, goes in zip(rows, unfinished if ends else (), strict=False):
-                    row.finish_reason = row.finish_reason or (None if goes else "stop")
-            if not any(unfinished):
+                going = [goes and not stop and not _over(row, step + 1)
+                         for row, goes, stop in zip(rows, going, said, strict=True)]  # fmt: skip
+                for row, goes in zip(rows, going, strict=True):
+                    if pads and not goes:
+                        row.finish_reason = row.finish_reason or "stop"
+            if not any(going):
                 break
     if streamer is not None:
         streamer.end()
     return torch.tensor(new).T
 
 
-def _limit(ids: Tensor, criteria: list[Any], config: Any) -> int:
-    """New tokens that the lengths among the criteria allow."""
-    lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
-    return int(min(lengths or [config.max_length])) - ids.shape[1]
+def _ends(criterion: Any) -> bool:
+    return isinstance(criterion, EosTokenCriteria)
+
+
+def _over(row: Any, step: int) -> bool:
+    return bool(row.finish_reason) and len(row.tokens) <= step
 
 
 def _sampling(
@@ -180,15 +177,9 @@ def _sampling(
     """What each row asks for: warpers as options, the rest called as transformers calls it."""
     options: dict[str, Any] = {"temperature": 1.0 if drawn else 0.0}
     rest, order = list(processors), list(WARPERS)
-    while drawn and rest and type(rest[-1]) in order:
-        kind = order[: order.index(type(rest[-1])) + 1].pop()
+    while drawn and rest and (kind := type(rest[-1])) in order and _is_option(rest[-1]):
         order = order[: order.index(kind)]
-        name, one = WARPERS[kind], rest.pop()
-        fills = getattr(one, "filter_value", -torch.inf)
-        if getattr(one, "min_tokens_to_keep", 1) > 1 or fills != -torch.inf:
-            rest.append(one)
-            break
-        options[name] = getattr(one, name)
+        options[WARPERS[kind]] = getattr(rest.pop(), WARPERS[kind])
     ends = [token for one in criteria if isinstance(one, EosTokenCriteria)
             for token in one.eos_token_id.flatten().tolist()]  # fmt: skip
     seeds = torch.randint(2**62, (len(prompts),)).tolist() if drawn else [0] * len(prompts)
@@ -199,6 +190,12 @@ def _sampling(
         )
         for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
+
+
+def _is_option(warper: Any) -> bool:
+    """Whether it forbids what it takes away, and may leave one token."""
+    fills = getattr(warper, "filter_value", -torch.inf)
+    return bool(fills == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) <= 1)
 
 
 class _Processor:
@@ -229,24 +226,14 @@ def _engine(
             drafter = "prompt-lookup"
         elif config.assistant_early_exit:
             drafter = f"self-layers:{config.assistant_early_exit}"
-    if budget is None and config.num_assistant_tokens != ASSISTANT_TOKENS:
+    if budget is None and config.num_assistant_tokens != 20:    # which transformers fills in
         budget = config.num_assistant_tokens
     budget = budget or config.prompt_lookup_num_tokens
-    known = model.__dict__.setdefault("_draftproof", _Engines())
+    known: _Engines = model.__dict__.setdefault("_draftproof", _Engines())
     named = drafter if isinstance(drafter, str) else id(drafter)
     key = (id(assistant), named, acceptance, budget, model.dtype, model.device)
-    engine = known.pop(key, None) or load(
-        model, assistant_model=assistant, drafter=drafter, acceptance=acceptance, budget=budget
-    )
-    known[key] = engine                                         # the last used is last
-    for old in list(known)[:-ENGINES]:
-        del known[old]
-    return engine
-
-
-def _pad_token(config: Any) -> int:
-    """What transformers fills ended rows with."""
-    found = config.pad_token_id
-    if found is None:
-        found = config.eos_token_id
-    return int(found[0] if isinstance(found, Sequence) else found) if found is not None else 0
+    if key not in known:
+        known[key] = load(
+            model, assistant_model=assistant, drafter=drafter, acceptance=acceptance, budget=budget
+        )
+    return known[key]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from transformers.utils.hub import cached_file
 from draftproof.core.tree import TokenTree
 from draftproof.errors import (
     DrafterMismatch,
-    DraftproofError,
     ModelNotFound,
     UnsupportedModel,
     first_line,
@@ -141,28 +139,6 @@ def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) 
             f"{name} has the setting {strange[0]} = {settings[strange[0]]!r:.60}, which is not "
             "known here; it would draft worse without it, and is not loaded"
         )
-
-
-@contextmanager
-def understood(name: str) -> Iterator[None]:
-    """Refuse settings with values that cannot be what they are called."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if isinstance(error, DraftproofError):
-            raise
-        raise DrafterMismatch(
-            f"the settings of {name} describe no drafter ({first_line(error)}); fetch its "
-            "config.json again"
-        ) from error
-
-
-def switch(settings: Mapping[str, Any], key: str, default: bool | None = False) -> bool | None:
-    """A setting that is true or false, or `default` where there is none."""
-    value = settings.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise DrafterMismatch(f"{key} of the drafter is {value!r:.60}; it is true or false")
-    return default if value is None else value
 
 
 def layers_like(model: PreTrainedModel, count: int) -> DraftLayers:

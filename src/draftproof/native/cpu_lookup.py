@@ -15,8 +15,8 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.native.declarations import structure
 from draftproof.native.kernels import Kernels
 
-Counts, Index, Member, Table, Texts, TreeOutput = map(
-    structure, ("Counts", "Index", "Member", "Table", "Texts", "TreeOutput")
+Index, Member, Table, Texts, TreeOutput = map(
+    structure, ("Index", "Member", "Table", "Texts", "TreeOutput")
 )
 
 
@@ -72,10 +72,8 @@ class LookupFunctions:
         return out.tree(depth_limit)
 
     def match_prompt(
-        self, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int, trees: bool
-    ) -> Any:
-        if not trees:
-            return NotImplemented
+        self, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int
+    ) -> TokenTree:
         out = TreeBuffer(len(prefix.position), 1 + budget)
         self._call("match_prompt", _texts(prefix), *sizes, budget, out.output)
         return out.tree(budget)
@@ -95,37 +93,32 @@ class LookupFunctions:
         self._call("continue_text", *given)
         return out.tree(budget)
 
-    def recycle(self, table: Any, tail: Tensor, seen: Any) -> None:
-        require(len(tail) == len(seen.tokens) and seen.tokens.shape[:2] == seen.tree.tokens.shape)
-        given = (seen.tree.tokens, seen.tree.parents, tail, seen.tokens, seen.logits.float())
+    def recycle(self, table: Any, last: Tensor, seen: Any) -> None:
+        require(len(last) == len(seen.tokens) and seen.tokens.shape[:2] == seen.tree.tokens.shape)
+        given = (seen.tree.tokens, seen.tree.parents, last, seen.tokens, seen.logits.float())
         self._call("recycle", _at(Table, table), *given, *seen.tokens.shape)
 
-    def learn_pairs(
-        self, table: Any, before: Tensor, tokens: Tensor, successors: Tensor, chance: float
-    ) -> None:
-        given = (before, tokens, successors, tokens.numel(), chance)
-        self._call("learn_pairs", _at(Table, table), *given)
-
     def likely_successors(
-        self, table: Any, prefix: Prefix, tail: Tensor, sizes: tuple[int, int, int], nodes: int
+        self, table: Any, prefix: Prefix, last: Tensor, sizes: tuple[int, int, int], nodes: int
     ) -> TokenTree:
-        out = TreeBuffer(len(tail), nodes)
-        require(len(tail) == len(prefix.position))
-        given = (_at(Table, table), _texts(prefix), tail, *sizes, out.output)
+        out = TreeBuffer(len(last), nodes)
+        require(len(last) == len(prefix.position))
+        given = (_at(Table, table), _texts(prefix), last, *sizes, out.output)
         self._call("likely_successors", *given)
         return out.tree(sizes[2])
 
-    def judge(self, counts: Any, proposed: Any, prefix: Prefix) -> None:
-        require(len(prefix.position) == len(proposed.texts) == len(counts.rows))
+    def judge(self, counts: Tensor, proposed: Any, prefix: Prefix, fade: float) -> None:
+        require(len(prefix.position) == len(proposed.texts) and counts.is_contiguous())
         where = (proposed.texts, proposed.parents, proposed.kinds, proposed.position)
         size = proposed.texts.shape[1]
-        self._call("judge", _counts(counts), *where, size, _texts(prefix), ABSENT)
+        self._call("judge", counts, len(counts), fade, *where, size, _texts(prefix), ABSENT)
 
     def merge_trees(
-        self, trees: Sequence[TokenTree], counts: Any, everyone: Tensor, nodes: int
+        self, trees: Sequence[TokenTree], counts: Tensor, constants: tuple[int, float, float],
+        nodes: int
     ) -> tuple[Pool, TokenTree]:
         rows, sizes = len(trees[0].tokens), [one.tokens.shape[1] for one in trees]
-        held, members, fits = [], (Member * len(trees))(), rows == len(counts.rows)
+        held, members, fits = [], (Member * len(trees))(), len(counts) >= len(trees) * constants[0]
         for number, tree in enumerate(trees):
             fits &= tree.tokens.shape == tree.parents.shape == (rows, sizes[number])
             fits &= tree.tokens.dtype == tree.parents.dtype == torch.int64
@@ -136,7 +129,7 @@ class LookupFunctions:
         require(fits)
         pool = Pool(*torch.empty(3, rows, sum(sizes), dtype=torch.int64))
         out = TreeBuffer(rows, min(nodes, sum(sizes)))
-        given = (_counts(counts), everyone, members, len(trees), rows, *pool, out.output)
+        given = (counts, *constants, members, len(trees), rows, *pool, out.output)
         self._call("merge_trees", *given)
         return pool, out.tree(max(tree.depth_limit for tree in trees))
 
@@ -150,7 +143,3 @@ def _texts(prefix: Prefix) -> ctypes.Structure:
 def _at(kind: type[ctypes.Structure], owner: Any) -> ctypes.Structure:
     """Where the parts of a drafter's memory lie, and its numbers."""
     return kind(*map(Tensor.data_ptr, owner.parts), *owner.numbers)
-
-
-def _counts(counts: Any) -> ctypes.Structure:
-    return Counts(counts.rows.data_ptr(), counts.all.data_ptr(), *counts.numbers)
