@@ -72,16 +72,15 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
 
 class Snapshot(NamedTuple):
     """modules: which they are, and what is hooked into them. weights: where they lie, how often
-    they were written to, and which of peft's adapters are active. values: of norms and biases, and
-    with `matrices` of the beginning of every matrix, since changes through ``.data`` leave no other
-    trace."""
+    they were written to, and which of peft's adapters are active. values: of norms and biases,
+    whose changes through ``.data`` leave no other trace."""
 
     modules: list[int]
     weights: list[object]
     values: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module, *, matrices: bool = False) -> Snapshot:
+    def of(cls, model: nn.Module) -> Snapshot:
         parts, weights = list[int](), list[object]()
         compared: list[Tensor] = []
         for module in model.modules():
@@ -95,8 +94,8 @@ class Snapshot(NamedTuple):
                     continue
                 place = one.data_ptr() if type(one.data) is Tensor else 0
                 weights.append((id(one), place, 0 if one.is_inference() else one._version))
-                if one.dim() == 1 or matrices:
-                    compared.append(one.detach().flatten()[:4096].float())
+                if one.dim() == 1:
+                    compared.append(one.detach().float())
         values = [one.to(compared[0].device) for one in compared]
         return cls(parts, weights, torch.cat(values) if values else torch.empty(0))
 

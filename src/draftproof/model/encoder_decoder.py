@@ -199,24 +199,19 @@ class EncoderDecoder(Target):
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
         return SourceCache.around(super().plain_cache(rows, size, layer))
 
-    def _forward(
-        self, tokens: Tensor, masks: Any, positions: Tensor, cache: KVCache, last: int,
-        hidden_layers: tuple[int, ...],
-    ) -> Reading:  # fmt: skip
+    def _inputs(
+        self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
+    ) -> dict[str, Any]:
         assert isinstance(cache, SourceCache)
         # keys of it are in the cache
         known = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
         known = known.expand(len(tokens), cache.longest_source, self._width)
         extra = {"decoder_position_ids": positions} if self._takes_positions else {}
-        out: Any = self.model(
-            encoder_outputs=EncoderOutput(known), attention_mask=cache.source_mask(),
-            decoder_input_ids=tokens.clamp(0, self.vocab_size - 1),
-            decoder_attention_mask=masks, past_key_values=cache.for_model(), use_cache=True,
-            output_hidden_states=bool(hidden_layers), **extra,
-        )  # fmt: skip
-        states = [out.decoder_hidden_states[layer] for layer in hidden_layers]
-        logits = out.logits[:, -last:] if last else out.logits
-        return Reading(logits, torch.stack(states, 2) if states else None)
+        return {
+            "encoder_outputs": EncoderOutput(known), "attention_mask": cache.source_mask(),
+            "decoder_input_ids": tokens, "decoder_attention_mask": masks,
+            "past_key_values": cache.for_model(), **extra,
+        }
 
     def find_layout(self) -> Layout:
         """What the decoder stores of its own text, learnt from one forward."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import EncoderDecoderCache
@@ -36,18 +37,14 @@ class _Sources:
 
     def put(self, row: int, states: Sequence[Tensor]) -> None:
         """Let a row have these, [1, heads, s, dim] each."""
-        size = states[0].shape[2]
-        if not self.stores or self.stores[0].shape[2] < size:
-            longer = [
-                one.new_zeros(len(self.sizes), one.shape[1], size, one.shape[3]) for one in states
-            ]
-            for new, old in zip(longer, self.stores, strict=False):
-                new[:, :, : old.shape[2]] = old
-            self.stores = longer
+        if not self.stores:
+            self.stores = [one[:, :, :0].repeat(len(self.sizes), 1, 1, 1) for one in states]
+        self.sizes[row] = size = states[0].shape[2]
+        more = size - self.stores[0].shape[2]
+        if more > 0:
+            self.stores = [F.pad(store, (0, 0, 0, more)) for store in self.stores]
         for store, one in zip(self.stores, states, strict=True):
-            store[row, :, :size] = one[0]
-            store[row, :, size:] = 0            # NaN would pass a mask
-        self.sizes[row] = size
+            store[row] = F.pad(one[0], (0, 0, 0, store.shape[2] - size))    # NaN would pass a mask
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front."""

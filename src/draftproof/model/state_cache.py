@@ -30,30 +30,30 @@ longer."""
 class Block(NamedTuple):
     """What is read in one pass, the same number of tokens in every row.
 
-    tokens: [B, L], junk behind those that are there. start: [B] their first positions. skipped: of
-    each row, how many come before the first node that was asked for.
+    tokens: [B, L], junk behind those that are there. start: [B] their first positions. skipped: [B]
+    on the host, how many come before the first node that was asked for.
     """
 
     tokens: Tensor
     start: Tensor
-    skipped: list[int]
+    skipped: Tensor
 
 
 class _Mark(NamedTuple):
-    """States that a read went through: behind how many nodes of each row's tree (0: none of this
-    row), layer by layer."""
+    """States that a read went through, layer by layer: behind how many nodes of each row's tree [B]
+    (0: none of this row)."""
 
-    nodes: list[int]
+    nodes: Tensor
     states: list[tuple[Tensor, ...]]
 
 
 @dataclass
 class _Reads:
-    """What a cache and its views know of the reads since the last commit: states on their way, and
-    how many nodes each row had."""
+    """What a cache and its views know of the reads since the last commit: states on their way, each
+    further than those before, and how many nodes each row had, [B]. All on the host."""
 
     marks: list[_Mark] = field(default_factory=list)
-    present: list[int] = field(default_factory=list)
+    present: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class StateCache(KVCache):
@@ -106,21 +106,21 @@ class StateCache(KVCache):
 
     def block(self, tree: TokenTree, first: int) -> Block:
         """What to read for the nodes `first:` of a chain; states and keys are pointed there."""
-        rows, nodes = tree.tokens.shape
-        device, new = self.text.device, tree.tokens[:, first:]
+        nodes, device = tree.tokens.shape[1], self.text.device
         place = self.lengths[:, None] + torch.arange(first, nodes, device=device)
-        self.text.scatter_(1, place.clamp(max=self.capacity - 1), new.clamp(min=0))
-        self._reads.present = (tree.tokens != ABSENT).sum(1).tolist()
-        known = self._known(first) if first and (self.steps or nodes - first > 1) else None
+        new = tree.tokens[:, first:].clamp(min=0)
+        self.text.scatter_(1, place.clamp(max=self.capacity - 1), new)
+        self._reads.present = present = (tree.tokens != ABSENT).sum(1).cpu()
+        skipped, known = torch.zeros_like(self.waiting), None
+        for mark in self._reads.marks if first and (self.steps or nodes - first > 1) else ():
+            if bool(((mark.nodes == first) | (present <= first)).all()):
+                known = mark.states
         if known is None:
             self._reads.marks = self._reads.marks if first else []
-            skipped = [waiting + first for waiting in self.waiting.tolist()]
-            start = self.lengths - self.waiting.to(device)
+            skipped = self.waiting + first
             known = [layer.states for layer in self._stateful]
-        else:
-            start, skipped = self.lengths + first, [0] * rows
-        there = (before + n - first for before, n in zip(skipped, self._reads.present, strict=True))
-        length = max(1 if self.steps else 2, *there)
+        start = self.lengths + first - skipped.to(device)
+        length = max(1 if self.steps else 2, int((skipped + present - first).max()))
         slots = start[:, None] + torch.arange(length, device=device)
         slots = slots.clamp(max=self.capacity - 1)          # junk alone lies so far out
         span = self.reserve(length)
@@ -132,26 +132,21 @@ class StateCache(KVCache):
 
     def was_read(self, block: Block, first: int) -> None:
         """Note the states behind a block, in rows where they are those behind a node."""
-        ends = [block.tokens.shape[1] - before + first for before in block.skipped]
-        pairs = zip(ends, self._reads.present, strict=True)
-        nodes = [end if 0 < end <= there else 0 for end, there in pairs]
-        if any(nodes):
+        ends = block.tokens.shape[1] - block.skipped + first
+        nodes = torch.where((ends > 0) & (ends <= self._reads.present), ends, 0)
+        if bool(nodes.any()):
             self._reads.marks.append(_Mark(nodes, [layer.found() for layer in self._stateful]))
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit `count` [B] nodes of chains: states move on as far as some are known."""
-        counts = count.tolist()
-        best = [self._behind(row, most) for row, most in enumerate(counts)]
-        for number, mark in enumerate(self._reads.marks):
-            rows = [row for row, (_, which) in enumerate(best) if which == number]
-            self._take(mark, rows)
-        moved = torch.tensor([there for there, _ in best])
-        waited = torch.where(moved > 0, 0, self.waiting)
-        self.waiting.copy_(waited + torch.tensor(counts) - moved)
-        left = [[max(0, at - n) for at, n in zip(mark.nodes, counts, strict=True)]
-                for mark in self._reads.marks]
-        pairs = zip(left, self._reads.marks, strict=True)
-        self._reads.marks = [_Mark(at, mark.states) for at, mark in pairs if any(at)]
+        counts, moved = count.cpu(), torch.zeros_like(self.waiting)
+        for mark in reversed(self._reads.marks):
+            rows = (moved == 0) & (mark.nodes > 0) & (mark.nodes <= counts)
+            moved = torch.where(rows, mark.nodes, moved)
+            self._take(mark, rows.nonzero()[:, 0])
+        self.waiting.copy_(torch.where(moved > 0, 0, self.waiting) + counts - moved)
+        left = [_Mark((nodes - counts).clamp(min=0), states) for nodes, states in self._reads.marks]
+        self._reads.marks = [mark for mark in left if bool(mark.nodes.any())]
         super().keep(None, count)
 
     def take(self, row: Tensor, other: KVCache) -> None:
@@ -183,25 +178,11 @@ class StateCache(KVCache):
         view._reach, view._reads = self._reach, self._reads
         return view
 
-    def _known(self, first: int) -> list[tuple[Tensor, ...]] | None:
-        """The states behind the first nodes of every row that goes on, if all are known."""
-        found = None
-        for mark in self._reads.marks:
-            pairs = zip(mark.nodes, self._reads.present, strict=True)
-            if all(nodes == first or there <= first for nodes, there in pairs):
-                found = mark.states
-        return found
-
-    def _behind(self, row: int, most: int) -> tuple[int, int]:
-        """Behind how many nodes of a row, at most `most`, states are known, and in which mark."""
-        places = [(mark.nodes[row], number) for number, mark in enumerate(self._reads.marks)]
-        return max((place for place in places if 0 < place[0] <= most), default=(0, -1))
-
-    def _take(self, mark: _Mark, rows: Sequence[int]) -> None:
+    def _take(self, mark: _Mark, rows: Tensor) -> None:
         """Make the states of a mark those of these rows."""
-        if not rows:
+        if not len(rows):
             return
-        index = torch.tensor(rows, device=self.lengths.device)
+        index = rows.to(self.lengths.device)
         for layer, states in zip(self._stateful, mark.states, strict=True):
             for own, new in zip(layer.states, states, strict=True):
                 own.index_copy_(0, index, new.index_select(0, index).to(own.dtype))

@@ -110,10 +110,8 @@ class HybridLayer(StateLayer, CacheLayerMixin):
     def point_at(self, slots: Tensor, span: int) -> None:
         self.inner.point_at(slots, span)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        return self.inner.update(key_states, value_states)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.update(*args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.inner.get_mask_sizes(query_length)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -79,7 +78,6 @@ class Target:
         self.layout: Layout            # this, vocab_size and reads_trees are what the check finds
         self.vocab_size: int
         self.reads_trees: bool
-        self._original: Callable[[], PreTrainedModel | None] | None = None      # if quantised
         self._takes_place = patch_decoder(model)
         with torch.inference_mode():
             inspection.check(self)
@@ -108,32 +106,31 @@ class Target:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
         changed are taken up."""
-        self.refresh()
+        if self.group.alone:
+            self.refresh()
         return self.plain_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 
     def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
         """This target with quantised layers, compared with the original on `text`, token ids [S];
-        see `quantize.quantized`. What was found out about the original holds."""
+        see `quantize.quantized`. What was found out about the original holds; what becomes of it
+        later is not taken up."""
         model, cost = quantize.quantized_and_compared(self.model, kind, text, give_up=give_up)
         other = self.around(model)
-        other.quantization, other._original = cost, None if give_up else weakref.ref(self.model)
-        other._seen = Snapshot.of(model if give_up else self.model, matrices=not give_up)
+        other.quantization = cost
         return other
 
     def around(self, model: PreTrainedModel) -> Target:
         """This target with another model, which stores and sees what its own does."""
         other = copy.copy(self)
         other.__dict__.pop("native", None)
-        other.model = model
+        other.model, other._seen = model, Snapshot.of(model)
         other.fast = self.fast.of(model) if self.fast is not None else None
         return other
 
     def refresh(self) -> None:
         """Take up weights that somebody changed: by a step of training, a merged adapter, a loaded
         state. Raises BadInput for a model that was cast, moved, or put in training mode."""
-        model = self.model if self._original is None else self._original()
-        if model is None or not self.group.alone:
-            return
+        model, now = self.model, Snapshot.of(self.model)
         if model.training:
             raise BadInput(
                 f"{self.name} was put in training mode, in which dropout changes what it writes; "
@@ -144,16 +141,11 @@ class Target:
                 f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
                 f"{model.dtype} on {model.device} now; load it here again"
             )
-        if self.fast is None and self._original is None:
-            return
-        now = Snapshot.of(model, matrices=self._original is not None)
         if self._seen.same(now):
             return
-        if self._original is not None and self.quantization is not None:
-            self.model = quantize.quantized(model, self.quantization.kind)
         self.__dict__.pop("native", None)
         if self.fast is not None:
-            fast = self.fast.of(self.model) if FastForward.fits(self.model) else None
+            fast = self.fast.of(model) if FastForward.fits(model) else None
             if fast is not None and now.modules == self._seen.modules:
                 self.fast = fast
             else:
@@ -180,7 +172,6 @@ class Target:
         other = self.around(first_layers(self.model, count))
         shapes, states = self.layout.shapes[:count], self.layout.states[:count]
         other.layout = self.layout._replace(shapes=shapes, states=states)
-        other._original, other._seen = None, Snapshot.of(other.model)
         return other
 
     @property
@@ -241,7 +232,7 @@ class Target:
         positions = chain.positions(block.start, self.context)
         masks = self._masks(chain, block.start, cache.reserve(width), 0)
         asked = torch.arange(tree.tokens.shape[1] - first)
-        place = (torch.tensor(block.skipped)[:, None] + asked).clamp(max=width - 1)
+        place = (block.skipped[:, None] + asked).clamp(max=width - 1)
         last = place[:, -1:] if last_only else place
         kept = width - int(last.min()) if self._trims else width
         try:
@@ -252,18 +243,25 @@ class Target:
         last = last - (width - reading.logits.shape[1])
         return reading.gather(last.to(self.device), place.to(self.device))
 
+    def _inputs(
+        self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
+    ) -> dict[str, Any]:
+        """What the model's own forward is given for a read."""
+        return {"input_ids": tokens, "attention_mask": masks, "position_ids": positions,
+                self.layout.cache_name: cache}
+
     def _forward(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
         hidden_layers: tuple[int, ...]
     ) -> Reading:
         """The model's own forward; last: how many of the last tokens' logits are wanted; 0: all."""
         out: Any = self.model(
-            input_ids=tokens.clamp(0, self.vocab_size - 1), attention_mask=masks,
-            position_ids=positions, use_cache=True, output_hidden_states=bool(hidden_layers),
-            **{self.layout.cache_name: cache},
+            **self._inputs(tokens.clamp(0, self.vocab_size - 1), masks, positions, cache),
+            use_cache=True, output_hidden_states=bool(hidden_layers),
             **({"logits_to_keep": last} if last and self._trims else {})
         )
-        states = [out.hidden_states[layer] for layer in hidden_layers]
+        hidden = out.decoder_hidden_states if self.encodes else out.hidden_states
+        states = [hidden[layer] for layer in hidden_layers]
         logits = out.logits[:, -last:] if last else out.logits
         return Reading(logits, torch.stack(states, 2) if states else None)
 

@@ -45,20 +45,16 @@ class Codec:
         """Token ids of a chat in the model's own template, ready for the assistant's answer.
 
         tools: functions it may call, as OpenAI's clients describe them."""
-        if not self.tokenizer.chat_template:
-            raise BadInput(
-                f"the tokenizer of {self.name} has no chat template; give plain text, or a chat "
-                "model"
-            )
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=True
             )
         # templates are programs: they raise anything
         except Exception as error:
-            raise BadInput(
-                f"the chat template of {self.name} refuses these messages: {error}"
-            ) from error
+            why = f"refuses these messages: {error}"
+            if not self.tokenizer.chat_template:
+                why = "is not there; give plain text, or a chat model"
+            raise BadInput(f"the chat template of {self.name} {why}") from error
         return self.encode(str(text), special=False)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
@@ -87,14 +83,12 @@ class TextStream:
         self._before = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
-        self._stream: DecodeStream | None = None
-        if self._backend is not None:
-            self._stream = DecodeStream(self._before, skip_special_tokens=True)
+        self._stream = DecodeStream(self._before, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
         self._pending.append(token)
-        piece = self._step(token) if self._stream is not None else self._slow_step()
+        piece = self._step(token) if self._backend is not None else self._slow_step()
         if piece:
             self._before, self._pending = (self._before + self._pending)[-_CONTEXT:], []
         return piece
@@ -110,7 +104,6 @@ class TextStream:
         return self._decoded(pending)
 
     def _step(self, token: int) -> str:
-        assert self._stream is not None
         try:
             return self._stream.step(self._backend, token) or ""  # type: ignore[arg-type]
         # a stray byte unmakes the character before it, which was said
