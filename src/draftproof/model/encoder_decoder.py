@@ -157,12 +157,8 @@ class EncoderDecoder(Target):
         names = ("max_encoder_position_embeddings", "max_position_embeddings")
         return next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
 
-    def read(
-        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> Reading:  # fmt: skip
+    def read(self, tree: TokenTree, cache: KVCache, **how: Any) -> Reading:
         assert isinstance(cache, SourceCache)
-        how: Any = {"first": first, "last_only": last_only, "hidden_layers": hidden_layers}
         if self._together or len(set(cache.source_sizes)) < 2:
             return super().read(tree, cache, **how)
         alone = []

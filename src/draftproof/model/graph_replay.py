@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +34,10 @@ def compiled(target: Target, backend: str = "inductor") -> Target:
     forward, or if compiled it does not agree with the model's own.
     """
     if target.fast is None or target.fast.native:
-        why = "is read by kernels that are compiled already"
-        why = why if target.fast is not None else "has no fast forward, which is what is compiled"
-        raise UnsupportedModel(f"{target.name} {why}; leave --compile out")
+        raise UnsupportedModel(
+            f"{target.name} is read by kernels that are compiled already, or by the model's own "
+            "forward, which is not compiled; leave --compile out"
+        )
     other = target.around(target.model)
     assert other.fast is not None
     other.fast.compile(backend)
@@ -45,9 +45,10 @@ def compiled(target: Target, backend: str = "inductor") -> Target:
         text = torch.arange(10, device=target.device) % target.vocab_size
         error = CheckedRead.of(target, text, CHECK_TREE, together=True).error(other)
     if not error <= 6 * target.tolerance:
-        off = f"gives other logits when compiled ({error:.1g} off)"
-        how = off if isfinite(error) else "cannot be compiled"
-        raise UnsupportedModel(f"{target.name} {how}; leave --compile out")
+        raise UnsupportedModel(
+            f"{target.name} cannot be compiled here, or gives other logits when compiled "
+            f"({error:.1g} off); leave --compile out"
+        )
     return other
 
 
@@ -73,33 +74,24 @@ class GraphReplay(Target):
             )
         self._graphs = weakref.WeakKeyDictionary[KVCache, dict[object, _Graph]]()
 
-    def read(
-        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
-        hidden_layers: tuple[int, ...] = ()
-    ) -> Reading:
+    def read(self, tree: TokenTree, cache: KVCache, **how: Any) -> Reading:
         """As `Target.read`."""
         nodes = tree.tokens.shape[1]
         if nodes > NODES:
-            return super().read(
-                tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers
-            )
+            return super().read(tree, cache, **how)
         # what the host decides of a read
         seen = cache.reserve(nodes), cache.holds(nodes)
-        shape = (tree.tokens.shape, tree.depth_limit, tree.is_chain)
-        key = (*shape, first, last_only, hidden_layers, seen)
+        key = (tree.tokens.shape, tree.depth_limit, tree.is_chain, *sorted(how.items()), seen)
         graphs = self._graphs.setdefault(cache, {})
         if key not in graphs:
-            graphs[key] = self._recorded(tree, cache, first, last_only, hidden_layers)
+            graphs[key] = self._recorded(tree, cache, how)
         graph = graphs[key]
         for place, given in zip(graph.inputs, (tree.tokens, tree.parents), strict=True):
             place.copy_(given)
         graph.replay()
         return graph.reading
 
-    def _recorded(
-        self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
-        hidden_layers: tuple[int, ...]
-    ) -> _Graph:
+    def _recorded(self, tree: TokenTree, cache: KVCache, how: dict[str, Any]) -> _Graph:
         tokens, parents = tree.tokens.clone(), tree.parents.clone()
         depth, chain = tree.depth_limit, tree.is_chain
         plain, weakly = super().read, weakref.ref(cache)    # no graph keeps its cache alive
@@ -108,7 +100,7 @@ class GraphReplay(Target):
             alive = weakly()
             assert alive is not None, "a graph is replayed by reads of its cache alone"
             same = TokenTree(tokens, parents, depth, is_chain=chain)
-            return plain(same, alive, first=first, last_only=last_only, hidden_layers=hidden_layers)
+            return plain(same, alive, **how)
 
         replay, reading = self._recorder.record(read)
         return _Graph((tokens, parents), replay, reading)

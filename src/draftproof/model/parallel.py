@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -156,11 +156,9 @@ def load_sharded(
     """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a
     whole one."""
     check_engine(parallel)
-    best = Device.found().kind
-    if device is not None and Device.found(device).where != torch.device(best):
+    if device not in (None, Device.found().kind):
         raise BadInput(
-            f"device was {device!r}, and the ranks of a parallel run each take a {best} of their "
-            "own; leave it out"
+            f"device was {device!r}, and the ranks of a parallel run each take one; leave it out"
         )
     config = loading.load_config(model).get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 0
@@ -213,7 +211,7 @@ def _by_deepspeed(
     text = torch.arange(1, 9)[None] % whole.config.get_text_config().vocab_size
     with torch.inference_mode():
         wanted = whole(input_ids=text, use_cache=False).logits.double()
-        with _on_stderr():
+        with redirect_stdout(sys.stderr):                   # stdout is the text's
             parts = _cut(whole, group)
         found = parts(input_ids=text.to(parts.device), use_cache=False).logits.double().cpu()
     blur = float((found - wanted).abs().max() / wanted.abs().max())
@@ -249,21 +247,6 @@ def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
         ) from error
     parts: PreTrainedModel = engine.module
     return parts.eval()
-
-
-@contextmanager
-def _on_stderr() -> Iterator[None]:
-    """What DeepSpeed and the compilers it starts say on stdout goes to stderr: stdout is the
-    text's."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 ENGINES = {"tensor": _by_plan, "deepspeed": _by_deepspeed}

@@ -97,24 +97,19 @@ def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtyp
 
 
 def _embedded(place: Place, embed: Any, own: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Of the embeddings of all positions, those of each node. Decoders give tokens, their
-    embeddings, or a shape."""
+    """Of the embeddings of all positions, those of each node; decoders give tokens, or their
+    embeddings."""
     length, nodes = min(place.keys.shape[1], place.context), place.nodes
-    if isinstance(first, Tensor) and first.is_floating_point():
+    if first.is_floating_point():
         found: Tensor = embed(own, first[:1, :1].expand(1, length, -1))[0][nodes]
         return found
     if "position_ids" in inspect.signature(embed).parameters:
         every = torch.arange(length, device=nodes.device)
         return embed(own, first, position_ids=every).reshape(length, -1)[nodes]
-    if not isinstance(first, Tensor):
-        return embed(own, torch.Size((1, length))).reshape(length, -1)[nodes]
-    padding = getattr(own, "padding_idx", None)
-    other = 0 if padding is None else padding + 1
-    table = embed(own, first.new_full((1, length), other)).reshape(length, -1)[nodes]
-    if padding is None:
-        return table
-    pad = embed(own, first.new_full((1, 1), padding)).reshape(-1)       # it has no position
-    return torch.where((first == padding)[..., None], pad, table)
+    filled = first.new_full((1, length), own.padding_idx + 1)           # padding has no position
+    table = embed(own, filled).reshape(length, -1)[nodes]
+    pad = embed(own, first.new_full((1, 1), own.padding_idx)).reshape(-1)
+    return torch.where((first == own.padding_idx)[..., None], pad, table)
 
 
 def _biased(
