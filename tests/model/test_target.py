@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tiny import FAMILIES, VOCAB, build, fresh, model, target
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import Llama4TextConfig, T5Config, T5ForConditionalGeneration
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BrokenModel, UnsupportedModel
 from draftproof.model.kv_cache import KVCache
+from draftproof.model.layout import context_of
 from draftproof.model.target import Target
 
 SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])
@@ -149,6 +150,11 @@ def test_a_context_beyond_which_positions_are_rescaled_is_told(
 ) -> None:
     own = Target(fresh(family, max_position_embeddings=64, rope_parameters=rope))
     assert own.context == (context or 64) and ("texts end there" in caplog.text) is bool(context)
+
+
+def test_llama_4_ends_before_its_queries_are_scaled() -> None:
+    config = Llama4TextConfig(attn_temperature_tuning=True, floor_scale=32)
+    assert context_of(config) == 31
 
 
 def test_what_cannot_be_read_exactly_is_refused() -> None:
