@@ -25,11 +25,9 @@ class Build(build_py):
             return
         folder = Path(self.build_lib) / "draftproof" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
-        for build, needs in native.BUILDS.items():
-            if needs and platform.machine() not in ("x86_64", "AMD64"):
-                continue
+        for build in native.BUILDS if platform.machine() == "x86_64" else ():
             try:
-                native.compile_to(folder / native.shipped(build).name, build, COMPILER)
+                native.compile_to(folder / native.name_of(build), build, COMPILER)
             except subprocess.CalledProcessError as error:
                 print(f"draftproof: no {build} in this wheel: {error.stderr}", file=sys.stderr)
 

@@ -206,39 +206,6 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
     assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TreeShape.chain(10)], ids=["tree", "chain"])
-def test_a_prompt_read_beside_drafts_has_the_bits_of_one_read_alone(
-    shape: TreeShape
-) -> None:
-    """And so have the drafts: logits, hidden states, keys and values."""
-    target, dice, read = packed("llama"), torch.Generator().manual_seed(2), []
-    prompts, drafted = (torch.randint(96, size, generator=dice) for size in ((2, 30), (2, 11)))
-    prompts[1, 17:], tree = ABSENT, TokenTree.shaped(drafted, shape)
-    for beside in (True, False):
-        cache = target.new_cache(4, 128)
-        old, new = cache.rows(0, 2), cache.rows(2, 4)
-        with torch.inference_mode():
-            target.read(TokenTree.chain(torch.arange(80).view(2, 40)), old)
-            old.keep(None, torch.tensor([40, 23]))
-            if beside:
-                both = target.read(tree.stack(prompts), cache, hidden_layers=(0, -1))
-                readings = [both.part(slice(2), 11), both.part(slice(2, None), 30)]
-            else:
-                readings = [target.read(tree, old, hidden_layers=(0, -1))]
-                readings.append(target.read(TokenTree.chain(prompts), new, hidden_layers=(0, -1)))
-                text, row = TokenTree.chain(prompts[1:, :17]), cache.rows(3, 4)
-                alone = target.read(text, row, last_only=True, hidden_layers=(0, -1))
-                assert torch.equal(alone.logits[0, -1], readings[1].logits[1, 16])
-        there = [tree.present, prompts != ABSENT]
-        stored = [store[row, :, :size] for row, size in enumerate([40 + 11, 23 + 11, 30, 17])
-                  for layer in cache.layers for store in layer.stores]
-        for reading, mask in zip(readings, there, strict=True):
-            assert reading.hidden is not None
-            stored += [reading.hidden[mask], reading.logits[mask]]
-        read.append(stored)
-    assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
-
-
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
     sliding = transformers.MistralConfig(**SIZES, sliding_window=NODES)

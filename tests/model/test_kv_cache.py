@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCAB, fresh, model, target
+from tiny import VOCAB, model, target
 from torch import Tensor
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
@@ -111,7 +111,7 @@ def test_a_view_leaves_the_other_rows_alone(kind: str | None) -> None:
     assert_reads_on(own, cache, [texts[0], *inner, texts[3]])
 
 
-@pytest.mark.parametrize("kind", [None, *LAYERS])
+@any_cache
 def test_scratch_never_leaks(kind: str | None) -> None:
     """Whatever lies beyond the committed tokens, huge numbers too, the logits are the same bits."""
     for family in ("llama", "gemma2"):
@@ -190,38 +190,6 @@ def test_a_token_is_quantised_alike_wherever_it_lies_and_whatever_lies_beside_it
     assert torch.equal(found[:, 0, 2], together[:, 0, 2])
     silence = torch.zeros(1, 2, 6, 8)
     assert torch.equal(written(layer_of(kind, 1), torch.arange(6)[None], silence), silence)
-
-
-@any_kind
-def test_trees_leave_the_bits_that_chains_leave(kind: str) -> None:
-    """A branch that is kept by moving, against the same path read as a chain: the same codes and
-    scales."""
-    own = of_kind(kind)
-    shape = TreeShape.from_digits(["0", "1", "10", "11", "110"])
-    tree = TokenTree.shaped(torch.tensor([[4, 9, 7, 1, 8, 3]]), shape)
-    caches = [own.new_cache(1, CAPACITY) for _ in range(2)]
-    own.read(tree, caches[0])
-    caches[0].keep(torch.tensor([[0, 2, 4, 5]]), torch.tensor([4]))
-    own.read(TokenTree.chain(torch.tensor([[4, 7, 8, 3]])), caches[1])
-    caches[1].keep(None, torch.tensor([4]))
-    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
-        for store, wanted in zip(one.stores, other.stores, strict=True):
-            found, wanted = store[:, :, :4].double(), wanted[:, :, :4].double()
-            assert found.abs().sum() > 0
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-@any_kind
-def test_the_fast_forward_reads_what_the_model_reads(kind: str) -> None:
-    """Both write through the same layers; in float32, where codes fall alike but for a few."""
-    own = Target(fresh("llama").float(), kv_cache=kind)
-    assert own.fast is not None
-    shape = TreeShape.from_digits(["0", "1", "10", "11", "110"])
-    tree = TokenTree.shaped(torch.arange(6)[None], shape)
-    fast = own.read(tree, own.new_cache(1, CAPACITY)).logits
-    own.fast = None
-    plain = own.read(tree, own.new_cache(1, CAPACITY)).logits
-    torch.testing.assert_close(fast, plain, rtol=0.02, atol=0.02)
 
 
 @any_kind

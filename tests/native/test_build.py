@@ -24,7 +24,6 @@ from draftproof.native.build import (
     SOURCES,
     SWITCH,
     able,
-    compile_to,
     compiler,
     load,
     name_of,
@@ -138,10 +137,3 @@ def test_every_build_compiles_without_a_warning(build: str) -> None:
     checks = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     done = subprocess.run([*told, *checks], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_compiled_says_why(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError):
-        compile_to(tmp_path / "library.so", "avx2", shutil.which("false") or "false")
-    assert list(tmp_path.iterdir()) == []
