@@ -71,7 +71,12 @@ class KVCache(transformers.Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
-        return sum(store.nbytes for layer in self.layers for store in layer.stores)
+        return sum(store.nbytes for store in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is stored, [B, heads, capacity, ...] each, layer by layer."""
+        return [store for layer in self.layers for store in layer.stores]
 
     def write_at(self, first: int, nodes: int) -> int:
         """Let the next forward write nodes `first` to `nodes`; return how many slots it may see."""
@@ -107,11 +112,11 @@ class KVCache(transformers.Cache):
     @cached_property
     def stores(self) -> Stores | None:
         """Where keys and values lie, layer by layer, for kernels."""
-        return Stores.of([store for layer in self.layers for store in layer.stores])
+        return Stores.of(self.tensors)
 
     def clear(self) -> None:
         """Zero what is stored: NaN would pass a mask."""
-        for store in (store for layer in self.layers for store in layer.stores):
+        for store in self.tensors:
             store.zero_()
 
     def bound(self, longest: int) -> None:
@@ -124,10 +129,9 @@ class KVCache(transformers.Cache):
 
     def take(self, row: Tensor, other: KVCache) -> None:
         """Put the one row of another cache of at most this capacity into row `row` [1]."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for store, given in zip(mine.stores, theirs.stores, strict=True):
-                front = (slice(None), *map(slice, given.shape[1:]))
-                store[front].index_copy_(0, row, given)
+        for store, given in zip(self.tensors, other.tensors, strict=True):
+            front = (slice(None), *map(slice, given.shape[1:]))
+            store[front].index_copy_(0, row, given)
         self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -137,9 +141,8 @@ class KVCache(transformers.Cache):
         if changed:
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
-            for layer in self.layers:
-                for store in layer.stores:
-                    store.index_copy_(0, new, store.index_select(0, old))
+            for store in self.tensors:
+                store.index_copy_(0, new, store.index_select(0, old))
             self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
         self.lengths[len(rows) :] = 0
 
@@ -166,9 +169,8 @@ class KVCache(transformers.Cache):
             return
         front = torch.arange(nodes.shape[1], device=nodes.device)
         source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front
-        for layer in self.layers:
-            for store in layer.stores:
-                write(store, target, _read(store, source))
+        for store in self.tensors:
+            write(store, target, _read(store, source))
 
 
 def empty_layer(

@@ -30,14 +30,18 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    names: tuple[str, ...] = ("keys", "values")
+    """Of what is stored, in the order of `stores`."""
+    keys: Tensor
+    values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, *stores: Tensor) -> None:
         super().__init__()
-        self.keys: Tensor = keys
-        self.values: Tensor = values
+        for name, store in zip(self.names, stores, strict=True):
+            setattr(self, name, store)
         self.is_initialized = True
         self.slots: Tensor | None = None                 # [B, W] where the running read writes
-        self.span: int = keys.shape[2]                   # and how many slots it may see
+        self.span: int = self.keys.shape[2]                  # and how many slots it may see
 
     @classmethod
     def empty(
@@ -52,7 +56,7 @@ class KVLayer(CacheLayerMixin):
     @property
     def stores(self) -> tuple[Tensor, ...]:
         """All that is stored, [B, heads, capacity, ...] each; what makes a layer anew."""
-        return self.keys, self.values
+        return tuple(getattr(self, name) for name in self.names)
 
     def rows(self, start: int, stop: int) -> Self:
         """A view of some rows."""
@@ -87,9 +91,8 @@ class KVLayer(CacheLayerMixin):
 class IndexedLayer(KVLayer):
     """With the keys of an indexer, [B, 1, capacity, index_dim]."""
 
-    def __init__(self, keys: Tensor, values: Tensor, indexer_keys: Tensor) -> None:
-        super().__init__(keys, values)
-        self.indexer_keys = indexer_keys
+    names = ("keys", "values", "indexer_keys")
+    indexer_keys: Tensor
 
     @classmethod
     def empty(
@@ -97,11 +100,7 @@ class IndexedLayer(KVLayer):
     ) -> Self:
         plain = KVLayer.empty(shape, rows, capacity, dtype, device)
         size = (rows, 1, capacity, shape.index_dim)
-        return cls(plain.keys, plain.values, torch.zeros(size, dtype=dtype, device=device))
-
-    @property
-    def stores(self) -> tuple[Tensor, ...]:
-        return self.keys, self.values, self.indexer_keys
+        return cls(*plain.stores, torch.zeros(size, dtype=dtype, device=device))
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write [B, W, dim] at `slots`; return what may be seen."""
@@ -130,14 +129,11 @@ class Int8Layer(KVLayer):
     written beside them: trees, moves and rollbacks are as exact as with the plain cache.
     """
 
+    names = ("keys", "values", "key_scales", "value_scales")
+    key_scales: Tensor
+    value_scales: Tensor
     most = 127.0
     """The largest code."""
-
-    def __init__(
-        self, keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor
-    ) -> None:
-        super().__init__(keys, values)
-        self.key_scales, self.value_scales = key_scales, value_scales
 
     @classmethod
     def empty(
@@ -146,10 +142,6 @@ class Int8Layer(KVLayer):
         """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
         codes = KVLayer.empty(shape, rows, capacity, torch.int8, device).stores
         return cls(*codes, *(one.new_zeros(*one.shape[:3], 1, dtype=dtype) for one in codes))
-
-    @property
-    def stores(self) -> tuple[Tensor, ...]:
-        return self.keys, self.values, self.key_scales, self.value_scales
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
