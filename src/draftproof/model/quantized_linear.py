@@ -32,16 +32,16 @@ class QuantizedLinear(JointLinear):
     @property
     def state(self) -> dict[str, Any]:
         """What `restored` makes the layer of."""
-        parts = {"weight": self.weight, "scales": self.scales, "padded_bias": self.padded_bias}
-        sizes = (self.in_features, self.out_features, self.bias, self.kernels is not None)
-        return {"kind": type(self).__name__, "sizes": sizes, "parts": parts}
+        form = (self.in_features, self.out_features, self.bias, self.kernels is not None)
+        weights = {"weight": self.weight, "scales": self.scales}
+        return {"kind": type(self).__name__, "form": form, "weights": weights}
 
     @staticmethod
     def restored(state: dict[str, Any]) -> QuantizedLinear:
         kind = Int8Linear if state["kind"] == "Int8Linear" else Int4Linear
         made = kind.__new__(kind)
-        JointLinear.__init__(made, *state["sizes"])
-        vars(made).update(state["parts"])
+        JointLinear.__init__(made, *state["form"])
+        vars(made).update(state["weights"])
         made.connect()
         return made
 
