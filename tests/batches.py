@@ -13,7 +13,6 @@ from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.sequence import SequenceState
-from draftproof.engine.stats import State
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
@@ -27,20 +26,10 @@ def running(
 
 def decoder(
     drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None,
-    **more: Any,
+    capacity: int = 128, **more: Any,
 ) -> Decoder:
     asked = Fixed(budget) if isinstance(budget, int) else budget
-    return Decoder(own or target(), drafter, RULES[rule], asked, rows, 128, **more)
-
-
-class Script(Budget):
-    """Sizes that were written down, round by round; then nothing."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.most, self._left = max(sizes), list(sizes)
-
-    def choose(self, state: State) -> int:
-        return self._left.pop(0) if self._left else 0
+    return Decoder(own or target(), drafter, RULES[rule], asked, rows, capacity, **more)
 
 
 class Counted:

@@ -28,9 +28,9 @@ from draftproof.drafters.redrafter import ReDrafter, ReDrafterHead
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Budget
-from draftproof.engine.deferred import DrafterWrapper
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import State
+from draftproof.engine.wrappers import DrafterWrapper
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.native.cpu_ops import CpuOps

@@ -59,24 +59,6 @@ def test_ancestors_depths_and_paths_follow_the_parents(shape: TreeShape) -> None
             assert text == chain
 
 
-@pytest.mark.parametrize("length", [2, 5, 9])
-def test_chains_below_a_tree_are_rows_of_their_own(length: int) -> None:
-    """Whichever is wider: of each row the nodes, depths and ancestors that it has alone."""
-    chains = torch.randint(9, (2, length))
-    chains[1, 1:] = ABSENT
-    for shape in SHAPES:
-        tree, other = TokenTree.shaped(torch.randint(9, (3, len(shape))), shape), chains
-        both = tree.stack(chains)
-        assert both.tokens.shape[1] == max(len(shape), length)
-        assert both.is_chain == shape.is_chain
-        for mine, rows in ((tree, slice(3)), (TokenTree.chain(other), slice(3, None))):
-            nodes = mine.tokens.shape[1]
-            assert not both.present[rows, nodes:].any()
-            for name in ("tokens", "parents", "depths"):
-                assert torch.equal(getattr(both, name)[rows, :nodes], getattr(mine, name))
-            assert torch.equal(both.ancestors[rows, :nodes, :nodes], mine.ancestors)
-
-
 def test_depths_of_deep_chains() -> None:
     """Squaring reaches every depth, also where it is no power of two; and a prompt is a chain that
     is made at once: what its pairs of tokens say of each other waits until somebody asks."""

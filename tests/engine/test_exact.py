@@ -31,31 +31,19 @@ def reference(own: PreTrainedModel, text: list[int], new: int = NEW) -> list[int
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_that_of_transformers(family: str) -> None:
-    """Alone and eight at a time, by lookup, a chain, a tree, and a drafter that knows."""
+    """Eight at a time, by lookup, a chain, a tree, and a drafter that knows; alone."""
     asked = prompts(8, seed=1)
     wanted = [reference(model(family), text) for text in asked]
-    assert len({tuple(text) for text in wanted}) > 4, (
-        "the model says the same to everything: it tests nothing"
-    )
-    hinted = Hinted(Oracle({tuple(text): answer
-                            for text, answer in zip(asked, wanted, strict=True)}))
-    chosen = [DRAFTERS[name](target(family))
-              for name in ("plain", "prompt-lookup", "draft chain", "target itself, tree")]
-    for drafter in [*chosen, hinted]:
-        engine = Engine(target(family), Watch(drafter))
-        done = engine.generate(asked, max_new_tokens=NEW)
+    assert len({tuple(text) for text in wanted}) > 4, "it says the same to everything"
+    answers = {tuple(text): answer for text, answer in zip(asked, wanted, strict=True)}
+    names = ("plain", "prompt-lookup", "draft chain", "target itself, tree")
+    hinted = Hinted(Oracle(answers))
+    for drafter in [*(DRAFTERS[name](target(family)) for name in names), hinted]:
+        done = Engine(target(family), Watch(drafter)).generate(asked, max_new_tokens=NEW)
         assert [one.tokens for one in done] == wanted, drafter.name
     assert accepted_share(done) > 0.2
     alone = Engine(target(family), hinted).generate(asked[2], max_new_tokens=NEW)
     assert alone[0].tokens == wanted[2]
-
-
-def test_the_seed_decides() -> None:
-    asked = prompts(4, seed=3)
-    runs = [texts(Engine(target()), asked, max_new_tokens=12,
-                  sampling=Sampling(temperature=1.0, seed=seed))
-            for seed in (0, 0, 1)]
-    assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
@@ -80,19 +68,21 @@ def test_a_prompt_of_several_chunks() -> None:
 
 
 def test_more_prompts_than_rows_and_samples_of_each() -> None:
-    asked = prompts(9, seed=6)
+    """The seed decides, and the number of the sample."""
+    asked, options = prompts(9, seed=6), {"max_new_tokens": 10, "sampling": SAMPLED}
     engine = Engine(target(), DRAFTERS["draft chain"](target()))
-    wanted = [texts(Engine(target()), [text], max_new_tokens=10, sampling=SAMPLED)[0]
-              for text in asked]
+    wanted = [texts(Engine(target()), [text], **options)[0] for text in asked]
     for rows in (1, 2, 5, 64):
-        assert texts(engine, asked, max_new_tokens=10, sampling=SAMPLED, batch_size=rows) == wanted
-    three = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=3, batch_size=4)
+        assert texts(engine, asked, batch_size=rows, **options) == wanted
+    three = engine.generate(asked[:4], n=3, batch_size=4, **options)
     assert [(one.prompt, one.sample) for one in three] == [(prompt, sample) for prompt in range(4)
                                                            for sample in range(3)]
-    two = engine.generate(asked[:4], max_new_tokens=10, sampling=SAMPLED, n=2)
+    two = engine.generate(asked[:4], n=2, **options)
     assert [one.tokens for one in three if one.sample < 2] == [one.tokens for one in two]
     assert [one.tokens for one in three if one.sample == 0] == [tokens for tokens, _ in wanted[:4]]
     assert len({tuple(one.tokens) for one in three}) > 8, "samples differ"
+    other = Sampling(temperature=0.9, seed=12)
+    assert texts(engine, asked, max_new_tokens=10, sampling=other) != wanted
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
@@ -100,13 +90,11 @@ def test_real_models_write_what_transformers_writes(acceptance: str) -> None:
     own = load(shared("models", "tinystories-bitnet-3m"),
                assistant_model=shared("models", "tinystories-llama-260k"), dtype="float64",
                acceptance=acceptance, budget=5)
-    asked = [own.codec.encode(text)
-             for text in ("Once upon a time", "The dog saw a big",
-                          "One day, Tom and Lily went to the park. They")]
+    asked = [own.codec.encode(text) for text in (
+        "Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They")]
     wanted = [reference(own.target.model, text, 30) for text in asked]
     done = own.generate(asked, max_new_tokens=30, sampling=Sampling())
-    assert [one.tokens for one in done] == wanted
-    assert accepted_share(done) > 0.4
+    assert [one.tokens for one in done] == wanted and accepted_share(done) > 0.4
 
 
 def test_a_target_of_chains_only_gets_chains_only() -> None:

@@ -41,16 +41,6 @@ class Request(NamedTuple):
 
     prompt: Any
     sampling: dp.Sampling
-    new: int
-
-
-class Row(NamedTuple):
-    """What is the same alone and anywhere."""
-
-    text: str
-    tokens: tuple[int, ...]
-    reason: str
-    scores: int | None
 
 
 class Difference(AssertionError):
@@ -85,9 +75,10 @@ def requests(dice: random.Random, count: int) -> list[Request]:
             banned_words=rarely((), dice.sample(WORDS, 2)), min_new_tokens=rarely(0, 3, 30),
             stop=rarely((), dice.sample(STOPS, 2), STOPS), stop_tokens=rarely(None, (), some),
             seed=dice.choice((0, 1, -7, 2**31, 2**70, dice.randrange(2**64))),
-            logprobs=rarely(False, True), processors=rarely((), (shift_odd,))
+            logprobs=rarely(False, True), processors=rarely((), (shift_odd,)),
+            max_new_tokens=dice.choice((1, 2, 7, 24, 50)),
         )
-        made.append(Request(prompt, sampling, dice.choice((1, 2, 7, 24, 50))))
+        made.append(Request(prompt, sampling))
     return made
 
 
@@ -108,20 +99,17 @@ class Fuzzer:
         name = dice.choice(list(self.engines))
         engine = self.engines[name]
         way = dice.choice((self._batch, self._batch, self._stream, self._cancel, self._threads))
-        asked = requests(dice, dice.choice((1, 2, 5, 11)))
         try:
-            way(dice, engine, asked)
+            way(dice, engine, requests(dice, dice.choice((1, 2, 5, 11))))
         except (Difference, BadInput, IndexError, RuntimeError) as error:
             raise Difference(f"round {seed}, {name}, {way.__name__}: {error!r}") from error
 
     def _batch(self, dice: random.Random, engine: dp.Engine, asked: list[Request]) -> None:
         """Side by side, several samples each."""
         n, size = dice.choice((1, 1, 2, 3)), dice.choice((None, 1, 2, 4, 16))
-        asked = [one._replace(sampling=_limited(one)) for one in asked]
-        prompts, wanted = [one.prompt for one in asked], [one.sampling for one in asked]
-        found = engine.generate(prompts, sampling=wanted, n=n, batch_size=size)
-        for place, completion in enumerate(found):
-            self._same(asked[place // n], completion, sample=place % n)
+        prompts, wanted = zip(*asked, strict=True)
+        for done in engine.generate(list(prompts), sampling=wanted, n=n, batch_size=size):
+            self._same(asked[done.prompt], done)
 
     def _stream(self, dice: random.Random, engine: dp.Engine, asked: list[Request]) -> None:
         """Several streams in turn, on one engine."""
@@ -133,7 +121,7 @@ class Fuzzer:
 
     def _chunks(self, engine: dp.Engine, one: Request) -> Iterator[str]:
         said = ""
-        for chunk in engine.stream(one.prompt, sampling=one.sampling, max_new_tokens=one.new):
+        for chunk in engine.stream(one.prompt, sampling=one.sampling):
             said += chunk.text
             yield chunk.text
             if chunk.completion is not None:
@@ -143,13 +131,12 @@ class Fuzzer:
 
     def _cancel(self, dice: random.Random, engine: dp.Engine, asked: list[Request]) -> None:
         """Runs that are left half way, and others behind them."""
-        asked = [one._replace(sampling=_limited(one)) for one in asked]
-        prompts, samplings = [one.prompt for one in asked], [one.sampling for one in asked]
+        prompts, samplings = [list(some) for some in zip(*asked, strict=True)]
         left = engine.rounds(prompts, sampling=samplings, batch_size=dice.choice((1, 3, 8)))
         for _ in zip(range(dice.randrange(12)), left, strict=False):
             pass
         if dice.random() < 0.5:
-            left.close()  # type: ignore[attr-defined]
+            left.close()
         running = engine.as_completed(prompts, sampling=samplings)
         for _, completion in zip(range(dice.randrange(1, len(asked) + 1)), running, strict=False):
             self._same(asked[completion.prompt], completion)
@@ -162,23 +149,14 @@ class Fuzzer:
             for run in [pool.submit(self._batch, own, engine, part) for own, part in parts]:
                 run.result()
 
-    def _same(self, one: Request, found: dp.Completion, sample: int = 0) -> None:
-        done = self.plain.generate([one.prompt], sampling=one.sampling, max_new_tokens=one.new,
-                                   n=sample + 1, batch_size=1)[sample]
-        ours, alone = _row(found), _row(done)
+    def _same(self, one: Request, found: dp.Completion) -> None:
+        alone = self.plain.generate([one.prompt], sampling=one.sampling, n=found.sample + 1,
+                                    batch_size=1)[found.sample]
         self.rows += 1
-        if ours != alone:
-            raise Difference(f"{one}, sample {sample}:\n  here  {ours}\n  alone {alone}")
-
-
-def _limited(one: Request) -> dp.Sampling:
-    """The sampling with the limit, for calls that have one limit for all prompts."""
-    return dp.Sampling(**{**vars(one.sampling), "max_new_tokens": one.new})
-
-
-def _row(done: dp.Completion) -> Row:
-    scores = None if done.logprobs is None else len(done.logprobs)
-    return Row(done.text, tuple(done.tokens), done.finish_reason, scores)
+        here, there = ((done.text, done.tokens, done.finish_reason, len(done.logprobs or ()))
+                       for done in (found, alone))
+        if here != there:
+            raise Difference(f"{one}, sample {found.sample}:\n  here  {here}\n  alone {there}")
 
 
 def tensor_mib() -> float:

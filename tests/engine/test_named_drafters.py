@@ -13,7 +13,6 @@ from draftproof import Sampling, load
 from draftproof.drafters.checkpoints import is_head, write_head
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.redrafter import ReDrafterHead
-from draftproof.engine import named_drafters
 from draftproof.engine.named_drafters import SHIPPED, weights_key
 from draftproof.model.loading import resolve
 from draftproof.model.target import Target
@@ -29,22 +28,18 @@ def test_weights_have_one_name_in_any_precision() -> None:
     assert weights_key(model) != key
 
 
-def test_what_is_shipped_is_in_the_package() -> None:
-    assert SHIPPED and all(is_head(resolve(name)) for name in SHIPPED.values())
-
-
 def test_heads_made_for_the_weights_draft_with_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert SHIPPED and all(is_head(resolve(name)) for name in SHIPPED.values())
     model = fresh("llama")
     write_head(ReDrafterHead.fresh(Target(model), share_lm_head=True), tmp_path)
-    monkeypatch.setitem(named_drafters.SHIPPED, weights_key(model), str(tmp_path))
-    found = {}
+    monkeypatch.setitem(SHIPPED, weights_key(model), str(tmp_path))
+    written = []
     for name in (None, "portfolio", "none"):
-        found[name] = engine = load(model, drafter=name)
-        drafter = engine.drafter
-        members = drafter.members if isinstance(drafter, Portfolio) else ()
+        engine = load(model, drafter=name)
+        members = engine.drafter.members if isinstance(engine.drafter, Portfolio) else ()
         assert ("redrafter" in [one.name for one in members]) == (name is None)
-    asked, sampling = prompts(3, 5), Sampling(temperature=0.7, seed=3)
-    written = [texts(one, asked, max_new_tokens=20, sampling=sampling) for one in found.values()]
+        sampling = Sampling(temperature=0.7, seed=3)
+        written.append(texts(engine, prompts(3, 5), max_new_tokens=20, sampling=sampling))
     assert written[0] == written[1] == written[2]

@@ -229,7 +229,6 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
         (lambda: load(own, quantize="int8"), "not quantised here"),
         (lambda: load(own, drafter="self-layers:1"), "name another drafter"),
         (lambda: Engine(engine.target, shapes=closed).generate([[5]]), "leave graphs"),
-        (lambda: engine.generate_ids(torch.tensor([[5, 6]])), "call generate"),
         (lambda: engine.generate(features), "the encoder of .* reads input_ids"),
         (lambda: engine.generate([[5] * 65]), "at most 64"),
         (lambda: engine.generate([[VOCAB]]), "knows 0 to"),

@@ -68,7 +68,7 @@ def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) ->
     found = []
     for beside in (True, False):
         one, rows = decoder(Plain(), own=made(kind)), [running(text, limit=9) for text in PROMPTS]
-        one.prompts._chunk = 4
+        one.prompts.chunk = 4
         one.admit(rows[1:2])
         for _ in one.read_beside(rows[:1]) if beside else ():
             one.step()

@@ -27,7 +27,7 @@ def test_sizes_follow_each_other_in_blocks_and_noise_is_never_right() -> None:
 
 
 def test_rounds_are_timed_once_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftproof.engine.prefill.TOGETHER", 1)     # each joins in another round
+    monkeypatch.setattr("draftproof.engine.prefill.TOGETHER", 1)     # each is read alone
     engine = dp.load("demo", drafter="none")
     asked = [engine.requests.tokens("One day, a dog") for _ in range(3)]
     (found,) = rounds(engine, [Noise(engine.target.vocab_size)], asked, Sampling(), [[0, 2]], 3)

@@ -28,7 +28,7 @@ class Load:
         self.lane = Lane(engine, 4, 400, Metrics("demo"), lambda news: [
             ticket.hears(progress) for ticket, progress in news])
         self.lane.decoder = engine.decoder(4, 400)
-        self.lane.decoder.prompts._chunk = CHUNK
+        self.lane.decoder.prompts.chunk = CHUNK
 
     def submit(self, prompt: str, new: int, n: int) -> Ticket:
         sampling = dp.Sampling(temperature=0.8, seed=len(prompt), logprobs=True)

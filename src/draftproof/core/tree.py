@@ -132,18 +132,6 @@ class TokenTree:
         tokens = torch.cat([tree.tokens for tree in trees], 1)
         return cls(tokens, torch.cat(parents, 1), max(tree.depth_limit for tree in trees))
 
-    def stack(self, tokens: Tensor) -> TokenTree:
-        """With further rows, each a chain: `tokens` [b, M], ABSENT behind the shorter ones."""
-        width = max(self.tokens.shape[1], tokens.shape[1])
-        both = ((one, (0, width - one.shape[1])) for one in (self.tokens, tokens))
-        rows = torch.cat([F.pad(one, more, value=ABSENT) for one, more in both])
-        if self.is_chain:
-            return TokenTree.chain(rows)
-        mine = F.pad(self.parents, (0, width - self.parents.shape[1]))
-        chains = chain_form(len(tokens), width, tokens.device).parents
-        limit = max(self.depth_limit, tokens.shape[1] - 1)
-        return TokenTree(rows, torch.cat([mine, chains]), limit)
-
     def merged(self, confidence: Tensor, nodes: int) -> TokenTree:
         """The tree of the likeliest `nodes` of a pool: of nodes with one text the best counts."""
         same = (self.texts[:, :, None] == self.texts[:, None]).all(-1)

@@ -1,4 +1,4 @@
-"""The running batch: rows with their text, KV cache, roots and sampling parameters, and padding."""
+"""The running batch: rows with their text, KV cache, roots, drafter's memory, and padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftproof.core.messages import Accepted
+from draftproof.core.messages import Accepted, Commit, Successors
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
@@ -28,7 +28,8 @@ class Batch:
     running: rows that have not ended. padding: where shapes are static a batch always has all its
     rows; those behind the running ones do what the last of these does, and nobody hears of it:
     [B] the row that each one follows, or None. view, lines: cache and text of the rows that take
-    part. roots: [B] of the last round, None where the rows have changed.
+    part. roots: [B] of the last round, None where the rows have changed. pending: commits of plain
+    rounds, of which the drafter is told together: many short calls cost more than a long one.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Batch:
         self.cache = target.new_cache(rows, capacity)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
         self.running: list[SequenceState] = []
+        self.pending: list[Commit] = []
         self.padding: Tensor | None = None
         self.roots: Tensor | None = None
         self._line_up()
@@ -60,6 +62,23 @@ class Batch:
         self.view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
         self.roots = accepted.root
         return accepted
+
+    def tell(self, commit: Commit, plain: bool) -> None:
+        """Let the drafter observe a round, in time; at once, unless it is plain."""
+        pending = self.pending
+        if pending and (not plain or len(pending) == 128
+                        or (pending[0].successors is None) != (commit.successors is None)):
+            self.flush()
+        if plain and self.ops.on_host:
+            pending.append(commit)
+        else:
+            self.drafter.observe(commit)
+
+    def flush(self) -> None:
+        """Nothing is kept from the drafter any more."""
+        if self.pending:
+            self.drafter.observe(_joined(self.pending))
+            self.pending.clear()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Let the samples of requests run, whose prompts were read into the rows behind."""
@@ -99,6 +118,7 @@ class Batch:
 
     def arrange(self, order: Sequence[int], padding: Tensor | None = None) -> None:
         """Keep these rows, in this order, with this padding among them."""
+        self.flush()
         self.roots = None
         self.text[: len(order)] = self.text[list(order)]
         self.cache.select(order)
@@ -106,14 +126,14 @@ class Batch:
         self.padding = padding
         self._line_up()
 
+    def _pad(self) -> None:
+        rows = [min(place, len(self.running) - 1) for place in range(len(self.text))]
+        self.arrange(rows, torch.tensor(rows, device=self.text.device))
+
     def drop_padding(self) -> None:
         """Leave the rows behind the running ones free."""
         if self.padding is not None:
             self.arrange(range(len(self.running)))
-
-    def _pad(self) -> None:
-        rows = [min(place, len(self.running) - 1) for place in range(len(self.text))]
-        self.arrange(rows, torch.tensor(rows, device=self.text.device))
 
     def _line_up(self) -> None:
         """What the rows that take part share."""
@@ -125,3 +145,20 @@ class Batch:
         self.sampler = Sampler(params, self.target.device, self.ops)
         self.wants_logprobs = any(row.sampling.logprobs for row in params)
         self.top_logprobs = max((row.sampling.top_logprobs for row in params), default=0)
+
+
+def _joined(commits: Sequence[Commit]) -> Commit:
+    """Commits of single tokens of the same rows as one; nodes as of a chain."""
+    first = commits[0]
+    if len(commits) == 1:
+        return first
+    tokens = torch.cat([one.tokens for one in commits], 1)
+    nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
+    hidden = [one.hidden for one in commits if one.hidden is not None]
+    found = [one.successors for one in commits if one.successors is not None]
+    top = Successors(
+        TokenTree.chain(tokens), torch.cat([one.tokens for one in found], 1),
+        torch.cat([one.logits for one in found], 1),
+    ) if found else None
+    count = torch.full_like(first.count, len(commits))
+    return Commit(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, top)

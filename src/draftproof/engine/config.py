@@ -11,7 +11,8 @@ import hashlib
 import json
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
-from math import prod
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
@@ -127,30 +128,27 @@ class EngineConfig:
     shapes: ShapePolicy | None = None
 
     def __post_init__(self) -> None:
-        least, free = (0 if self.drafter == "none" else 1), self.training_free
-        few, lossy = isinstance(self.budget, int) and self.budget < least, bool(self.lossy)
+        free, two = self.training_free, "were given; give one of them"
+        least = 0 if self.drafter == "none" else 1
         checks = [
             (self.assistant_model is not None and self.drafter is not None,
-             f"both an assistant model and the drafter {self.drafter!r} were given; give one of "
-             "them"),
-            (few, f"num_assistant_tokens was {self.budget}; draft at least 1 token, or use the "
-                  "drafter none for plain decoding"),
+             f"both an assistant model and the drafter {self.drafter!r} {two}"),
+            (bool(self.lossy) and self.acceptance is not None,
+             f"both lossy and the exact acceptance {self.acceptance!r} {two}"),
+            (isinstance(self.budget, int) and self.budget < least,
+             f"num_assistant_tokens was {self.budget}; draft at least 1 token, or use the drafter "
+             "none for plain decoding"),
             *map(self._choice, cli_fields(type(self))),
-            (free and self.draft_tree is not None,
-             "a draft tree (--draft-tree) is for draft models and Medusa heads; name one with "
-             "--assistant-model or --drafter"),
-            (free and bool(self.quantize_draft),
-             "--quantize-draft is for draft models; name one with --assistant-model or --drafter"),
-            (lossy and self.acceptance is not None,
-             f"both lossy and the exact acceptance {self.acceptance!r} were given; leave one of "
-             "them out"),
+            (free and (self.draft_tree is not None or bool(self.quantize_draft)),
+             "--draft-tree and --quantize-draft are for draft models, and the first for Medusa "
+             "heads; name one with --assistant-model or --drafter"),
             (self.bucket_size is not None and self.bucket_size < 1,
              f"bucket_size was {self.bucket_size}; give at least 1, or leave it out"),
-        ]  # fmt: skip
+        ]
         for wrong, sentence in checks:
             if wrong:
                 raise BadInput(sentence)
-        if isinstance(self.draft_tree, str) and not self.tree_is_named:
+        if isinstance(self.draft_tree, str) and not self._tree_is_named:
             branching(self.draft_tree)
         if isinstance(self.lossy, str):
             thresholds(self.lossy)
@@ -168,7 +166,7 @@ class EngineConfig:
         return named and self.assistant_model is None
 
     @property
-    def tree_is_named(self) -> bool:
+    def _tree_is_named(self) -> bool:
         """Whether `draft_tree` names a published tree, or the one drawn anew in every round."""
         return isinstance(self.draft_tree, str) and self.draft_tree in (DYNAMIC, *CHOICES)
 
@@ -177,7 +175,7 @@ class EngineConfig:
         """The draft tree: a shape, or a published name."""
         from draftproof.core.tree import TreeShape
 
-        if isinstance(self.draft_tree, str) and not self.tree_is_named:
+        if isinstance(self.draft_tree, str) and not self._tree_is_named:
             return TreeShape.branching(branching(self.draft_tree))
         return self.draft_tree
 
@@ -211,16 +209,13 @@ def branching(text: str) -> tuple[int, ...]:
         widths = tuple(int(part) for part in text.split(","))
     except ValueError:
         widths = ()
-    if not widths or min(widths) < 1:
+    nodes = sum(accumulate(widths[:MAX_TREE_NODES], mul))
+    if not widths or min(widths) < 1 or nodes >= MAX_TREE_NODES:
         raise BadInput(
-            f"draft_tree was {text!r}; give children per node, level by level, such as 3,2,1, or a "
-            f"published tree, such as {next(iter(CHOICES))}"
+            f"draft_tree was {text!r}; give children per node, level by level, such as 3,2,1 "
+            f"(fewer than {MAX_TREE_NODES} nodes), or a published tree, such as "
+            f"{next(iter(CHOICES))}"
         )
-    levels = range(1, len(widths) + 1) if len(widths) < MAX_TREE_NODES else ()
-    nodes = sum(prod(widths[:depth]) for depth in levels) or MAX_TREE_NODES
-    if nodes >= MAX_TREE_NODES:
-        few = f"{nodes} tokens or more per round; stay below {MAX_TREE_NODES}"
-        raise BadInput(f"draft_tree {text!r} drafts {few}")
     return widths
 
 

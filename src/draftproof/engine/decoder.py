@@ -5,6 +5,7 @@ Knows no drafting method by name.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -18,8 +19,7 @@ from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Request
 from draftproof.engine.budget import Budget
-from draftproof.engine.deferred import Deferred
-from draftproof.engine.prefill import SHORT, LongPrompt, Prompts
+from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, row_outputs
 from draftproof.engine.sequence import SequenceState
@@ -31,8 +31,6 @@ from draftproof.model.target import Target
 
 Watch = Callable[[TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None]
 """Told each round what was verified, who drafted each node, and what each row accepted of it."""
-BEYOND = 2
-"""Tokens by which a row may draft more than a batch's rows on average; or half, if that is more."""
 
 
 class Decoder:
@@ -50,8 +48,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.target, self.rule, self.budget = target, rule, budget
         self.ops = ops or Device(target.device).ops(shapes.closed)
-        own = Deferred.around(drafter) if self.ops.on_host else drafter
-        self.drafter = own.for_run(rows, capacity, self.ops)
+        self.drafter = drafter.for_run(rows, capacity, self.ops)
         self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops)
         cache = self.batch.cache
         self.prompts = Prompts(target, self.drafter, cache, shapes, self.ops, prefixes)
@@ -65,29 +62,19 @@ class Decoder:
         return self.batch.running
 
     @torch.inference_mode()
-    def step(self, joining: Sequence[Request] = ()) -> None:
-        """One round for every running row: draft, verify, commit.
-
-        joining: requests that `takes` allows; their prompts are read beside what was drafted.
-        """
+    def step(self) -> None:
+        """One round for every running row: draft, verify, commit."""
+        layers, batch = self.drafter.hidden_layers, self.batch
         with self.clock.decide:
             with self.clock.draft:
                 frontier = self._frontier()
                 tree = self._draft(frontier)
             with self.clock.verify:
-                reading, prompts = self.prompts.beside(tree, self.batch.view, joining)
-            accepted = self.batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
-            top, places = self.drafter.wants_top * (not self.budget.rest), self.batch.places
-            commit = Commit.of(places, tree, reading, accepted, top, self.ops)
-            if self.observes and frontier.budget:
-                with self.clock.draft:
-                    self.drafter.observe(commit)
-            elif self.observes:                     # kept for later: not worth a clock
-                self.drafter.observe(commit)
+                reading = self.target.read(tree, batch.view, hidden_layers=layers)
+            accepted = batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
+            commit = self._observe(frontier, tree, reading, accepted)
             done = self._deliver(frontier, tree, reading, commit, accepted)
-        self.budget.record(done if joining else done._replace(seconds=self.clock.decide.took))
-        if joining:
-            self._join(joining, prompts)
+        self.budget.record(done._replace(seconds=self.clock.decide.took))
         self._retire()
 
     def admissible(self, waiting: Iterable[Request]) -> int:
@@ -98,34 +85,38 @@ class Decoder:
         """Whether a prompt is to be read by `read_beside`."""
         return self.prompts.is_long(request[0].prompt)
 
-    def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether these, as few as `admissible` says, may join in a round."""
-        return bool(self.batch.running) and self.prompts.may_join(requests)
-
-    @torch.inference_mode()
     def admit(self, *requests: Request) -> None:
         """Read the prompt of each request and start its samples, as few as `admissible` says."""
-        with self.clock.prefill:
+        with torch.inference_mode():
             self.batch.drop_padding()
-            self._join(requests, None)
-            self._retire()
+        deque(self._read(requests, len(self.running)), 0)
 
-    @torch.inference_mode()
     def read_beside(self, request: Request) -> Iterator[None]:
         """As `admit`, of a prompt that `is_long`: a chunk at each step, with rounds between."""
-        prompt, whole = LongPrompt(self.prompts, request[0].prompt), False
+        return self._read([request], None)
+
+    @torch.inference_mode()
+    def _read(self, requests: Sequence[Request], first: int | None) -> Iterator[None]:
+        """first: the row that the first prompt gets; None, if others come and go meanwhile."""
+        for row in (row for samples in requests for row in samples):
+            row.began = self.clock.seconds
+        with self.clock.prefill:
+            prefill = Prefill(self.prompts, requests, first)
+        whole = False
         while not whole:
             with self.clock.prefill:
-                whole = prompt.read()
+                whole = prefill.read()
+                if whole:
+                    self._start(requests, prefill.join(len(self.running)))
             if not whole:
                 yield
-        self._start([request], prompt.join(len(self.batch.running)))
         self._retire()
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
 
-        Where a draft may end early, rows of a batch share what they may draft together.
+        Where a draft may end early, rows of a batch share what they may draft together; a row may
+        have two tokens more than they have on average, or half as many again.
         """
         rows, nodes, most = self.batch.running, 0, 0
         longest = remaining = 0
@@ -133,10 +124,10 @@ class Decoder:
             longest = max(longest, len(row.prompt) + len(row.tokens))
             remaining += row.limit - len(row.tokens)
         if self.budget.most and not self.budget.rest:
-            state = State(len(rows), longest, remaining / len(rows), self.drafter.unread())
-            nodes = self.budget.choose(state)
+            unread = self.drafter.unread(len(self.batch.pending))
+            nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
         if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:
-            most = min(nodes + max(BEYOND, nodes // 2), self.budget.most)
+            most = min(nodes + max(2, nodes // 2), self.budget.most)
         ahead, deepest = max(nodes, most), self.drafter.deepest
         prefix = self.batch.prefix(longest - 1, ahead if deepest is None else min(ahead, deepest))
         floor = self.budget.floor if self.ends_early else 0.0
@@ -147,6 +138,7 @@ class Decoder:
         """The drafter's proposal, of which no more is read than the budget says; checked."""
         if frontier.budget == 0:
             return TokenTree.root(frontier.prefix.root)
+        self.batch.flush()
         tree = self.drafter.propose(frontier)
         self._check(tree, len(frontier.prefix.position))
         budget, ranked, drafted = frontier.budget, tree.budget_rank, tree.tokens.shape[1] - 1
@@ -174,27 +166,36 @@ class Decoder:
                 "is longer than depth_limit"
             )
 
+    def _observe(
+        self, frontier: Frontier, tree: TokenTree, reading: Reading, accepted: Accepted
+    ) -> Commit:
+        """What became true of the rows; the drafter is told."""
+        top = self.drafter.wants_top * (not self.budget.rest)
+        commit = Commit.of(self.batch.places, tree, reading, accepted, top, self.ops)
+        if self.observes:
+            with self.clock.draft:
+                self.batch.tell(commit, frontier.budget == 0)
+        return commit
+
     def _deliver(
         self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit,
         accepted: Accepted,
     ) -> Round:  # fmt: skip
         """Text, stop rules and statistics of every row, from one copy to the host."""
-        position = frontier.prefix.position
-        new = self.ops.run(append_tokens, self.batch.text, position, commit.tokens, accepted)
-        scored = reading.logits if self.batch.wants_logprobs else None
-        shared = tree.budget_rank.tolist() if tree.budget_rank is not None else None
-        total, rows, nodes = 0, self.batch.running, list[int]()
-        top = self.batch.top_logprobs
-        outputs = row_outputs(tree, accepted, new, scored, self.ops, top)       # padding behind
-        drafter, by = self.drafter.name, list[list[str]]()
+        batch, position = self.batch, frontier.prefix.position
+        new = self.ops.run(append_tokens, batch.text, position, commit.tokens, accepted)
+        scored = reading.logits if batch.wants_logprobs else None
+        outputs = row_outputs(tree, accepted, new, scored, self.ops, batch.top_logprobs)
+        ranks = tree.budget_rank.tolist() if tree.budget_rank is not None else None
+        by, nodes, total = list[list[str]](), list[int](), 0
         if self.watch is not None:
             by = self.drafter.drafted_by(tree)
-            self.watch(tree, by, rows, outputs)
-        for place, (row, out) in enumerate(zip(rows, outputs, strict=False)):
+            self.watch(tree, by, batch.running, outputs)
+        for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # + padding
             path = out.path[1:]
-            nodes += path if shared is None else [shared[place][node] for node in path]
+            nodes += path if ranks is None else [ranks[place][node] for node in path]
             tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
-            who = [by[place][node] for node in path] if by else [drafter] * len(path)
+            who = [by[place][node] for node in path] if by else [self.drafter.name] * len(path)
             emitted = row.extend(tokens, out.logprobs, who, out.top)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])
@@ -202,22 +203,15 @@ class Decoder:
             width, count = tree.tokens.shape[1] - 1, len(out.tokens) - 1
             row.stats.record(width, out.drafted, out.reach, count, emitted, strayed)
             total += emitted
-        chain = tree.is_chain and shared is None
-        return Round(frontier.budget, len(rows), nodes, total, 0.0, chain)
-
-    def _join(self, requests: Sequence[Request], reading: Reading | None) -> None:
-        """Start the samples of requests; reading: what was read of their prompts already, if so."""
-        prompts = [samples[0].prompt for samples in requests]
-        self.prompts.begin(len(self.batch.running), [samples[0].source for samples in requests])
-        self._start(requests, self.prompts.join(len(self.batch.running), prompts, reading))
+        chain = tree.is_chain and ranks is None
+        return Round(frontier.budget, len(batch.running), nodes, total, 0.0, chain)
 
     def _start(self, requests: Sequence[Request], logits: Tensor) -> None:
         """Start samples whose prompts were read, by the logits [b, 1, V] at their ends."""
         first = len(self.batch.running)
         self.batch.add(requests)
         copies = [place for place, samples in enumerate(requests) for _ in samples]
-        several = len(requests) > 1
-        self._choose_first(first, logits[copies] if several else logits.expand(len(copies), -1, -1))
+        self._choose_first(first, logits[copies])
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
         """The roots of the rows from `first` on: the target's choice by [b, 1, V]."""
@@ -239,16 +233,20 @@ class Decoder:
 
     def _retire(self) -> None:
         """Let finished rows go; what they hold may be the beginning of a prompt to come."""
-        if self.prompts.prefixes is not None:
-            for place, row in enumerate(self.batch.running):
-                if row.finish_reason is not None and row.error is None:
-                    alike = self.budget.most < SHORT        # wider drafts are read otherwise
-                    text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
-                    cache = self.batch.cache.rows(place, place + 1)
-                    self.prompts.remember(cache, text, len(row.prompt))
+        for place, row in enumerate(self.batch.running):
+            if row.finish_reason is None:
+                continue
+            row.stats.seconds = {part: seconds - row.began.get(part, 0.0)
+                                 for part, seconds in self.clock.seconds.items()}
+            if self.prompts.prefixes is not None and row.error is None:
+                alike = self.budget.most < SHORT        # wider drafts are read otherwise
+                text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
+                cache = self.batch.cache.rows(place, place + 1)
+                self.prompts.remember(cache, text, len(row.prompt))
         self.batch.retire()
 
     def _fail(self, place: int, logits: Tensor) -> None:
         """What broke a row may be NaN in the caches, which passes masks."""
         self.batch.fail(place, logits)
-        self.prompts.forget()
+        if self.prompts.prompt_cache is not None:
+            self.prompts.prompt_cache.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,16 +21,11 @@ from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.deferred import SourceText
 from draftproof.engine.engine import Engine
 from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.errors import (
-    BadInput,
-    DrafterMismatch,
-    ModelNotFound,
-    UnsupportedModel,
-)  # fmt: skip
+from draftproof.engine.wrappers import SourceText
+from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, UnsupportedModel
 from draftproof.model import loading
 from draftproof.model.draft_layers import layer_count
 from draftproof.model.encoder_decoder import EncoderDecoder, target_of
@@ -43,7 +39,6 @@ from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 
 log = logging.getLogger("draftproof")
-
 
 PUBLISHED = (eagle3, dflash)
 """Drafters that come in folders of their own: which one, its config.json says."""
@@ -65,27 +60,26 @@ def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
 
 def build(config: EngineConfig) -> Engine:
     """Load everything a configuration names, and check it against each other."""
-    layers_and_kind = _self_draft(config)
-    group = _group(config)
+    itself, group = _self_draft(config), _group(config)
     with group.intact():
         packs = not config.compile and config.quantize is None
         loaded = _model(config.model, config, packs=packs, group=group)
         target = target_of(loaded, kv_cache=config.kv_cache, group=group)
         codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
-    original = target
+    drafter: Drafter | None = None
+    if itself is not None and itself[1] is not None:        # of the original, before it is given up
+        drafter = _itself(target, config, *itself)
     if config.quantize is not None:
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
-        shared = layers_and_kind if layers_and_kind and layers_and_kind[1] is not None else None
-        itself = _drafting_for_itself(original, config, *shared) if shared else None
         named = isinstance(config.model, (str, Path))
         target = target.quantized(config.quantize, passage, give_up=named)
-        drafter = itself or _drafter(config, target, codec, layers_and_kind)
-    else:
-        drafter = _drafter(config, target, codec, layers_and_kind)
+    if itself is not None:
+        drafter = drafter or _itself(target, config, *itself)
+    drafter = drafter or _drafter(config, target, codec)
     if config.compile:
-        target = _compiled(target, drafter)
+        target = _wrapped(target, drafter, compiled)
     if config.graphs:
-        target = _recorded(target, drafter)
+        target = _wrapped(target, drafter, GraphReplay)
     shapes = config.shapes
     if shapes is None and (config.graphs or config.compile or config.bucket_size is not None):
         shapes = ShapePolicy(closed=True, bucket=config.bucket_size)
@@ -95,26 +89,6 @@ def build(config: EngineConfig) -> Engine:
         sampling=default_sampling(loaded, config.ignore_generation_config),
         stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
     )  # fmt: skip
-
-
-def _drafter(
-    config: EngineConfig, target: Target, codec: Codec | None,
-    layers_and_kind: tuple[int | None, str | None] | None,
-) -> Drafter:
-    """The drafter that the configuration names."""
-    if layers_and_kind is not None:
-        return _drafting_for_itself(target, config, *layers_and_kind)
-    named = config.assistant_model if config.assistant_model is not None else config.drafter
-    if config.assistant_model is not None or _is_model(named):
-        assert named is not None and not isinstance(named, Drafter)
-        return _draft_model(named, config, target, codec)
-    if config.quantize_draft not in (None, "none"):
-        asked = f"a draft model in {config.quantize_draft} was asked for"
-        raise BadInput(f"{asked}, and there is none; name one, or leave that out")
-    if isinstance(named, Drafter):
-        return named
-    name = str(named or default_name(target))
-    return SourceText.around(_by_name(name, target, config.tree), target)
 
 
 def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
@@ -129,7 +103,7 @@ def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
     return layers, kind or asked
 
 
-def _drafting_for_itself(
+def _itself(
     target: Target, config: EngineConfig, layers: int | None, kind: str | None
 ) -> SelfDraft:
     return SelfDraft(target, layers=layers, quantize=kind, shape=_shape(config.tree))
@@ -140,22 +114,28 @@ def _group(config: EngineConfig) -> ProcessGroup:
     if config.parallel is None:
         return ALONE
     check_engine(config.parallel)
-    if not isinstance(config.model, (str, Path)):
+    named = isinstance(config.model, (str, Path))
+    if not named or config.quantize is not None or _self_draft(config) is not None:
         raise BadInput(
-            "a loaded model was given, and a parallel run loads a part on each rank; give the "
-            "model's name"
-        )
-    if config.quantize is not None:
-        raise BadInput(
-            f"{config.quantize} weights were asked for in a parallel run, which has none; leave "
-            "quantisation out"
-        )
-    if isinstance(config.drafter, str) and config.drafter.startswith(SELF):
-        raise BadInput(
-            f"a sharded model cannot draft for itself as {config.drafter}; name another drafter, "
-            "or leave it out"
+            "a parallel run loads a part of the model on each rank: give its name, no "
+            "quantisation, and no drafter that is made of the model itself"
         )
     return form_group()
+
+
+def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Drafter:
+    """The drafter that the configuration names."""
+    named = config.assistant_model if config.assistant_model is not None else config.drafter
+    if config.assistant_model is not None or _is_model(named):
+        assert named is not None and not isinstance(named, Drafter)
+        return _draft_model(named, config, target, codec)
+    if config.quantize_draft not in (None, "none"):
+        asked = f"a draft model in {config.quantize_draft} was asked for"
+        raise BadInput(f"{asked}, and there is none; name one, or leave that out")
+    if isinstance(named, Drafter):
+        return named
+    name = str(named or default_name(target))
+    return SourceText.around(_by_name(name, target, config.tree), target)
 
 
 def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
@@ -208,29 +188,26 @@ def _heads(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
 def _draft_model(
     name: str | Path | PreTrainedModel, config: EngineConfig, target: Target, codec: Codec | None
 ) -> DraftModel:
+    named = isinstance(name, (str, Path))
     device = config.device or str(target.device)
     draft = name if not isinstance(name, (str, Path)) else loading.load_model(
         name, config.dtype, device, trust_remote_code=config.trust_remote_code
     )
-    if draft.device != target.device:
-        places = f"the draft model is on {draft.device}, the target on {target.device}"
-        raise DrafterMismatch(f"{places}; put both on one device")
     own = _codec(None, name, draft, config.trust_remote_code)
-    named = isinstance(name, (str, Path))
-    if draft.config.is_encoder_decoder and not target.encodes:
-        raise DrafterMismatch(
-            f"the draft model {draft.config.name_or_path or type(draft).__name__} is an "
-            "encoder-decoder, and the target is none; name another"
-        )
+    wrong = None
+    if draft.device != target.device:
+        wrong = f"is on {draft.device}, the target on {target.device}; put both on one device"
+    elif draft.config.is_encoder_decoder and not target.encodes:
+        wrong = "is an encoder-decoder, and the target is none; name another"
+    elif codec and own and not codec.same_ids(own) and target.encodes:
+        wrong = f"has another tokenizer than {codec.name}; an encoder-decoder needs the same"
+    if wrong is not None:
+        whose = draft.config.name_or_path or type(draft).__name__
+        raise DrafterMismatch(f"the draft model {whose} {wrong}")
     reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
     if isinstance(reader, EncoderDecoder) and isinstance(target, EncoderDecoder):
         reader.shares_encoder(target)
     if codec and own and not codec.same_ids(own):
-        if target.encodes:
-            raise DrafterMismatch(
-                f"the draft model {own.name} has another tokenizer than {codec.name}; for an "
-                "encoder-decoder, name one with the same"
-            )
         shared = SharedVocabulary(codec, own, target.vocab_size, reader.vocab_size)
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
                     "shared, and drafted", own.name, shared.count)
@@ -245,10 +222,10 @@ def _draft_reader(
     nearly the same; else as it is."""
     if quantize is not None and quantize != "none":
         return target_of(draft).quantized(quantize, give_up=named)
-    alike = named and codec is not None and quantize is None
-    lighter = target_of(draft).lighter(codec.encode(PASSAGE)) if alike and codec else None
-    if lighter is not None:
-        return lighter
+    if named and codec is not None and quantize is None:
+        lighter = target_of(draft).lighter(codec.encode(PASSAGE))
+        if lighter is not None:
+            return lighter
     if named:
         pack_linears(draft)
     return target_of(draft)
@@ -315,16 +292,9 @@ def _codec(
     return Codec(found, str(where)) if found is not None else None
 
 
-def _compiled(target: Target, drafter: Drafter) -> Target:
-    """The target with its forward compiled, and so that of a draft model, if it can be."""
+def _wrapped(target: Target, drafter: Drafter, wrap: Callable[[Target], Target]) -> Target:
+    """The target in a wrapper, and so a draft model, if it can be: its text is the same anyhow."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
-        with suppress(UnsupportedModel):                        # its text is the same either way
-            drafter.model = compiled(drafter.model)
-    return compiled(target)
-
-
-def _recorded(target: Target, drafter: Drafter) -> Target:
-    """The target with its reads recorded, and so those of a draft model."""
-    if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
-        drafter.model = GraphReplay(drafter.model)
-    return GraphReplay(target)
+        with suppress(UnsupportedModel):
+            drafter.model = wrap(drafter.model)
+    return wrap(target)

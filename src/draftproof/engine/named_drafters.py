@@ -13,18 +13,12 @@ from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 
-
-def training_free() -> Drafter:
-    """Lookup, suffixes and token recycling, merged: it fits any model."""
-    return Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()])
-
-
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": Plain,
     "prompt-lookup": PromptLookup,
     "suffix": SuffixDrafter,
     "recycling": TokenRecycling,
-    "portfolio": training_free,
+    "portfolio": lambda: Portfolio([PromptLookup(), SuffixDrafter(), TokenRecycling()]),
 }
 """Drafters that need nothing but their name."""
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}

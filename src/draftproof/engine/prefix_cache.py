@@ -25,6 +25,14 @@ class Known(NamedTuple):
     head: bytes
     nbytes: int
 
+    def common(self, text: npt.NDArray[np.int64], head: bytes) -> int:
+        """How many first tokens it shares with a text; 0 for fewer than `LEAST`."""
+        if head != self.head:
+            return 0
+        size = min(len(text), len(self.tokens))
+        differ = text[:size] != self.tokens[:size]
+        return int(differ.argmax()) if differ.any() else size
+
 
 class PrefixCache:
     """Texts in at most `limit` bytes; those not used for longest go first.
@@ -52,57 +60,42 @@ class PrefixCache:
         """Put the longest known beginning of a prompt, a multiple of `grain`, into the one row of a
         cache; return its length. The last token is never known: it must be read."""
         best, count = self._best(prompt, grain)
-        if not count:
-            return 0
-        one = self.known.pop(best)
-        self.known.append(one)
-        places = (store for layer in row.layers for store in layer.stores)
-        for store, known in zip(places, one.stores, strict=True):
-            store[:, :, :count] = known[:, :, :count]
-        row.lengths.fill_(count)
-        self.hits, self.reused = self.hits + 1, self.reused + count
+        if count:
+            one = self.known.pop(best)
+            self.known.append(one)
+            places = (store for layer in row.layers for store in layer.stores)
+            for store, known in zip(places, one.stores, strict=True):
+                store[:, :, :count] = known[:, :, :count]
+            row.lengths.fill_(count)
+            self.hits, self.reused = self.hits + 1, self.reused + count
         return count
 
     def length(self, prompt: Sequence[int], grain: int) -> int:
         """How much of a prompt `reuse` would put in place."""
         return self._best(prompt, grain)[1]
 
-    def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
-        """Which text begins most like a prompt, and how much of that is of use."""
-        text, best, count = np.array(prompt[:-1]), -1, 0
-        head = _head(text)
-        for place, one in enumerate(self.known):
-            common = _common(text, one.tokens) if one.head == head else 0
-            best, count = (place, common) if common > count else (best, count)
-        count -= count % grain
-        return (best, count) if count >= LEAST else (-1, 0)
-
     def keep(self, tokens: Sequence[int], row: KVCache) -> None:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
-        head = _head(text)
-        alike = [one for one in self.known if one.head == head]
-        if count < LEAST or any(_common(text, one.tokens) == count for one in alike):
-            return
+        head = text[:LEAST].tobytes()
+        shared = [one.common(text, head) for one in self.known]
         stores = [store for layer in row.layers for store in layer.stores]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in stores)
         nbytes = (each + text.itemsize) * count
-        if nbytes > self.limit:
+        if count < LEAST or count in shared or nbytes > self.limit:
             return
-        held = [one for one in self.known
-                if one.head != head or _common(text, one.tokens) < len(one.tokens)]
+        self.known = [one for one, common in zip(self.known, shared, strict=True)
+                      if common < len(one.tokens)]          # others begin it, and say no more
         copies = [store[:, :, :count].clone() for store in stores]
-        self.known = [*held, Known(text, copies, head, nbytes)]
+        self.known.append(Known(text, copies, head, nbytes))
         while self.nbytes > self.limit:
             self.known.pop(0)
 
-
-def _head(text: npt.NDArray[np.int64]) -> bytes:
-    return text[:LEAST].tobytes()
-
-
-def _common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
-    """How many first tokens two texts share."""
-    size = min(len(one), len(other))
-    differ = one[:size] != other[:size]
-    return int(differ.argmax()) if differ.any() else size
+    def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
+        """Which text begins most like a prompt, and how much of that is of use."""
+        text = np.array(prompt[:-1])
+        head = text[:LEAST].tobytes()
+        shared = [(one.common(text, head), place) for place, one in enumerate(self.known)]
+        count, best = max(shared, default=(0, 0))
+        count -= count % grain
+        return best, count if count >= LEAST else 0

@@ -39,23 +39,22 @@ class RequestReader:
         """Per prompt its `n` samples, checked."""
         asked = self.several(prompts)
         wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else list(sampling)
-        if not all(isinstance(want, Sampling) for want in wanted):
-            raise BadInput(f"sampling was {sampling!r:.80}; give a Sampling, or one per prompt")
-        if len(wanted) != len(asked):
+        if len(wanted) != len(asked) or not all(isinstance(want, Sampling) for want in wanted):
             raise BadInput(
-                f"{len(wanted)} samplings were given for {len(asked)} prompts; give one, or as many"
+                f"{len(wanted)} samplings were given for {len(asked)} prompts: {sampling!r:.80}; "
+                "give one Sampling, or as many as prompts"
             )
         requests = list[Request]()
         for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
             tokens, source = self.begun(prompt)
-            limit, rows = self._limit(tokens, max_new_tokens, want), list[SequenceState]()
+            limit = self._limit(tokens, max_new_tokens, want)
             params = self.params(want, tokens, limit, source)
-            for sample in range(n):
-                text = self.codec.stream(tokens) if self.codec else None
-                own = replace(params, sample=sample)
-                rows.append(SequenceState(tokens, own, limit, text, request=index))
-                rows[-1].source = source
-            requests.append(rows)
+            requests.append([
+                SequenceState(tokens, replace(params, sample=sample), limit,
+                              self.codec.stream(tokens) if self.codec else None,
+                              request=index, source=source)
+                for sample in range(n)
+            ])
         return requests
 
     def several(self, prompts: Any) -> list[Any]:
@@ -69,23 +68,24 @@ class RequestReader:
     def tokens(self, given: Prompt) -> list[int]:
         """Token ids of one prompt, checked."""
         prompt = one(given)
-        if len(prompt) == 0:
-            raise BadInput("the prompt is empty; give at least one word or token")
-        if isinstance(prompt[0], int):
-            tokens = cast(list[int], prompt)
-        elif self.codec is None:
-            raise BadInput(
-                "a text prompt was given but the model has no tokenizer; pass tokenizer=... to "
-                "load, or token ids"
-            )
-        elif isinstance(prompt, str):
-            tokens = self.codec.encode(prompt)
+        if isinstance(prompt, str):
+            tokens = self._codec("a prompt").encode(prompt) if prompt else []
+        elif prompt and not isinstance(prompt[0], int):
+            tokens = self._codec("a prompt").encode_chat(cast(Messages, prompt))
         else:
-            tokens = self.codec.encode_chat(cast(Messages, prompt))
+            tokens = cast(list[int], prompt)
         if not tokens:
-            raise BadInput("the prompt has no tokens; give at least one word")
+            raise BadInput("the prompt is empty; give at least one word or token")
         self._known(tokens, "the prompt")
         return tokens
+
+    def _codec(self, what: str) -> Codec:
+        if self.codec is None:
+            raise BadInput(
+                f"{what} was given as text but the model has no tokenizer; pass tokenizer=... to "
+                "load, or give token ids"
+            )
+        return self.codec
 
     def _limit(self, tokens: list[int], asked: int | None, sampling: Sampling) -> int:
         """New tokens this row may have; the context bounds them."""
@@ -93,13 +93,11 @@ class RequestReader:
             asked = sampling.max_new_tokens
         if asked is None and sampling.max_length is not None:
             asked = sampling.max_length - len(tokens)
-            if asked < 1:
-                raise BadInput(
-                    f"the prompt has {len(tokens)} tokens and max_length, of prompt and text "
-                    f"together, is {sampling.max_length}; give max_new_tokens"
-                )
         if asked is not None and asked < 1:
-            raise BadInput(f"max_new_tokens was {asked}; ask for at least 1")
+            raise BadInput(
+                f"max_new_tokens was {asked} (max_length less the {len(tokens)} tokens of the "
+                "prompt, if that was given); ask for at least 1"
+            )
         room = self.target.context - len(tokens)
         if room < 1:
             raise BadInput(
@@ -112,22 +110,16 @@ class RequestReader:
         self, sampling: Sampling, prompt: Sequence[int], limit: int, source: Any = None
     ) -> SamplingParams:
         """Resolve strings to tokens, make rules' processors, refuse what cannot be honoured."""
-        if sampling.stop and self.codec is None:
-            raise BadInput(
-                "stop strings were given but the model has no tokenizer; use stop_tokens"
-            )
+        if sampling.stop:
+            self._codec("a stop string")
         ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
-        banned: list[tuple[int, ...]] = []
+        banned = set[tuple[int, ...]]()
         for word in sampling.banned_words:
-            if not isinstance(word, str):
-                banned.append(tuple(word))
-            elif self.codec is None:
-                raise BadInput(
-                    "banned words were given as text but the model has no tokenizer; give token ids"
-                )
+            if isinstance(word, str):
+                encode = self._codec("a banned word").encode
+                banned |= {tuple(encode(part, special=False)) for part in (word, " " + word)}
             else:
-                both = word, " " + word
-                banned += {tuple(self.codec.encode(part, special=False)) for part in both}
+                banned.add(tuple(word))
         for word in banned:
             self._known(word, "banned_words")
         self._known(list(sampling.logit_bias), "logit_bias")
@@ -137,23 +129,19 @@ class RequestReader:
         encoded = prompt if source is None else source.tokens
         request = RuleRequest(prompt, limit, ends, self.target.device, encoded)
         rules = tuple((rule, rule.make(request)) for rule in sampling.logits_rules)
-        banned_words = tuple(sorted(banned))
-        return SamplingParams(sampling, len(prompt), ends, banned_words, logits_rules=rules)
+        words = tuple(sorted(banned))
+        return SamplingParams(sampling, len(prompt), ends, words, logits_rules=rules)
 
     def _known(self, tokens: Sequence[int], where: str) -> None:
-        strange = [token for token in tokens if not 0 <= token < self.target.vocab_size]
-        if strange:
+        strange = next((one for one in tokens if not 0 <= one < self.target.vocab_size), None)
+        if strange is not None:
             last = self.target.vocab_size - 1
-            raise BadInput(
-                f"{where} has token id {strange[0]}; {self.target.name} knows 0 to {last}"
-            )
+            raise BadInput(f"{where} has token id {strange}; {self.target.name} knows 0 to {last}")
 
     def _must_be_pure(self, processor: LogitsProcessor) -> None:
         """Ask twice, another question in between: a function of the prefix answers the same."""
         name = getattr(processor, "__name__", type(processor).__name__)
-        asked = copy.deepcopy(processor)
-        device = self.target.device
-        vocab = self.target.vocab_size
+        asked, vocab, device = copy.deepcopy(processor), self.target.vocab_size, self.target.device
         texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]
         scores = torch.linspace(-1, 1, vocab, device=device)[None]
         try:

@@ -51,10 +51,13 @@ def row_outputs(
     for (count,), (nodes, reach), tokens, *more in zip(*ops.to_host(*columns), strict=True):
         parts = iter(more)
         path = range(count) if tree.is_chain else next(parts)[:count]
-        scores = next(parts) if scored is not None else None
-        likely = by_position(next(parts), next(parts), len(tokens)) if scores and top else None
-        out = RowOutput(nodes, reach, tokens[:count], path, scores, next(parts, None), likely)
-        rows.append(out)
+        scores, likely = next(parts) if scored is not None else None, None
+        if scores and top:
+            pairs = list(zip(next(parts), next(parts), strict=True))
+            each = len(pairs) // len(tokens)
+            likely = [pairs[start : start + each] for start in range(0, len(pairs), each)]
+        distance = next(parts, None)
+        rows.append(RowOutput(nodes, reach, tokens[:count], path, scores, distance, likely))
     return rows
 
 
@@ -70,9 +73,3 @@ def logprobs(
         return [chosen]
     scores, likely = law.topk(min(top, law.shape[-1]))
     return [chosen, likely.flatten(1), scores.flatten(1)]
-
-
-def by_position(tokens: list[int], scores: list[float], positions: int) -> list[Likely]:
-    """What `logprobs` says of a row's likeliest tokens, position by position."""
-    pairs, each = list(zip(tokens, scores, strict=True)), len(tokens) // positions
-    return [pairs[place * each : (place + 1) * each] for place in range(positions)]

@@ -83,15 +83,14 @@ def understood(text: bytes, base: Sampling, chat: bool) -> Request:
     """What a row asks for, beside what `base` says. Raises BadInput, in one sentence."""
     row = parsed(text)
     refuse_unhonoured(row)
-    if row.get("n") not in (None, 1):
-        n = row["n"]
+    if (n := row.get("n")) not in (None, 1):
         raise BadInput(f'"n" was {n!r}; each row is completed once, repeat it with another seed')
     return Request(prompt_of(row, chat), sampling_of(base, row))
 
 
 def refuse_unhonoured(row: Mapping[str, Any]) -> None:
     """Raise BadInput for a field that would change the text and is not honoured."""
-    for options in (row, *_nested(row)):
+    for options in (row, _nested(row)):
         for name in NOT_HONOURED:
             value = options.get(name)
             one = name in ONE_IS_NEUTRAL and value == 1 and value is not True
@@ -105,35 +104,32 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     if name is None:
         raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")
     given = row[name]
-    if name == "turns" and isinstance(given, list) and given:
-        given = given[0]
     if name == "messages":
         return messages_of(given)
+    if name == "turns" and isinstance(given, list) and given:
+        given = given[0]
     if isinstance(given, list) and given and all(type(token) is int for token in given):
         return [int(token) for token in given]
-    if not isinstance(given, str):
-        raise BadInput(f'"{name}" must be text')
-    if chat and not given:
-        raise BadInput("the prompt is empty; give at least one word")
+    if not isinstance(given, str) or (chat and not given):
+        raise BadInput(f'"{name}" must be text, and of a chat at least one word')
     return [{"role": "user", "content": given}] if chat else given
 
 
 def messages_of(given: object) -> list[dict[str, Any]]:
     """Messages as templates read them: text joined, arguments of calls as objects."""
-    wanted = '"messages" must be a list of objects with "role" and "content"'
-    if not isinstance(given, list) or not given:
-        raise BadInput(wanted)
+    messages: list[Any] = given if isinstance(given, list) else []
+    roles = [isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages]
+    if not roles or not all(roles):
+        raise BadInput('"messages" must be a list of objects with "role" and "content"')
     read = list[dict[str, Any]]()
-    for message in given:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(wanted)
+    for message in messages:
         calls, content = message.get("tool_calls"), message.get("content")
         if content is None and calls:
             content = ""
         if isinstance(content, list):
             content = "".join(map(text_part, content))
         if not isinstance(content, str):
-            raise BadInput(f"{wanted}; content is text, or a list of parts that are text")
+            raise BadInput("the content of a message must be text, or a list of parts that are")
         own: dict[str, Any] = {"tool_calls": tool_calls_of(calls)} if calls else {}
         read.append({**message, "content": content, **own})
     return read
@@ -161,43 +157,38 @@ def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
         raise BadInput(f"a message's tool_calls cannot be read: {error!r:.120}") from None
 
 
-def _nested(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where a row may ask for sampling options, beside its top level."""
-    names = ["sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])]
-    found = [row.get(name) or {} for name in names]
-    for name, inner in zip(names, found, strict=True):
-        if not isinstance(inner, dict):
-            raise BadInput(f'"{name}" must be an object of sampling options')
-    return found
-
-
 def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     """`base` with what the row asks for."""
-    kinds = {field.name: str(field.type) for field in fields(base)}
-    known = {name: kind for name, kind in kinds.items() if name not in NOT_DATA}
-    asked = {name: value for name, value in row.items() if OTHER_NAMES.get(name, name) in known}
-    own = {"n", "do_sample", "ignore_eos", *NOT_HONOURED}
-    for inner in _nested(row):
-        for name in inner:
-            if OTHER_NAMES.get(name, name) not in known and name not in own:
-                there = ", ".join(known)
-                raise BadInput(f"there is no sampling option {name!r}; there are {there}")
-        asked |= {name: value for name, value in inner.items() if name not in own}
-        row = {**row, **{name: inner[name] for name in own if name in inner}}
-    params = {}
+    kinds = {field.name: str(field.type) for field in fields(base) if field.name not in NOT_DATA}
+    nested, params = _nested(row), dict[str, Any]()
+    for name in nested:
+        if OTHER_NAMES.get(name, name) not in (*kinds, "n", "do_sample", "ignore_eos",
+                                               *NOT_HONOURED):
+            raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(kinds)}")
+    asked = {**row, **nested}
     for name, value in asked.items():
         ours = OTHER_NAMES.get(name, name)
-        if value is not None:
-            params[ours] = _typed(ours, known[ours], value)
+        if ours in kinds and value is not None:
+            params[ours] = _typed(ours, kinds[ours], value)
             if ours == "logprobs" and type(value) is int:       # so many of the likeliest
                 params["top_logprobs"] = value
-    if row.get("ignore_eos"):
+    if asked.get("ignore_eos"):
         params["stop_tokens"] = ()
-    wanted = replace(base, **params)
-    if row.get("do_sample") is not None and bool(row["do_sample"]) != (wanted.temperature > 0):
-        said = row["do_sample"]
-        raise BadInput(f"do_sample was {said!r}; say it by temperature, where 0 is greedy")
+    wanted, drawn = replace(base, **params), asked.get("do_sample")
+    if drawn is not None and bool(drawn) != (wanted.temperature > 0):
+        raise BadInput(f"do_sample was {drawn!r}; say it by temperature, where 0 is greedy")
     return wanted
+
+
+def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling options that a row asks for beside its top level."""
+    found = dict[str, Any]()
+    for name in ("sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])):
+        inner = row.get(name) or {}
+        if not isinstance(inner, dict):
+            raise BadInput(f'"{name}" must be an object of sampling options')
+        found |= inner
+    return found
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from draftproof.core.params import Likely, SamplingParams
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import DraftproofError
-
-
-class Detokenizer(Protocol):
-    """Text from tokens, one at a time; `model.tokenizer.TextStream` is one."""
-
-    def push(self, token: int) -> str: ...
-    def special(self, token: int) -> str: ...
-    def finish(self) -> str: ...
+from draftproof.model.tokenizer import TextStream
 
 
 @dataclass
 class SequenceState:
     """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens, of a `request`.
 
-    source: what the encoder of an encoder-decoder reads of it.
+    source: what the encoder of an encoder-decoder reads of it. began: the clock when it began.
     Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
     limit: int
-    detokenizer: Detokenizer | None = None
+    detokenizer: TextStream | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Likely] = field(default_factory=list)
@@ -42,6 +35,7 @@ class SequenceState:
     request: int = 0
     source: Any = None
     stats: RoundStats = field(default_factory=RoundStats)
+    began: dict[str, float] = field(default_factory=dict)
     _pieces: list[tuple[str, str]] = field(default_factory=list)
     # may begin a stop string; special tokens, which are not shown, among them: the last says so
     _held: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -51,27 +45,26 @@ class SequenceState:
         top: Sequence[Likely] | None = None,
     ) -> int:  # fmt: skip
         """Take new tokens, the first ones drafted `by` these, until the text ends; how many."""
-        stops, holds = self.params.stop_tokens, bool(self.params.sampling.stop)
+        sampling, stops = self.params.sampling, self.params.stop_tokens
         push = self.detokenizer.push if self.detokenizer is not None else None
-        asked = self.params.sampling.stop_when
         for index, token in enumerate(tokens):
             who = by[index] if index < len(by) else ""
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
             if top is not None:
-                self.top_logprobs.append(top[index][: self.params.sampling.top_logprobs])
+                self.top_logprobs.append(top[index][: sampling.top_logprobs])
             if push is not None and (piece := push(token)):
-                if holds:
+                if sampling.stop:
                     self._hold(piece, who)
                 else:
                     self.text += piece
                     self._pieces.append((piece, who))
-            elif holds and self.detokenizer and (piece := self.detokenizer.special(token)):
+            elif sampling.stop and self.detokenizer and (piece := self.detokenizer.special(token)):
                 self._hold(piece, who, special=True)
-            if self.finish_reason is None and token in stops:
-                self._end("stop")
-            if self.finish_reason is None and asked and self._is_enough():
+            if self.finish_reason is None and (
+                token in stops or (sampling.stop_when and self._is_enough())
+            ):
                 self._end("stop")
             if self.finish_reason is None and len(self.tokens) >= self.limit:
                 self._end("length")
@@ -109,8 +102,8 @@ class SequenceState:
             self._release(min(found))
             self._held.clear()
             self.finish_reason = "stop"
-            return
-        self._release(len(held) - max((_overlap(held, stop) for stop in stops), default=0))
+        else:
+            self._release(len(held) - max((_overlap(held, stop) for stop in stops), default=0))
 
     def _release(self, count: int) -> None:
         """Move the first `count` held characters to the text, but for those of special tokens."""

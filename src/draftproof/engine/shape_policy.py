@@ -34,12 +34,10 @@ class ShapePolicy:
 
     def capacity(self, tokens: int) -> int:
         """Positions per row for texts of so many tokens, scratch included."""
-        if not self.closed:
-            return -(-tokens // BUCKET) * BUCKET
-        if self.bucket is not None:
-            step = -(-self.bucket // BUCKET) * BUCKET
-            return -(-tokens // step) * step
-        return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()
+        buckets, step = -(-tokens // BUCKET), -(-(self.bucket or 1) // BUCKET)
+        if self.closed and self.bucket is None:
+            return BUCKET << (buckets - 1).bit_length()
+        return -(-buckets // step) * step * BUCKET
 
     def chunk(self, tokens: int) -> int:
         """Tokens of the next read of a prompt of which so many are left, padding included."""
@@ -48,10 +46,6 @@ class ShapePolicy:
     def sizes(self, most: int) -> tuple[int, ...]:
         """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes."""
         return (*(size for size in ((1 << power) - 1 for power in range(12)) if size < most), most)
-
-    def reads(self, capacity: int) -> tuple[int, ...]:
-        """The widths in which prompts are read, when they are closed."""
-        return tuple(size for size in CHUNKS if size < capacity) or CHUNKS[:1]
 
 
 OPEN = ShapePolicy()

@@ -37,18 +37,14 @@ class SourceReader(RequestReader):
     def begun(self, prompt: Prompt) -> tuple[list[int], Source]:
         """The tokens that the text begins with, and what the encoder reads."""
         target = cast(EncoderDecoder, self.target)
-        given: dict[str, Any] = {}
-        if _is_inputs(prompt):
-            given |= cast(Mapping[str, Any], prompt)
-        else:
-            given["input_ids"] = self.tokens(prompt)
+        whole = cast(Any, prompt) if _is_inputs(prompt) else {"input_ids": self.tokens(prompt)}
+        given = dict(whole)
         start = given.pop("decoder_input_ids", None)
         mask = given.pop("decoder_attention_mask", None)
         source = self._source(given, target)
         if start is None:
             return _start(target, source), source
-        there = torch.ones_like(start) if mask is None else mask
-        tokens = start[there.bool()].tolist()
+        tokens = _present(start, mask, "decoder_input_ids")[0].tolist()
         if not tokens:
             raise BadInput("decoder_input_ids were empty; give one token, or leave them out")
         self._known(tokens, "decoder_input_ids")
@@ -92,18 +88,16 @@ def _rows(inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """The inputs of each row of a batch."""
     found = dict[str, Tensor]()
     for name, one in inputs.items():
-        if one is None:
-            continue
         whole = getattr(one, "last_hidden_state", one[0] if isinstance(one, tuple) else one)
         try:
-            found[name] = torch.as_tensor(whole)
+            found |= {} if whole is None else {name: torch.as_tensor(whole)}
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadInput(
                 f"{name} is no tensor: {first_line(error)}; ask the processor for return_tensors="
                 "'pt'"
             ) from error
-    counts = {len(one) for one in found.values() if one.dim()}
-    if len(counts) != 1 or any(one.dim() < 2 for one in found.values()):
+    counts = {len(one) if one.dim() > 1 else 0 for one in found.values()}
+    if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{', '.join(found)} are not of one batch; give tensors of as many rows each"
         )
@@ -119,8 +113,8 @@ def _present(whole: Tensor, mask: Tensor | None, name: str, strict: bool = True)
         return whole[:, mask[0].bool().to(whole.device)]
     if strict:
         raise BadInput(
-            f"attention_mask has {mask.shape[1]} places and {name} {whole.shape[1]}; give rows "
-            "without padding, one at a time"
+            f"the mask of {name} has {mask.shape[1]} places, and they have {whole.shape[1]}; give "
+            "rows without padding, one at a time"
         )
     return whole
 
@@ -146,8 +140,8 @@ def _start(target: EncoderDecoder, source: Source) -> list[int]:
     config.decoder_start_token_id, config.return_timestamps = start, False
     if not hasattr(model, "_retrieve_init_tokens"):
         return [int(start)]
+    known = dict[str, Any]()
     with torch.inference_mode():                    # Whisper: language, task, and no timestamps
-        known = dict[str, Any]()
         if hasattr(config, "lang_to_id") and getattr(config, "language", None) is None:
             known["encoder_outputs"] = EncoderOutput(source.encoded(target.encoder))
         found: Tensor = model._retrieve_init_tokens(

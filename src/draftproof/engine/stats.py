@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -17,7 +18,7 @@ class RoundStats:
     """Counts over rounds. Prefill is not a round; the token it yields is not counted here.
 
     rounds: target forwards that verified. emitted: tokens they gave, after stop rules cut them.
-    drafted: draft tokens verified. accepted: of them emitted. reached: depth of drafts, summed.
+    drafted: draft tokens verified. accepted: of them emitted.
     by_width: rounds by nodes drafted, absent ones included; 0 are the plain rounds.
     tried_at, accepted_at: by position in the draft: rounds in which all before it was accepted, and
         in which it was, too.
@@ -30,8 +31,7 @@ class RoundStats:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
-    reached: int = 0
-    by_width: dict[int, int] = field(default_factory=dict)
+    by_width: Counter[int] = field(default_factory=Counter)
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     distance: float | None = None
@@ -57,7 +57,7 @@ class RoundStats:
     @property
     def plain_share(self) -> float:
         """Share of the rounds in which nothing was drafted."""
-        return self.by_width.get(0, 0) / self.rounds if self.rounds else 0.0
+        return self.by_width[0] / self.rounds if self.rounds else 0.0
 
     @property
     def distance_per_token(self) -> float | None:
@@ -74,8 +74,7 @@ class RoundStats:
         self.emitted += emitted
         self.drafted += drafted
         self.accepted += accepted if accepted < emitted else emitted
-        self.reached += reach
-        self.by_width[width] = self.by_width.get(width, 0) + 1
+        self.by_width[width] += 1
         if distance is not None:
             self.distance = (self.distance or 0.0) + distance
         while len(self.tried_at) < reach:
@@ -87,10 +86,11 @@ class RoundStats:
 
     def add(self, other: RoundStats) -> None:
         """Sum counts and seconds of another run."""
-        for name in ("rounds", "emitted", "drafted", "accepted", "reached"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for width, count in other.by_width.items():
-            self.by_width[width] = self.by_width.get(width, 0) + count
+        self.rounds += other.rounds
+        self.emitted += other.emitted
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.by_width += other.by_width
         for name in ("tried_at", "accepted_at"):
             both = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [mine + theirs for mine, theirs in both])

@@ -123,10 +123,6 @@ class KVCache(transformers.Cache):
         """No row of this cache or its parent holds more than `longest` tokens."""
         self._reach.longest = longest
 
-    def reach(self, longest: int) -> None:
-        """Rows may hold so many tokens now."""
-        self._reach.longest = max(self._reach.longest, longest)
-
     def take(self, row: Tensor, other: KVCache) -> None:
         """Put the one row of another cache of at most this capacity into row `row` [1]."""
         for store, given in zip(self.tensors, other.tensors, strict=True):

@@ -24,7 +24,6 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Request
 from draftproof.engine.budget import Budget
 from draftproof.engine.decoder import Decoder
-from draftproof.engine.deferred import Deferred
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import Round, State
 from draftproof.model.kv_cache import KVCache
@@ -59,8 +58,7 @@ class Recorded(Target):
 class Virtual(Budget):
     """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
 
-    took: of this round, of which `joined` prompts are a part. total: of all. seed: of the noise in
-    what `inner` hears.
+    took: of this round. total: of all. seed: of the noise in what `inner` hears.
     """
 
     inner: Budget
@@ -70,7 +68,6 @@ class Virtual(Budget):
     seed: int = 0
     took: float = 0.0
     total: float = 0.0
-    joined: bool = False
     unread: int = 0
 
     def __post_init__(self) -> None:
@@ -85,7 +82,7 @@ class Virtual(Budget):
     def record(self, done: Round) -> None:
         self.total += self.took
         heard = self.took * self.dice.choice(self.machine.noise)
-        self.inner.record(done._replace(seconds=0.0 if self.joined else heard))
+        self.inner.record(done._replace(seconds=heard))
         self.rest = self.inner.rest
 
 
@@ -94,23 +91,18 @@ class Replay(Decoder):
 
     budget: Virtual
     texts: Sequence[Text]
-    joining: Sequence[Request] = ()
     usual = 0.0                             # seconds of a draft that is really made
-
-    def step(self, joining: Sequence[Request] = ()) -> None:
-        self.joining = joining
-        super().step(joining)
 
     def admit(self, *requests: Request) -> None:
         super().admit(*requests)
+        tokens = sum(len(samples[0].prompt) for samples in requests)
         own = 0.0 if self.budget.machine.times(self.budget.drafter) else self._own()
-        self.budget.total += self.budget.machine.prompt(tokens_of(requests)) + own
+        self.budget.total += self.budget.machine.prompt(tokens) + own
 
     @property
     def _played(self) -> Playback:
-        found = self.drafter.inner if isinstance(self.drafter, Deferred) else self.drafter
-        assert isinstance(found, Playback)
-        return found
+        assert isinstance(self.drafter, Playback)
+        return self.drafter
 
     def _own(self) -> float:
         """Seconds that the drafter really took since this was asked last."""
@@ -127,14 +119,11 @@ class Replay(Decoder):
         return accept_by_matching(tree, ahead.gather(1, tree.depths))
 
     def _deliver(self, frontier: Frontier, tree: TokenTree, *rest: Any) -> Round:
-        rows, budget, prompts = len(self.batch.running), self.budget, len(self.joining)
+        rows, budget = len(self.batch.running), self.budget
         sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
         context = fmean(len(row.prompt) + len(row.tokens) for row in self.batch.running)
-        reads = rows * (1 + fmean(sizes)) + tokens_of(self.joining)
-        nodes = reads / (rows + prompts) - 1
-        budget.took = budget.machine.round(budget.sampled, rows + prompts, nodes, context)
+        budget.took = budget.machine.round(budget.sampled, rows, fmean(sizes), context)
         budget.took += self._draft_seconds(frontier, rows, fmean(sizes))
-        budget.joined = prompts > 0
         return super()._deliver(frontier, tree, *rest)
 
     def _draft_seconds(self, frontier: Frontier, rows: int, nodes: float) -> float:
@@ -171,11 +160,6 @@ class ReplayEngine(Engine):
         made = Replay(self.target, self.drafter, match, budget, rows, capacity, shapes)
         made.rule, made.texts = Rule(made.chosen, False), self.texts
         return made
-
-
-def tokens_of(requests: Sequence[Request]) -> int:
-    """Of their prompts together."""
-    return sum(len(samples[0].prompt) for samples in requests)
 
 
 def replay(

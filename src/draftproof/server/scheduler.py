@@ -142,10 +142,10 @@ class Lane:
         with self.engine.lock:
             if self.reading and next(self.reading[1], self) is self:
                 self.reading = None                                     # it was the last chunk
-            if requests and not decoder.takes(requests):
+            if requests:
                 decoder.admit(*requests)
             elif decoder.running:
-                decoder.step(requests)
+                decoder.step()
 
     def _see(self, tree: TokenTree, by: list[list[str]], rows: Sequence[SequenceState],
              outputs: Sequence[RowOutput]) -> None:  # fmt: skip

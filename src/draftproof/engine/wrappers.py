@@ -1,4 +1,9 @@
-"""Drafters around others: for plain rounds, and for texts that have a source."""
+"""Drafters, rules and budgets around others: for texts that have a source, and for several ranks.
+
+The parts of a sharded target compute one forward between them, so all ranks must feed it the same
+tree and keep the same nodes. Every rank drafts and weighs for itself; rank 0's draft is read, and
+rank 0's choice stands.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from draftproof.core.messages import Commit, Frontier, Successors
+from draftproof.core.acceptance import Rule
+from draftproof.core.messages import Accepted, Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
+from draftproof.engine.budget import Budget
+from draftproof.engine.stats import Round, State
+from draftproof.model.parallel import ProcessGroup
 from draftproof.model.target import Target
 
-TOGETHER = 128
-"""Plain rounds that come together at most."""
 ROOM = 2048
 """Tokens of a source that are looked at."""
 
@@ -27,9 +35,8 @@ class DrafterWrapper(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         for name in ("name", "hidden_layers", "reads_every_state", "wants_top", "has_kv_cache",
-                     "deepest"):
+                     "default_budget", "deepest"):
             setattr(self, name, getattr(inner, name))
-        self.default_budget = inner.default_budget
 
     def unread(self, pending: int = 0) -> int:
         return self.inner.unread(pending)
@@ -51,71 +58,6 @@ class DrafterWrapper(Drafter):
 
     def drafted_by(self, tree: TokenTree) -> list[list[str]]:
         return self.inner.drafted_by(tree)
-
-
-class Deferred(DrafterWrapper):
-    """Tells a drafter of plain rounds together when it is asked again: many short calls cost more
-    than a long one. What answers a proposal comes at once, if `inner` keeps what it read of it."""
-
-    pending: list[Commit]
-    proposed: bool
-
-    def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        super().start(rows, capacity, ops)
-        self.pending, self.proposed = [], False
-
-    @classmethod
-    def around(cls, inner: Drafter) -> Drafter:
-        """`inner` itself, if it observes nothing."""
-        return inner if type(inner).observe is Drafter.observe else cls(inner)
-
-    def unread(self, pending: int = 0) -> int:
-        return self.inner.unread(pending + len(self.pending))
-
-    def observe(self, commit: Commit) -> None:
-        alone = commit.tokens.shape[1] == 1 and not self.proposed
-        if alone and self.pending:
-            first = self.pending[0]
-            alike = first.rows == commit.rows and bool(first.successors) == bool(commit.successors)
-            if len(self.pending) == TOGETHER or not alike:
-                self.flush()
-        if alone:
-            self.pending.append(commit)
-            return
-        self.flush()
-        self.proposed = False
-        self.inner.observe(commit)
-
-    def propose(self, frontier: Frontier) -> TokenTree:
-        self.flush()
-        self.proposed = self.has_kv_cache
-        return self.inner.propose(frontier)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.flush()
-        self.inner.select(rows)
-
-    def flush(self) -> None:
-        """Nothing is kept from the drafter any more."""
-        if self.pending:
-            self.inner.observe(_joined(self.pending))
-            self.pending = []
-
-
-def _joined(commits: Sequence[Commit]) -> Commit:
-    """Commits of single tokens of the same rows as one; nodes as of a chain."""
-    first, top = commits[0], None
-    if len(commits) == 1:
-        return first
-    tokens = torch.cat([one.tokens for one in commits], 1)
-    nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-    hidden = [one.hidden for one in commits if one.hidden is not None]
-    found = [one.successors for one in commits if one.successors is not None]
-    if found:
-        best, logits = ([one.tokens for one in found], [one.logits for one in found])
-        top = Successors(TokenTree.chain(tokens), torch.cat(best, 1), torch.cat(logits, 1))
-    count = torch.full_like(first.count, len(commits))
-    return Commit(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, top)
 
 
 class SourceText(DrafterWrapper):
@@ -161,3 +103,46 @@ class SourceText(DrafterWrapper):
             tokens[row, : len(source)] = torch.tensor(source, device=device)
         known = None if prefix.longest is None else prefix.longest + longest
         return Prefix(tokens, prefix.position + sizes, prefix.ahead, known, prefix.roots)
+
+
+class LedDrafter(DrafterWrapper):
+    """Proposes what it proposes on rank 0. Shapes never depend on what was computed."""
+
+    def __init__(self, inner: Drafter, group: ProcessGroup) -> None:
+        super().__init__(inner)
+        self.group = group
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        mine = self.inner.propose(frontier)
+        if mine.is_chain:
+            (tokens,) = self.group.same(mine.tokens)
+            return mine if self.group.leads else TokenTree.chain(tokens, mine.draft_probs)
+        tokens, parents = self.group.same(mine.tokens, mine.parents)
+        return mine if self.group.leads else replace(mine, tokens=tokens, parents=parents)
+
+
+class LedBudget(Budget):
+    """A budget that rank 0 asks and tells; the other ranks hear what it said.
+
+    It has no floor: where drafts end early, their shapes depend on what each rank computed.
+    """
+
+    def __init__(self, budget: Budget, group: ProcessGroup) -> None:
+        self.budget, self.group, self.most = budget, group, budget.most
+
+    def choose(self, state: State) -> int:
+        return self.group.number(self.budget.choose(state) if self.group.leads else 0)
+
+    def record(self, done: Round) -> None:
+        if self.group.leads:
+            self.budget.record(done)
+
+
+def led_rule(rule: Rule, group: ProcessGroup) -> Rule:
+    """Accepts what the rule accepts on rank 0."""
+    def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
+        mine = rule.accept(tree, logits, frontier)
+        nodes, count, root = group.same(mine.nodes, mine.count, mine.root)
+        return replace(mine, nodes=nodes, count=count, root=root)
+
+    return rule._replace(accept=accept)
