@@ -40,33 +40,27 @@ def floor(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_imports_only_the_folders_above_it(path: Path) -> None:
-    here = FLOORS.index(floor(path))
-    for name in imports(path):
+def test_a_file_is_short_and_imports_only_the_folders_above_it(path: Path) -> None:
+    """Decoding knows no transformers, and core needs torch and nothing else."""
+    here, names = FLOORS.index(floor(path)), list(imports(path))
+    for name in names:
         parts = name.split(".")
         if parts[0] == "draftproof" and len(parts) > 1 and parts[1] in FLOORS:
             assert FLOORS.index(parts[1]) <= here, f"{floor(path)} reaches down to {name}"
         elif parts[0] == "draftproof" and len(parts) == 1:
             assert here >= FLOORS.index("training"), f"{path.name} imports the whole package"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_decoding_knows_no_transformers(path: Path) -> None:
+    roots = {name.split(".")[0] for name in names}
     if floor(path) not in EXAMINERS:
-        foreign = {"transformers", "tokenizers", "accelerate"}
-        # heads lie in these files, as models do
-        if path.relative_to(ROOT) != Path("drafters", "weight_files.py"):
-            foreign.add("safetensors")
-        assert not foreign & {name.split(".")[0] for name in imports(path)}
-
-
-LOWEST = [path for path in FILES if floor(path) in ("errors", "native", "core")]
-
-
-@pytest.mark.parametrize("path", LOWEST, ids=lambda path: path.name)
-def test_core_needs_torch_and_nothing_else(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports(path)}
-    assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}
+        assert not roots & {"transformers", "tokenizers", "accelerate"}
+        heads = path.relative_to(ROOT) == Path("drafters", "weight_files.py")
+        assert heads or "safetensors" not in roots      # heads lie in these files, as models do
+    if floor(path) in ("errors", "native", "core"):
+        assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}
+    text = path.read_text()
+    assert len(text.splitlines()) <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 60, node.name
 
 
 def test_drafters_never_import_each_other() -> None:
@@ -79,15 +73,6 @@ def test_drafters_never_import_each_other() -> None:
                 own = other.startswith(path.stem.partition("_")[0])
                 own |= (path.stem, other) == ("features", "draft_model")
                 assert other in shared or own, f"{path.name} imports {name}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 350
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, node.name
 
 
 PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/*.md"))]
