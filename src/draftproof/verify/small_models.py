@@ -51,7 +51,6 @@ STATES = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
 CONVOLUTIONS = {"layer_types": ["conv", "conv", FULL, "conv"]}
 SHARED = {"layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2}
 """The last two layers take the keys of the first two."""
-GEMMA_3N = {**SHARED, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DOTS_3 = {
     "layer_types": [SLIDING, SLIDING, "indexed_attention", SLIDING], "n_shared_experts": 1,
@@ -62,22 +61,29 @@ DOTS_3 = {
 QWEN_4 = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
           "indexer_compress_ratio": 4}
 USED_WINDOWS = {**WINDOWS, "use_sliding_window": True, "max_window_layers": 0}
-ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-            "xlm-roberta-xl")
-BERTS = ("bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert",
-         "roc_bert", "roformer", "xmod")
-"""Encoders, which are causal only if they are made decoders."""
-ENDS = {"pad_token_id": 0, "eos_token_id": 2, "init_std": 0.3, "decoder_layers": 2}
-T5 = {"pad_token_id": 0, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
-BARTS = ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus",
-         "plbart")
-T5S = ("longt5", "mt5", "t5", "umt5")
+PAD, DECODER = {"pad_token_id": 0}, {"is_decoder": True}    # an encoder is causal if made a decoder
+ENDS = {**PAD, "eos_token_id": 2, "init_std": 0.3, "decoder_layers": 2}
+T5 = {**PAD, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
 SPEECH = {**ENDS, "max_source_positions": 40, "max_target_positions": 64}
-T5_GEMMA = {**WINDOWS, "pad_token_id": 0}
+T5_GEMMA = {**WINDOWS, **PAD}
 
+ALIKE: dict[str, tuple[dict[str, Any], ...]] = {
+    "bart blenderbot blenderbot-small m2m_100 marian mbart mvp pegasus plbart": (ENDS,),
+    "seamless_m4t seamless_m4t_v2 speecht5": (ENDS,),
+    "longt5 mt5 t5 umt5": (T5,),
+    "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl":
+        ({"pad_token_id": 1, **DECODER},),
+    "bert bert-generation big_bird electra ernie megatron-bert rembert roc_bert roformer xmod":
+        (DECODER,),
+    "gemma3_text kolibri1 laguna mellum ministral": (WINDOWS,),
+    "lfm2 lfm2_moe": (CONVOLUTIONS,),
+    "qwen2 qwen2_moe qwen3": ({}, USED_WINDOWS),
+}
 OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
+    **{name: own for names, own in ALIKE.items() for name in names.split()},
     "bailing_hybrid": (STATES,),
     "bamba": ({"attn_layer_indices": [2]},),
+    "bigbird_pegasus": ({**ENDS, "block_size": 4, "num_random_blocks": 1},),
     "blt": ({"encoder_hash_byte_group_vocab": 64},),
     "cohere_compass_text": ({**WINDOWS, "rope_parameters": dict.fromkeys((FULL, SLIDING), ROPE)},),
     "dbrx": ({"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -86,13 +92,13 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "doge": ({"keep_window_size": CONTEXT},),       # its context; see `model.layout.context_of`
     "dots3_note": ({"text_config": DOTS_3},),
     "dots3_note_text": (DOTS_3,),
-    "emu3": ({"text_config": {"pad_token_id": 0}},),
+    "emu3": ({"text_config": PAD},),
     "falcon": ({}, {"alibi": True}, {"new_decoder_architecture": True}),
+    "fsmt": ({**ENDS, "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "langs": ["en", "de"]},),
     "gemma3": ({"text_config": WINDOWS},),
-    "gemma3_text": (WINDOWS,),
-    "gemma3n_text": (GEMMA_3N,),
-    "gemma4": tuple({"text_config": {**own, "pad_token_id": 0}} for own in (SHARED, WINDOWS)),
-    "gemma4_unified": ({"text_config": {**WINDOWS, "pad_token_id": 0}},),
+    "gemma3n_text": ({**SHARED, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},),
+    "gemma4": tuple({"text_config": {**own, **PAD}} for own in (SHARED, WINDOWS)),
+    "gemma4_unified": ({"text_config": {**WINDOWS, **PAD}},),
     "gemma4_text": (SHARED, WINDOWS),
     "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},),
     "granitemoehybrid": ({"layer_types": ["mamba", "mamba", "attention", "mamba"]},),
@@ -101,48 +107,30 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "kimi_linear": (
         {**STATES, "num_key_value_heads": HEADS, "linear_head_dim": 8, "linear_num_heads": 4},
     ),
-    "kolibri1": (WINDOWS,),
-    "laguna": (WINDOWS,),
-    "lfm2": (CONVOLUTIONS,),
-    "lfm2_moe": (CONVOLUTIONS,),
+    "led": ({**ENDS, "attention_window": 8, "max_encoder_position_embeddings": CONTEXT,
+             "max_decoder_position_embeddings": CONTEXT},),
     "mamba2": ({"head_dim": 16},),
-    "mellum": (WINDOWS,),
     "minimax_m3_vl_text": (
         {"layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"]},
     ),
-    "ministral": (WINDOWS,),
-    "modernbert-decoder": ({"pad_token_id": 0},),
+    "modernbert-decoder": (PAD,),
     "moshi": ({"sliding_window": CONTEXT},),        # its cache crops what its forward sees
-    "musicgen": ({"decoder": {"pad_token_id": 0}},),
+    "musicgen": ({"decoder": PAD},),
     "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL, LINEAR]},),
+    "nllb-moe": ({**ENDS, "encoder_sparse_step": 2, "decoder_sparse_step": 2},),
+    "pegasus_x": ({**ENDS, "block_size": 8},),
     "phi3": ({}, {"sliding_window": None}),
     "qwen4_exp": ({"text_config": QWEN_4},),
     "qwen4_exp_text": (QWEN_4,),
-    "qwen2": ({}, USED_WINDOWS),
-    "qwen2_moe": ({}, USED_WINDOWS),
-    "qwen3": ({}, USED_WINDOWS),
-    "reformer": ({"is_decoder": True, "axial_pos_embds": False},),
-    **dict.fromkeys(BARTS, (ENDS,)),
-    **dict.fromkeys(T5S, (T5,)),
-    "nllb-moe": ({**ENDS, "encoder_sparse_step": 2, "decoder_sparse_step": 2},),
-    "pegasus_x": ({**ENDS, "block_size": 8},),
-    "bigbird_pegasus": ({**ENDS, "block_size": 4, "num_random_blocks": 1},),
-    "led": ({**ENDS, "attention_window": 8, "max_encoder_position_embeddings": CONTEXT,
-             "max_decoder_position_embeddings": CONTEXT},),
+    "reformer": ({**DECODER, "axial_pos_embds": False},),
+    "smollm3": ({"no_rope_layers": [1, 1, 0, 1]},),
     "speech_to_text": ({**SPEECH, "input_feat_per_channel": 8, "conv_channels": 16,
                         "max_source_positions": CONTEXT},),
-    "fsmt": ({**ENDS, "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "langs": ["en", "de"]},),
-    "seamless_m4t": (ENDS,),
-    "seamless_m4t_v2": (ENDS,),
-    "speecht5": (ENDS,),
     "switch_transformers": (
         {**T5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     ),
-    "t5gemma": ({"encoder": T5_GEMMA, "decoder": T5_GEMMA, "pad_token_id": 0},),
+    "t5gemma": ({"encoder": T5_GEMMA, "decoder": T5_GEMMA, **PAD},),
     "whisper": ({**SPEECH, "num_mel_bins": 8},),
-    **{name: ({"pad_token_id": 1, "is_decoder": True},) for name in ROBERTAS},
-    **{name: ({"is_decoder": True},) for name in BERTS},
-    "smollm3": ({"no_rope_layers": [1, 1, 0, 1]},),
     "zamba2": ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 2},),
 }  # fmt: skip
 """What a type is made with beside `SIZES`: several, if its checkpoints differ in their layers."""
