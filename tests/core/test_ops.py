@@ -193,12 +193,16 @@ def written(dice: torch.Generator, most: int) -> list[int]:
 
 
 def asked_alike(drafters: Sequence[Drafter], asked: Frontier) -> None:
-    trees = []
-    for drafter in drafters:
-        trees.append(drafter.propose(asked))
-        assert_well_formed(trees[-1], asked)
+    trees = [drafter.propose(asked) for drafter in drafters]
+    for tree in trees:
+        assert_well_formed(tree, asked)
     if asked.trees:
         assert_alike(*trees)
+
+
+def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
+    for drafter in drafters:
+        drafter.observe(commit)
 
 
 def test_lookups_find_the_same() -> None:
@@ -211,11 +215,6 @@ def test_lookups_find_the_same() -> None:
             # more places than are looked at
             many = torch.randint(2, (150,), generator=dice).tolist()
             asked_alike(drafters, frontier([many], budget))
-
-
-def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
-    for drafter in drafters:
-        drafter.observe(commit)
 
 
 def test_suffixes_are_kept_and_found_alike() -> None:

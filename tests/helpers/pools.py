@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from drafting import drafted
 from torch import Tensor
 
-from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
-
-
-def spread(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
-    """Of one row the drafted texts, and their odds."""
-    assert tree.confidence is not None
-    texts = [
-        tuple(token for token in text if token != NO_TOKEN) for text in tree.texts[row].tolist()
-    ]
-    there = tree.present[row].tolist()
-    return {
-        text: confidence
-        for text, confidence, here in zip(texts, tree.confidence[row].tolist(), there, strict=True)
-        if here
-    }
+from draftproof.core.tree import ABSENT, TokenTree
 
 
 def assert_alike(one: TokenTree, other: TokenTree) -> None:
     """The same nodes with the same odds, but for which of several with equal odds came last; in
     falling order."""
     for row in range(len(one.tokens)):
-        ours, theirs = spread(one, row), spread(other, row)
-        assert list(ours.values()) == sorted(ours.values(), reverse=True)
-        torch.testing.assert_close(
-            torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), rtol=1e-5,
-            atol=1e-7
-        )
-        assert {
-            text for text, confidence in ours.items() if confidence > min(ours.values()) * 1.0001
-        } <= set(theirs)
+        ours, theirs = drafted(one, row), drafted(other, row)
+        falling = sorted(ours.values(), reverse=True)
+        assert list(ours.values()) == falling
+        assert falling == pytest.approx(list(theirs.values()), rel=1e-5, abs=1e-7)
+        sure = {text for text, chance in ours.items() if chance > falling[-1] * 1.0001}
+        assert sure <= set(theirs)
         for text in ours.keys() & theirs.keys():
             assert ours[text] == pytest.approx(theirs[text], rel=1e-5)
 

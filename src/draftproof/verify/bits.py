@@ -23,7 +23,6 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Completion, Engine
-from draftproof.model.device import Device
 from draftproof.model.exactness import probe
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, silent
@@ -75,8 +74,7 @@ class Comparison:
     def compare(self, case: str, drafter: Drafter, budget: int, rows: int, exact: bool) -> None:
         """Write every text so. exact: not a bit may differ from plain decoding."""
         for row, theirs in enumerate(self.write(drafter, budget, rows)):
-            bound = 0.0 if exact else self.bounds[row]
-            self._compare(f"{case}, text {row + 1}", row, theirs, bound)
+            self._compare(f"{case}, text {row + 1}", row, theirs, 0 if exact else self.bounds[row])
 
     def _measure(self, prompt: list[int], plain: Completion) -> None:
         """Compare plain decoding with the model's own forward, by transformers; note rounding."""
@@ -104,8 +102,7 @@ class Comparison:
         pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
         split = next((place for place, (a, b) in pairs if a != b), None)
         if split is None and len(ours.tokens) != len(theirs.tokens):
-            counts = f"{len(theirs.tokens)} tokens where plain decoding gives {len(ours.tokens)}"
-            self.failures.append(f"{case}: {counts}")
+            self.failures.append(f"{case}: {len(theirs.tokens)} tokens, not {len(ours.tokens)}")
             return
         scores = zip(ours.logprobs or (), theirs.logprobs or (), strict=False)
         gaps = [abs(one - other) for one, other in list(scores)[:split]]
@@ -123,14 +120,12 @@ class Comparison:
         """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
         prompt, ours, want = self.prompts[row], self.plain[row].tokens, self.asked[row]
         text, target, engine = [*prompt, *ours[:split]], self.target, self.engine
-        logits = _own(target, text, len(text))[-1].to(target.dtype)
+        logits = _own(target, text, len(text))[-1:].to("cpu", target.dtype)
         ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
-        ops = Device(target.device).ops(engine.shapes.closed)
-        sampler = Sampler([SamplingParams(want, len(prompt), ends)], target.device, ops)
-        last = torch.tensor([len(text) - 1], device=target.device)
-        prefix = Prefix(torch.tensor([text], device=target.device), last)
+        prefix = Prefix(torch.tensor([text]), torch.tensor([len(text) - 1]))
         paths = Paths(prefix, TokenTree.root(prefix.root))
-        scores = sampler.gumbel_logits(logits[None, None], paths, Role.TARGET)[0, 0].double()
+        sampler = Sampler([SamplingParams(want, len(prompt), ends)])    # the same noise anywhere
+        scores = sampler.gumbel_logits(logits[None], paths, Role.TARGET)[0, 0].double()
         apart = float(scores[ours[split]] - scores[theirs[split]])
         explained = abs(apart) <= 2 * bound / (want.temperature or 1.0)
         self.diverged.append({
