@@ -137,21 +137,15 @@ def chain_form(rows: int, nodes: int, device: torch.device) -> TreeForm:
 @lru_cache(maxsize=512)
 def shape_form(shape: TreeShape, rows: int, device: torch.device) -> TreeForm:
     """Of a static shape in so many rows."""
-    parents, depths, sees = _static(shape, device)
-    return TreeForm(parents.repeat(rows, 1), depths.expand(rows, -1), sees.expand(rows, -1, -1))
+    sees = torch.eye(len(shape), dtype=torch.bool)
+    for node, parent in enumerate(shape.parents[1:], 1):
+        sees[node] |= sees[parent]
+    depths, parents = sees.sum(-1) - 1, torch.tensor(shape.parents, device=device)
+    each = (one.to(device).expand(rows, *one.shape) for one in (depths, sees))
+    return TreeForm(parents.repeat(rows, 1), *each)
 
 
 @lru_cache(maxsize=64)
 def triangle(nodes: int, device: torch.device) -> Tensor:
     """[nodes, nodes] which nodes each node of a chain sees."""
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
-
-
-@lru_cache(maxsize=512)
-def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents and depths [N], and ancestors [N, N], made once per device."""
-    sees = torch.eye(len(shape), dtype=torch.bool)
-    for node, parent in enumerate(shape.parents[1:], 1):
-        sees[node] |= sees[parent]
-    depths = sees.sum(-1) - 1
-    return torch.tensor(shape.parents, device=device), depths.to(device), sees.to(device)
