@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class LogitsProcessors:
         if any_bias := self._any("logit_bias"):
             self._bias = self._by_token([row.sampling.logit_bias for row in self.rows], exact)
         if any_banned := any(row.banned for row in self.rows):
-            self._banned = _Banned.of(self.rows, self.device)
+            self._banned = _as_tensors(self.rows, self.device)
         if holds := any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows):
             ends = [dict.fromkeys(row.stop_tokens, True) for row in self.rows]
             self._ends = self._by_token(ends, torch.bool)
@@ -152,15 +152,14 @@ class LogitsProcessors:
         return scores.masked_fill(banned, -torch.inf)
 
     def _ban_words(self, scores: Tensor, paths: Paths) -> Tensor:
-        words = self._banned
-        length = words.heads.shape[1]
-        ahead = torch.arange(length, device=self.device) - words.sizes[:, None]     # [M, L]
-        place = paths.lengths[words.rows][..., None] + ahead[:, None]               # [M, N, L]
-        text = paths.sequences[words.rows].gather(2, place.clamp(0, paths.sequences.shape[-1] - 1))
-        same = ((text == words.heads[:, None]) & (place >= 0)) | (ahead >= 0)[:, None]
+        heads, sizes, rows, ends = self._banned
+        ahead = torch.arange(heads.shape[1], device=self.device) - sizes[:, None]   # [M, L]
+        place = paths.lengths[rows][..., None] + ahead[:, None]                     # [M, N, L]
+        text = paths.sequences[rows].gather(2, place.clamp(0, paths.sequences.shape[-1] - 1))
+        same = ((text == heads[:, None]) & (place >= 0)) | (ahead >= 0)[:, None]
         hit = same.all(-1).to(scores.dtype)                                         # [M, N]
         nodes = torch.arange(scores.shape[1], device=self.device)
-        where = (words.rows[:, None], nodes[None], words.ends[:, None])
+        where = (rows[:, None], nodes[None], ends[:, None])
         hits = torch.zeros_like(scores).index_put(where, hit, accumulate=True)
         return scores.masked_fill(hits > 0, -torch.inf)
 
@@ -219,19 +218,14 @@ class LogitsProcessors:
         return scores.masked_fill(drop, -torch.inf)
 
 
-class _Banned(NamedTuple):
-    """Forbidden words: the tokens `heads` [M, L] before the last, `sizes` of them; row; last."""
-
-    heads: Tensor
-    sizes: Tensor
-    rows: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[SamplingParams], device: torch.device) -> _Banned:
-        words = [(row, word) for row, params in enumerate(rows) for word in params.banned]
-        heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
-        for number, (_, word) in enumerate(words):
-            heads[number, : len(word) - 1] = torch.tensor(word[:-1])
-        columns = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words])
-        return cls(*(part.to(device) for part in (heads, *columns.unbind(1))))
+def _as_tensors(
+    rows: Sequence[SamplingParams], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forbidden words: their tokens before the last [M, L], how many, in which row, the last."""
+    words = [(row, word) for row, params in enumerate(rows) for word in params.banned]
+    heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
+    for number, (_, word) in enumerate(words):
+        heads[number, : len(word) - 1] = torch.tensor(word[:-1])
+    columns = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words])
+    sizes, of_rows, ends = columns.to(device).unbind(1)
+    return heads.to(device), sizes, of_rows, ends

@@ -106,7 +106,8 @@ def audit(
         }
         expected[RARE] = max(0.0, 1 - sum(expected.values()))
         seen = Counter(_cell(text[:tokens], masses, laws) for text in cut)
-        tests.append(_tested(f"first {tokens} tokens", seen, expected, seed))
+        name = f"first {tokens} tokens" if tokens > 1 else "first token"
+        tests.append(_tested(name, seen, expected, seed))
     checks = [*tests, *_repeats(texts, at_once)]
     if blind := [check.name for check in checks if not check.control]:
         more = f"the control of {blind[0]!r} passes; take at least {4 * samples}"
@@ -164,9 +165,8 @@ def _tested(name: str, seen: Counter[Text], expected: dict[Text, float], seed: i
     cells = sorted(expected.keys() | seen.keys())
     law = np.array([expected.get(cell, 0.0) for cell in cells])
     test = g_test([seen[cell] for cell in cells], law, name)
-    order = np.argsort(law)                             # the smaller half gains: all stay positive
-    gains = np.zeros(len(law), bool)
-    gains[order[np.cumsum(law[order]) <= 0.5]] = True
+    order, gains = np.argsort(law), np.zeros(len(law), bool)
+    gains[order[np.cumsum(law[order]) <= 0.5]] = True   # the smaller half: all stay positive
     mass = float(law[gains].sum())
     if not 0 < mass < 1:
         return test
