@@ -130,7 +130,7 @@ BAD = {
     ("max_new_tokens", {"max_new_tokens": 0}), ("'top'", {"sampling": {"top": 1}}),
     ("whole", {"sampling": {"top_k": 2.5}}), ("temperature", {"temperature": "hot"}),
     ("list of strings", {"sampling": {"stop": 5}}), ("token ids", {"stop_tokens": [True]}),
-    ("object", {"logit_bias": [5]}), ("size", {"temperature": 10**400}), ("seed", {"seed": True}),
+    ("object", {"logit_bias": [5]}), ("1e30", {"temperature": 10**400}), ("seed", {"seed": True}),
     ("max_length", {"max_length": 1}), ("top_logprobs", {"logprobs": 21}),
     ("tools", {"tools": [1]}), ("another seed", {"n": 2}),
     ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
