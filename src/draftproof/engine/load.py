@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -67,15 +68,14 @@ def build(config: EngineConfig) -> Engine:
         target = target_of(loaded, kv_cache=config.kv_cache, group=group)
         codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
     drafter: Drafter | None = None
-    if itself is not None and itself[1] is not None:        # of the original, before it is given up
-        drafter = _itself(target, config, *itself)
+    if itself is not None and itself.keywords["quantize"]:  # of the original, before it is given up
+        drafter = itself(target)
     if config.quantize is not None:
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         named = isinstance(config.model, (str, Path))
         target = target.quantized(config.quantize, passage, give_up=named)
-    if itself is not None:
-        drafter = drafter or _itself(target, config, *itself)
-    drafter = drafter or _drafter(config, target, codec)
+    if drafter is None:
+        drafter = itself(target) if itself is not None else _drafter(config, target, codec)
     if config.compile:
         target = _wrapped(target, drafter, compiled)
     if config.graphs:
@@ -91,8 +91,8 @@ def build(config: EngineConfig) -> Engine:
     )  # fmt: skip
 
 
-def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
-    """Layers and weights of the target's draft of itself, if that is what drafts."""
+def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
+    """What makes a target's draft of itself, if that is what drafts."""
     if not (isinstance(config.drafter, str) and config.drafter.startswith(SELF)):
         return None
     layers, kind = self_draft_options(config.drafter)
@@ -100,13 +100,7 @@ def _self_draft(config: EngineConfig) -> tuple[int | None, str | None] | None:
     if kind and asked and kind != asked:
         both = f"both {config.drafter} and a draft in {asked}"
         raise BadInput(f"{both} were asked for; leave one of them out")
-    return layers, kind or asked
-
-
-def _itself(
-    target: Target, config: EngineConfig, layers: int | None, kind: str | None
-) -> SelfDraft:
-    return SelfDraft(target, layers=layers, quantize=kind, shape=_shape(config.tree))
+    return partial(SelfDraft, layers=layers, quantize=kind or asked, shape=_shape(config.tree))
 
 
 def _group(config: EngineConfig) -> ProcessGroup:
