@@ -17,18 +17,14 @@ LEAST = 16
 
 
 class Known(NamedTuple):
-    """A text, and what each layer stores of it: [1, heads, tokens, ...] each. head: its first
-    `LEAST` tokens, which are sooner compared than all."""
+    """A text, and what each layer stores of it: [1, heads, tokens, ...] each."""
 
     tokens: npt.NDArray[np.int64]
     stores: list[Tensor]
-    head: bytes
     nbytes: int
 
-    def common(self, text: npt.NDArray[np.int64], head: bytes) -> int:
-        """How many first tokens it shares with a text; 0 for fewer than `LEAST`."""
-        if head != self.head:
-            return 0
+    def common(self, text: npt.NDArray[np.int64]) -> int:
+        """How many first tokens it shares with a text."""
         size = min(len(text), len(self.tokens))
         differ = text[:size] != self.tokens[:size]
         return int(differ.argmax()) if differ.any() else size
@@ -77,8 +73,7 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], row: KVCache) -> None:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
-        head = text[:LEAST].tobytes()
-        shared = [one.common(text, head) for one in self.known]
+        shared = [one.common(text) for one in self.known]
         stores = [store for layer in row.layers for store in layer.stores]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in stores)
         nbytes = (each + text.itemsize) * count
@@ -87,15 +82,14 @@ class PrefixCache:
         self.known = [one for one, common in zip(self.known, shared, strict=True)
                       if common < len(one.tokens)]          # others begin it, and say no more
         copies = [store[:, :, :count].clone() for store in stores]
-        self.known.append(Known(text, copies, head, nbytes))
+        self.known.append(Known(text, copies, nbytes))
         while self.nbytes > self.limit:
             self.known.pop(0)
 
     def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
         """Which text begins most like a prompt, and how much of that is of use."""
         text = np.array(prompt[:-1])
-        head = text[:LEAST].tobytes()
-        shared = [(one.common(text, head), place) for place, one in enumerate(self.known)]
+        shared = [(one.common(text), place) for place, one in enumerate(self.known)]
         count, best = max(shared, default=(0, 0))
         count -= count % grain
         return best, count if count >= LEAST else 0
