@@ -126,8 +126,7 @@ def pack_linears(model: nn.Module) -> int:
             widths = {name: linear.out_features for name, linear in group.items()}
             put(module, widths, PackedLinear(*group.values()))
             for layer in group.values():
-                if owners[id(layer.weight)] == 1:
-                    release(layer.weight)
+                release(layer.weight, read_again=owners[id(layer.weight)] > 1)
             packed += len(group)
     return packed
 

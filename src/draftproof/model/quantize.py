@@ -107,8 +107,8 @@ def quantized(
             changed = True
             put(module, {name: _outputs(layer) for name, layer in group.items()}, whole)
             for layer in group.values() if give_up else ():
-                if isinstance(layer, nn.Linear) and owners[id(layer.weight)] == 1:
-                    release(layer.weight)
+                if isinstance(layer, nn.Linear):
+                    release(layer.weight, read_again=owners[id(layer.weight)] > 1)
     if not changed:
         raise BadInput(f"{_name(model)} has no linear layers to quantise; do not ask for {kind}")
     return made

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,16 +17,30 @@ def enlarge(tensor: Tensor) -> Tensor:
     Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a
     quarter of a million of them per GB, and in a virtual machine each lookup is long.
     """
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)
     return tensor
 
 
-def release(tensor: Tensor) -> None:
+def release(tensor: Tensor, *, read_again: bool = False) -> None:
     """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint
-    would keep them resident."""
-    if sys.platform == "linux":
+    would keep them resident. Of one that somebody does, only if they come back from its file."""
+    if sys.platform == "linux" and (not read_again or _is_mapped(tensor)):
         _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file that nobody has written to since it was mapped."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    lines = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines()]
+    within = has_file = False
+    for name, *rest in lines:
+        if not name.endswith(":"):                                      # of the next mapping
+            start, end = (int(place, 16) for place in name.split("-"))
+            within, has_file = start <= first and last <= end, rest[3] != "0"
+        elif within and name == "Anonymous:":
+            return has_file and rest[0] == "0"
+    return False
 
 
 def _advise(tensor: Tensor, advice: int) -> None:

@@ -1,0 +1,57 @@
+"""The system is asked for large pages, and pages are given back."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftproof.native.pages import enlarge, release
+
+SMAPS = Path("/proc/self/smaps")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not SMAPS.exists(), reason="pages are looked up as Linux tells them"
+)
+
+
+def told(address: int) -> str:
+    """What the system says of the pages around an address."""
+    for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
+        if found and int(found[1], 16) <= address < int(found[2], 16):
+            return entry
+    raise AssertionError(f"nothing lies at {address:x}")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no word for large pages here")
+def test_large_pages_are_asked_for() -> None:
+    numbers = enlarge(torch.empty(1 << 22))
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no large pages")
+    assert re.search(r"VmFlags:.*\bhg\b", told(numbers.data_ptr() + numbers.nbytes // 2))
+    assert numbers.fill_(1).sum() == len(numbers)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_pages_that_somebody_reads_are_given_back_if_they_lie_in_a_file(
+    is_file: bool, tmp_path: Path
+) -> None:
+    numbers = torch.rand(1 << 20)
+    save_file({"numbers": numbers}, tmp_path / "file")
+    held = load_file(tmp_path / "file")["numbers"] if is_file else numbers.clone()
+    assert torch.equal(held, numbers)
+    release(held, read_again=True)
+    resident = re.search(r"Rss: *(\d+)", told(held.data_ptr() + held.nbytes // 2))
+    assert resident and (not is_file or int(resident[1]) < 1024)
+    assert torch.equal(held, numbers)
+
+
+def test_pages_that_nobody_reads_are_given_back() -> None:
+    numbers = torch.ones(1 << 22)
+    release(numbers)
+    assert not numbers[1 << 21 : 1 << 21 | 1024].any()
