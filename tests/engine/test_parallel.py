@@ -140,8 +140,8 @@ def test_a_process_alone_agrees_with_itself() -> None:
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"parallel": "tensor"}, "torchrun"),
     ({"parallel": "megatron"}, "choose one of tensor, deepspeed"),
-    ({"parallel": "tensor", "quantize": "int8"}, "leave quantisation out"),
-    ({"parallel": "tensor", "drafter": "self-layers:1"}, "cannot draft for itself"),
+    ({"parallel": "tensor", "quantize": "int8"}, "no quantisation"),
+    ({"parallel": "tensor", "drafter": "self-layers:1"}, "made of the model itself"),
     ({"parallel": "deepspeed"}, r"pip install 'draftproof\[deepspeed\]'"),
 ])  # fmt: skip
 def test_a_mistaken_use_is_one_sentence(
@@ -156,5 +156,5 @@ def test_a_mistaken_use_is_one_sentence(
 def test_ranks_share_the_heads_of_a_model_by_name(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="4 attention heads and 2 of keys, which 3 ranks cannot"):
         load_sharded(save(tmp_path / "model"), None, None, "tensor", ProcessGroup(0, 3))
-    with pytest.raises(BadInput, match="a loaded model was given"):
+    with pytest.raises(BadInput, match="give its name"):
         dp.load(LlamaForCausalLM.from_pretrained(tmp_path / "model"), parallel="tensor")
