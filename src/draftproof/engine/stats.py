@@ -31,7 +31,7 @@ class RoundStats:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
-    by_width: Counter[int] = field(default_factory=Counter)
+    by_width: dict[int, int] = field(default_factory=dict)
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     distance: float | None = None
@@ -57,7 +57,7 @@ class RoundStats:
     @property
     def plain_share(self) -> float:
         """Share of the rounds in which nothing was drafted."""
-        return self.by_width[0] / self.rounds if self.rounds else 0.0
+        return self.by_width.get(0, 0) / self.rounds if self.rounds else 0.0
 
     @property
     def distance_per_token(self) -> float | None:
@@ -74,7 +74,7 @@ class RoundStats:
         self.emitted += emitted
         self.drafted += drafted
         self.accepted += accepted if accepted < emitted else emitted
-        self.by_width[width] += 1
+        self.by_width[width] = self.by_width.get(width, 0) + 1
         if distance is not None:
             self.distance = (self.distance or 0.0) + distance
         while len(self.tried_at) < reach:
@@ -90,7 +90,7 @@ class RoundStats:
         self.emitted += other.emitted
         self.drafted += other.drafted
         self.accepted += other.accepted
-        self.by_width += other.by_width
+        self.by_width = dict(Counter(self.by_width) + Counter(other.by_width))
         for name in ("tried_at", "accepted_at"):
             both = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [mine + theirs for mine, theirs in both])

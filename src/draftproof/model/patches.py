@@ -97,9 +97,11 @@ def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtyp
 
 
 def _embedded(place: Place, embed: Any, own: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Of the embeddings of all positions, those of each node; decoders give tokens, or their
-    embeddings."""
+    """Of the embeddings of all positions, those of each node; decoders give tokens, their
+    embeddings, or their shape."""
     length, nodes = min(place.keys.shape[1], place.context), place.nodes
+    if not isinstance(first, Tensor):
+        return embed(own, torch.Size((1, length))).reshape(length, -1)[nodes]
     if first.is_floating_point():
         found: Tensor = embed(own, first[:1, :1].expand(1, length, -1))[0][nodes]
         return found

@@ -118,10 +118,10 @@ def rounds(
 
 def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
     """Without the first round of each block, which is another one; as if texts were empty, whose
-    tokens take so many seconds."""
+    tokens take so many seconds, half of a round at most."""
     found: dict[int, list[Seen]] = {}
     for one in (one for block in blocks for one in block[1:] if one.seconds):
-        seconds = one.seconds - per_token * one.context
+        seconds = max(one.seconds / 2, one.seconds - per_token * one.context)
         found.setdefault(one.size, []).append(one._replace(seconds=seconds))
     return found
 
