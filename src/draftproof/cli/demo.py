@@ -20,8 +20,6 @@ TOKENS = 128
 
 def demo() -> None:
     """Watch it at work on the embedded model, and measure it."""
-    import torch
-
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
     from draftproof.bench.methods import load_methods
@@ -30,8 +28,6 @@ def demo() -> None:
     console = show.page()
     with show.status("loading ..."):
         plain, methods = load_methods("demo", built_in("demo")[0], [])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)                            # threads of so small a model mostly wait
     console.print("[bold]the opening[/] · [green]drafted by the small model[/] · the rest\n")
     console.print(OPENINGS[0], style="bold", end="")
     writer = show.StreamWriter(console.file)
@@ -45,7 +41,6 @@ def demo() -> None:
     run = Bench(methods, prompts, settings, replace(plain.sampling, seed=7), TOKENS, 1)
     with show.status("measuring ...") as status:
         run.run(lambda name: status.update(f"measuring: {name}, {len(run.trials)} of {run.total}"))
-    torch.set_num_threads(threads)
     figures = report.compute(run)
     console.print()
     console.print(report.table(figures, f"{figures[0].texts} stories of {TOKENS} tokens"))
