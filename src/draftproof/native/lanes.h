@@ -113,20 +113,35 @@ static const bits places = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
 static inline float total(lanes x) {            /* halves to halves */
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((floats)x);
+#else
     for (int half = LANES / 2; half; half /= 2) x += __builtin_shuffle(x, places ^ half);
     return x[0];
+#endif
 }
 
 static inline float largest(lanes x) {
+#ifdef __AVX512F__                              /* halves to halves */
+    x = larger((lanes)_mm512_shuffle_f32x4((floats)x, (floats)x, 0xee), x);
+    x = larger((lanes)_mm512_shuffle_f32x4((floats)x, (floats)x, 0x55), x);
+    x = larger((lanes)_mm512_permute_ps((floats)x, 0xee), x);
+    return larger((lanes)_mm512_permute_ps((floats)x, 0x55), x)[0];
+#else
     for (int half = LANES / 2; half; half /= 2)
         x = larger(__builtin_shuffle(x, places ^ half), x);
     return x[0];
+#endif
 }
 
 /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
 static inline lanes expo(lanes x) {
+#ifdef __AVX512F__
+    __mmask16 kept = _mm512_cmp_ps_mask((floats)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+#else
     bits low = x < -87.0f;
     x = larger((lanes){} - 87.0f, x);
+#endif
     lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     x = x - n * 0.693359375f + n * 2.12194440e-4f;
     lanes y = x * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -135,8 +150,12 @@ static inline lanes expo(lanes x) {
     y = y * x + 1.6666665459e-1f;
     y = y * x + 5.0000001201e-1f;
     y = y * (x * x) + x + 1.0f;
+#ifdef __AVX512F__
+    return (lanes)_mm512_maskz_scalef_ps(kept, (floats)y, (floats)n);
+#else
     bits power = ((bits)WIDE(cvtps_epi32)((floats)n) + 127) << 23;
     return (lanes)((bits)(y * (lanes)power) & ~low);
+#endif
 }
 
 /* x / (1 + e^-by), by a reciprocal up to its last bits; by is -88 or more, or NaN. */
@@ -182,6 +201,29 @@ static inline int some_of(bits x) {             /* of a comparison */
 
 /* Rows become columns of a square: in halves of halves, what is off the diagonal changes places. */
 static inline void transposed(lanes *square) {
+#ifdef __AVX512F__
+    __m512i one[LANES], two[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        __m512i a = (__m512i)square[i], b = (__m512i)square[i + 1];
+        one[i] = _mm512_unpacklo_epi32(a, b), one[i + 1] = _mm512_unpackhi_epi32(a, b);
+    }
+    /* part l of two[i + k]: column 4 l + k of rows i to i + 3 */
+    for (int i = 0; i < LANES; i += 4)
+        for (int k = 0; k < 2; k++) {
+            two[i + 2 * k] = _mm512_unpacklo_epi64(one[i + k], one[i + 2 + k]);
+            two[i + 2 * k + 1] = _mm512_unpackhi_epi64(one[i + k], one[i + 2 + k]);
+        }
+    for (int k = 0; k < 4; k++) {
+        __m512i even = _mm512_shuffle_i32x4(two[k], two[4 + k], 0x88),
+                more = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(two[k], two[4 + k], 0xdd),
+                rest = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0xdd);
+        square[k] = (lanes)_mm512_shuffle_i32x4(even, more, 0x88),
+                square[8 + k] = (lanes)_mm512_shuffle_i32x4(even, more, 0xdd);
+        square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88),
+                square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
+    }
+#else
     _Pragma("GCC unroll 4") for (int step = 1; step < LANES; step *= 2) {
         bits odd = (places & step) != 0, other = places ^ step;
         bits upper = (odd & (other + LANES)) | (~odd & places);
@@ -193,6 +235,7 @@ static inline void transposed(lanes *square) {
             square[i + step] = __builtin_shuffle(a, b, lower);
         }
     }
+#endif
 }
 
 /* Room for so many numbers, this thread's own, until it asks again. */

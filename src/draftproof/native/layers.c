@@ -2,6 +2,8 @@
  * all of its layers. */
 #include "model.h"
 
+enum { PART = 1024 };
+
 /* Norms and gates are made by all threads of a team together, which do not wait for each other in
  * the end. */
 
@@ -36,10 +38,13 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
 void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < size; i += LANES) {
-            const bf16 *gate = gate_up + 2 * r * size + i;
-            lanes x = wide(gate);
-            narrowed(out + r * size + i, rounded(gelu ? tanh_gelu(x) : silu(x)) * wide(gate + size));
+        for (int64_t part = 0; part < size; part += PART) {
+            const bf16 *gate = gate_up + 2 * r * size;
+            for (int64_t i = part; i < part + PART && i < size; i += LANES) {
+                lanes x = wide(gate + i);
+                lanes open = rounded(gelu ? tanh_gelu(x) : silu(x));
+                narrowed(out + r * size + i, open * wide(gate + size + i));
+            }
         }
 }
 
@@ -60,8 +65,8 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
         }
 }
 
-/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and logits of these, if
- * they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
+/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and
+ * logits of these, if they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
  * the model does not know are read as some that it knows. stores: those of each layer in turn.
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
