@@ -133,6 +133,7 @@ BAD = {
     ("object", {"logit_bias": [5]}), ("1e30", {"temperature": 10**400}), ("seed", {"seed": True}),
     ("max_length", {"max_length": 1}), ("top_logprobs", {"logprobs": 21}),
     ("tools", {"tools": [1]}), ("another seed", {"n": 2}),
+    ("beside the prompt", {"sampling_params": {"n": 3}}),
     ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
     ("object of sampling", {"sampling": [1]}),
 )}  # fmt: skip

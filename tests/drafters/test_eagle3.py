@@ -154,11 +154,13 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, flag: dict[str, Any],
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("change", ["extra", "lacking", "twice", "no d2t"])
+@pytest.mark.parametrize("change", ["extra", "lacking", "twice", "no d2t", "short d2t"])
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> None:
     one = case()
     if change == "extra":
         one.tensors["midlayer.self_attn.q_norm.weight"] = torch.ones(8, dtype=torch.float64)
+    elif change == "short d2t":
+        one.tensors["d2t"] = one.tensors["d2t"][1:]
     elif change == "twice":
         one.tensors["d2t"][1] = one.tensors["d2t"][0] - 1
     else:

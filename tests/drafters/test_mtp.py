@@ -230,6 +230,9 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3.5", {}, {"mtp_use_dedicated_embeddings": True}, "dedicated_embeddings"),
     ("qwen3.5", {}, {"mtp_hidden_states_first": True}, "mtp_hidden_states_first"),
     ("mimo", {"model.mtp_layers.0.extra.weight": torch.ones(3)}, {}, "extra"),
+    ("mimo", {"model.mtp_layers.1.extra.weight": torch.ones(3)}, {}, "several layers"),
+    ("glm-4.5", {"model.layers.3.enorm.weight": torch.ones(32)}, {}, "several layers"),
+    ("glm-4.5", {"model.layers.2.shared_head.head.weight": torch.ones(40, 32)}, {}, "differs"),
 ]  # fmt: skip
 
 

@@ -183,3 +183,16 @@ def test_what_is_inside_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
         raise TimeoutError
     assert clock.seconds == {"prefill": 0.0, "draft": 1.0, "verify": 3.0, "decide": 5.0}
     assert clock.total == now[0] == 9.0
+
+
+def test_a_row_tells_nothing_of_what_its_neighbour_asked_for() -> None:
+    alone = Sampling(logprobs=True, max_new_tokens=9)
+    asked = [alone, replace(alone, top_logprobs=3, max_new_tokens=4)]
+    rows: list[Any] = []
+    for running in Engine(target()).rounds(prompts(2, seed=3), sampling=asked, batch_size=2):
+        rows = rows or list(running)
+    assert [len(row.top_logprobs) for row in rows] == [0, 4]
+
+
+def test_a_warm_up_goes_on_behind_an_end_token() -> None:
+    Engine(target(), budget=2, stop_tokens=range(VOCAB)).warm_up(24)

@@ -120,6 +120,11 @@ def by_draws() -> str:
     chance = KeyedChance(Frontier(prefix, sampler, 2, drawn=True))
     if not g_test(torch.bincount(chance.draw((3 * law).expand(count, -1), depth)), law).passed:
         return "draw"
+    for heads in (0.05, 0.5, 0.93):
+        seen = chance.flip(torch.full((count,), heads), 1).long()
+        coin = torch.tensor([1 - heads, heads], dtype=torch.float64)
+        if not g_test(torch.bincount(seen, minlength=2), coin).passed:
+            return f"a coin of {heads}"
     for number, heads in ((0.0, 0.0), (1 - 2.0**-24, 1.0)):
         with patch.object(noise, "uniform", lambda _, at=number: torch.full((count, 1), at)):
             if not bool((chance.flip(torch.full((count,), heads), 1) == heads).all()):

@@ -144,6 +144,7 @@ MISTAKES: tuple[tuple[Any, str], ...] = (
     ({"prompt": "\ud800"}, "surrogate"),
     ({"prompt": "word " * 400}, "tokens"),
     ({"prompt": "a", "max_tokens": -1}, "max_new_tokens"),
+    ({"prompt": "a", "sampling_params": {"n": 3}}, "beside the prompt"),
     ({"prompt": "a", "n": 99}, "99"),
     ({"prompt": "a", "n": None, "stop": [3]}, "stop"),
     ({"prompt": "a", "model": "gpt"}, "gpt"),
@@ -175,6 +176,9 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
     assert http.post(route, content=b" " * (9 << 20)).status_code == 413
     assert http.get("/health").json() == {"status": "ok"} and "</html>" in http.get("/").text
     assert http.post("/tokenize", json={"prompt": "The dog"}).json()["count"] == 2
+    chat = {"messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 400      # no chat template
     assert route in http.get("/openapi.json").json()["paths"]
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import examinations, reference
+from helpers.reference import distribution_of_run, next_law
 
 from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
+from draftproof.core.params import Sampling
 from draftproof.verify import cases as table
 from draftproof.verify import exact
 from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Ask, Case, cases, logits_behind
 from draftproof.verify.enumeration import Outcomes, distance, enumerate_texts
 from draftproof.verify.exact import EXACT, SEEN, examine, prove_law
+
+UNIFORM = [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("option", table.OPTIONS)
@@ -88,3 +92,31 @@ def test_the_model_sees_its_text() -> None:
 def test_the_reference_knows_nothing_of_draftproof() -> None:
     source = Path(reference.__file__).read_text()
     assert "import draftproof" not in source and "from draftproof" not in source
+
+
+@pytest.mark.parametrize(
+    ("logits", "wants", "text", "law"),
+    [
+        (UNIFORM, {"temperature": 0.0}, [0], [1, 0, 0]),
+        (UNIFORM, {}, [0], [1 / 3] * 3),
+        (UNIFORM, {"no_repeat_ngram": 2}, [0, 1, 0], [0.5, 0, 0.5]),
+        (UNIFORM, {"banned_words": ((2,), (0, 1))}, [0], [1, 0, 0]),
+        (UNIFORM, {"stop_tokens": (1,), "min_new_tokens": 1}, [0], [0.5, 0, 0.5]),
+        (UNIFORM, {"logit_bias": {2: float("-inf")}}, [0], [0.5, 0.5, 0]),
+        ([2.0, 1.0, 0.0], {}, [0], [0.6652, 0.2447, 0.0900]),
+        ([2.0, 1.0, 0.0], {"top_p": 0.7}, [0], [0.7311, 0.2689, 0]),
+        ([2.0, 1.0, 0.0], {"min_p": 0.2}, [0], [0.7311, 0.2689, 0]),
+        ([2.0, 1.0, 0.0], {"top_k": 1}, [0], [1, 0, 0]),
+    ],
+)
+def test_the_reference_knows_laws_computed_by_hand(logits, wants, text, law) -> None:
+    want = Sampling(**{"temperature": 1.0, **wants})
+    assert next_law(logits, text, 1, want) == pytest.approx(law, abs=1e-4)
+
+
+def test_the_reference_ends_where_it_should() -> None:
+    want = Sampling(temperature=1.0, stop=("ab",), stop_tokens=(0,))
+    ends = distribution_of_run(lambda _: UNIFORM, (0,), want, 2)
+    assert ends[(0,), "a", "stop"] == pytest.approx(1 / 3)
+    assert ends[(1, 1), "bb", "length"] == pytest.approx(1 / 9)
+    assert sum(ends.values()) == pytest.approx(1)

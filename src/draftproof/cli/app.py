@@ -79,6 +79,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
+    nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere   # closed ones
     try:
         app(prog_name="draftproof")
     except DraftproofError as error:

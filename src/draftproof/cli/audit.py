@@ -13,6 +13,7 @@ import typer
 from draftproof import __version__
 from draftproof.cli import options as opt
 from draftproof.cli import show
+from draftproof.cli.setup import must_have_folders
 from draftproof.errors import BadInput, DraftproofError
 
 
@@ -29,7 +30,8 @@ def audit(
     reference: Annotated[str | None, _option("MODEL", "Local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
     num_assistant_tokens: opt.DraftTokens = None,
-    prompt: Annotated[str, _option("TEXT", "What continues.", "--prompt", "-p")] = "Once upon a",
+    prompt: Annotated[str | None, _option("TEXT", "What continues; else a few words, or tokens.",
+                                          "--prompt", "-p")] = None,
     length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
     samples: Annotated[int, _option("N", "Texts to draw.")] = 4000,
     temperature: Annotated[float, _option("T", "0 is greedy.")] = 1.0,
@@ -42,6 +44,7 @@ def audit(
 ) -> None:
     """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
     try:
+        must_have_folders(json_)
         with show.status("drawing texts ..."):
             title, found = _audited(SimpleNamespace(**ctx.params))
     except (DraftproofError, OSError) as error:         # 1 always means biased
@@ -88,7 +91,7 @@ def _audited(given: Any) -> tuple[str, Any]:
         raise BadInput(f"{name} is an encoder-decoder, of which audit does not know the law")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
     law, opaque = audits.model_law(known, want), frozenset[int]()
-    length = given.length or (3 if vocab <= 64 else 2)
+    length = given.length if given.length is not None else 3 if vocab <= 64 else 2
     if hf:
         draft = load_model(assistant, given.dtype, given.device)
         engine = audits.assisted(known, draft, want, length, given.num_assistant_tokens, ends)
@@ -98,7 +101,10 @@ def _audited(given: Any) -> tuple[str, Any]:
         size = min(len(tokenizer), vocab)
         engine = audits.Endpoint(endpoint, given.model, want, length, tokenizer, size)
         law, opaque = engine.merged(law), engine.shared
-    ids = tokenizer(given.prompt)["input_ids"] if tokenizer is not None else (1, 2, 3)
+    if tokenizer is None and given.prompt is not None:
+        raise BadInput(f"there is no tokenizer in {name} that reads --prompt; leave it out")
+    text = "Once upon a" if given.prompt is None else given.prompt
+    ids = tokenizer(text)["input_ids"] if tokenizer is not None else (1, 2, 3)
     found = audits.audit(
         engine, law, list(map(int, ids)), length=length, samples=given.samples, seed=given.seed,
         ends=ends, opaque=opaque,

@@ -61,6 +61,8 @@ class Batch:
         lines, rows = group.from_rank_0(self._begin)
         left = [line for line in lines if line.index not in rows]
         if not left:
+            if group.leads:
+                self._order(rows)
             show.note(f"{self.out} is complete: {len(lines)} rows")
         elif not group.leads:                               # what rank 0 writes, all ranks compute
             list(self.outcomes(engine_of(self.config), left))
@@ -138,11 +140,15 @@ class Batch:
                 f"interrupted with {len(rows)} of {count} rows done; the same command goes on "
                 "from there"
             ) from None
-        ordered = self.out.with_name(self.out.name + ".ordered")
-        ordered.write_bytes(b"".join(rows[index] + b"\n" for index in range(count)))
-        ordered.replace(self.out)
+        self._order(rows)
         show.note(f"{len(done)} rows · {show.summary(done, time.perf_counter() - start)}")
         show.lossy_distance(show.together(done))
+
+    def _order(self, rows: Mapping[int, bytes]) -> None:
+        """Write all rows anew, in the order of the input."""
+        ordered = self.out.with_name(self.out.name + ".ordered")
+        ordered.write_bytes(b"".join(rows[index] + b"\n" for index in range(len(rows))))
+        ordered.replace(self.out)
 
     @property
     def window(self) -> int:

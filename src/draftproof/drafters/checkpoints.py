@@ -143,6 +143,11 @@ def _medusa(
     blocks = [name.split(".") for name in state if ".blocks." in name]  # heads.H.blocks.L.KIND
     heads, layers = (1 + max(int(name[place]) for name in blocks) for place in (1, 3))
     first = state["heads.0.blocks.0.weight"]
+    if float(settings.get("logit_scale") or 1) != 1:
+        raise DrafterMismatch(
+            f"the Medusa heads scale their logits by {settings['logit_scale']}, which is not known "
+            "here; use others"
+        )
     for head in range(heads):
         if settings.get("original_lm_head"):
             state.pop(f"heads.{head}.proj.weight", None)

@@ -37,10 +37,10 @@ from draftproof.model.target import Target
 class MTPLayout(NamedTuple):
     """How a family names the tensors, and what it pairs.
 
-    prefix: a pattern of what all names begin with, {L} the number of the model's layers. names: our
-    names by those behind the prefix. layer: what our names begin with that are not among these.
-    hidden_first: the state comes first in what is projected. first_zero: the embedding behind the
-    first token is zero.
+    prefix: a pattern of what all names begin with, {L} the number of the model's layers, {N} that
+    of the layer for prediction. names: our names by those behind the prefix. layer: what our names
+    begin with that are not among these. hidden_first: the state comes first in what is projected.
+    first_zero: the embedding behind the first token is zero.
     """
 
     prefix: str
@@ -50,8 +50,9 @@ class MTPLayout(NamedTuple):
     first_zero: bool = False
 
 
-SHARED = ("embed_tokens.weight", "head.weight")
-"""Copies of the model's own, which are read in their place."""
+TABLES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+SHARED = {"embed_tokens.weight": TABLES, "head.weight": ("lm_head.weight", *TABLES)}
+"""Copies of the model's own, which are read in their place, and what those are called."""
 QWEN = {
     "fc.weight": "proj.weight", "pre_fc_norm_embedding.weight": "embed_norm.weight",
     "pre_fc_norm_hidden.weight": "hidden_norm.weight", "norm.weight": "norm.weight",
@@ -67,7 +68,7 @@ MIMO = {
 }  # fmt: skip
 LAYOUTS = (
     MTPLayout(r"(?:model\.)?(?:language_model\.)?mtp\.", QWEN, layer=""),
-    MTPLayout(r"model\.mtp_layers\.0\.", MIMO, hidden_first=True, first_zero=True),
+    MTPLayout(r"model\.mtp_layers\.{N}\.", MIMO, hidden_first=True, first_zero=True),
     MTPLayout(r"model\.(?:language_model\.)?layers\.{L}\.", DEEPSEEK),
 )
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
@@ -116,7 +117,11 @@ def load(target: Target) -> PairDrafter:
             f"{target.name} has no layers for multi-token prediction that are known here; name "
             "another drafter"
         )
-    _check(weight_files.read_settings(folder), name)
+    beyond = "{" in layout.prefix and any(
+        _named(layout, files, depth, number) for number in range(1, 8)
+    )
+    _check(weight_files.read_settings(folder), beyond, name)
+    names = _without_copies(names, files, name)
     with torch.device("meta"):
         network = MTP(layers_like(target.model, 1), target, layout)
     tensors = weight_files.read_tensors(names, files)
@@ -124,24 +129,42 @@ def load(target: Target) -> PairDrafter:
     return PairDrafter(network, "mtp", DEEPEST)
 
 
-def _named(layout: MTPLayout, files: Mapping[str, Path], depth: int) -> dict[str, str]:
-    """By our name of a tensor, its name in the files; none if they have another layout."""
-    prefix, found = re.compile(layout.prefix.replace("{L}", str(depth))), dict[str, str]()
+def _named(
+    layout: MTPLayout, files: Mapping[str, Path], depth: int, number: int = 0
+) -> dict[str, str]:
+    """By our name of a tensor, its name in the files; none if they have another layout. number: of
+    the layer, where prefixes say one."""
+    pattern = layout.prefix.replace("{L}", str(depth + number)).replace("{N}", str(number))
+    prefix, found = re.compile(pattern), dict[str, str]()
     for name in files:
         if match := prefix.match(name):
             rest = name[match.end() :]
             found[layout.names.get(rest, layout.layer + rest)] = name
-    return {ours: theirs for ours, theirs in found.items() if ours not in SHARED}
+    return found
 
 
-def _check(settings: dict[str, Any], name: str) -> None:
+def _without_copies(
+    names: Mapping[str, str], files: Mapping[str, Path], name: str
+) -> dict[str, str]:
+    """Names but of tables that are copies of the model's own; refuses others."""
+    for key in names.keys() & SHARED.keys():
+        table = next((one for one in SHARED[key] if one in files), None)
+        own = weight_files.read_tensors({"": table, key: names[key]}, files) if table else {}
+        if not table or not torch.equal(own[""], own[key]):
+            raise DrafterMismatch(
+                f"{name} has {key} of its own, which differs from the model's; it is not loaded"
+            )
+    return {ours: theirs for ours, theirs in names.items() if ours not in SHARED}
+
+
+def _check(settings: dict[str, Any], several: bool, name: str) -> None:
     """Refuse several layers, and settings that are not known."""
     settings = {**settings, **(settings.get("text_config") or {})}
     said = next((settings[key] for key in COUNTS if settings.get(key) is not None), 1)
-    if said != 1:
+    if several or said != 1:
         raise DrafterMismatch(
-            f"{name} has {said} layers, of which each drafts one token further; one layer is run "
-            "here, name another drafter"
+            f"{name} has {said if said != 1 else 'several'} layers, of which each drafts one token "
+            "further; one layer is run here, name another drafter"
         )
     own = {key: value for key, value in settings.items() if "mtp" in key and value}
     refuse_unknown(own, COUNTS, name)

@@ -104,10 +104,11 @@ def token_map(found: Published, vocabulary: Vocabulary) -> Tensor | None:
     if offsets is None and abs(size - vocab_size) <= max(PADDING, vocab_size // 100):
         return None
     ids = torch.arange(size)
-    if offsets is not None and len(offsets) == size:
+    fits = offsets is not None and len(offsets) == size
+    if offsets is not None and fits:
         ids = ids + offsets.long().cpu()
     several, known = len(torch.unique(ids)), (ids >= 0) & (ids < vocab_size)
-    if offsets is None or several != size or not known.all():
+    if not fits or several != size or not known.all():
         raise DrafterMismatch(
             f"{found.name} has {size} tokens and no map (d2t) of each to one of the {vocab_size} "
             f"of {vocabulary.name}; fetch it again, or use one trained for this target"

@@ -227,7 +227,7 @@ class Decoder:
         found = row_outputs(paths.tree, roots, tokens, scored, self.ops, top)
         for place, (row, out) in enumerate(zip(new, found, strict=True), first):
             if out.tokens[0] == NO_TOKEN:
-                self._fail(place, logits)
+                self._fail(place, logits[place - first])
             else:
                 row.extend(out.tokens, out.logprobs, (), out.top)
 

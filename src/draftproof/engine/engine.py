@@ -199,10 +199,12 @@ class Engine:
         scripts += [(length, [size]) for length in sorted(lengths) for size in sizes]
         for length, script in scripts:
             decoder, text = self._decoder(_Script(script), rows, capacity), [0] * length
-            params = self.requests.params(sampling or self.sampling, text, capacity)
-            decoder.admit([SequenceState(text, params, capacity)])
-            for _ in list(script):
-                decoder.step()
+            wanted = replace(sampling or self.sampling, stop_tokens=(), stop_when=())
+            params = self.requests.params(wanted, text, capacity)
+            with self.lock:
+                decoder.admit([SequenceState(text, params, capacity)])
+                for _ in list(script):
+                    decoder.step()
 
     def decoder(self, rows: int, tokens: int) -> Decoder:
         """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds."""

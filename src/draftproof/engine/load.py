@@ -144,7 +144,10 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
     if name == NATIVE:
         return mtp.load(target)
     if kind is not None:
-        drafter: Drafter = kind.load(Path(name), target, layer_count(target.model))
+        try:
+            drafter: Drafter = kind.load(Path(name), target, layer_count(target.model))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DrafterMismatch(f"{name} cannot be read ({error!r}); fetch it again") from error
         return drafter
     if "+" in name:
         parts = name.split("+")

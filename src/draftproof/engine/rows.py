@@ -90,6 +90,8 @@ def understood(text: bytes, base: Sampling, chat: bool) -> Request:
 
 def refuse_unhonoured(row: Mapping[str, Any]) -> None:
     """Raise BadInput for a field that would change the text and is not honoured."""
+    if (n := _nested(row).get("n")) not in (None, 1):
+        raise BadInput(f'"n" was {n!r} among the sampling options; give it beside the prompt')
     for options in (row, _nested(row)):
         for name in NOT_HONOURED:
             value = options.get(name)

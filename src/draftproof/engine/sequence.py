@@ -52,7 +52,7 @@ class SequenceState:
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs[index])
-            if top is not None:
+            if top is not None and sampling.top_logprobs:
                 self.top_logprobs.append(top[index][: sampling.top_logprobs])
             if push is not None and (piece := push(token)):
                 if sampling.stop:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from draftproof.hf.asked import encoded_rows, logits_of, refuse
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
            TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}  # fmt: skip
 """Processors that are options of ours, in the order in which both apply them."""
+ENGINES = 4
+"""Kept with a model."""
 ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
 """What a forward of an encoder-decoder is given beside its text."""
 
@@ -230,9 +233,11 @@ def _engine(
         budget = config.num_assistant_tokens
     budget = budget or config.prompt_lookup_num_tokens
     known: _Engines = model.__dict__.setdefault("_draftproof", _Engines())
-    named = drafter if isinstance(drafter, str) else id(drafter)
+    named = str(drafter) if isinstance(drafter, (str, Path)) else id(drafter)
     key = (id(assistant), named, acceptance, budget, model.dtype, model.device)
     if key not in known:
+        while len(known) >= ENGINES:                    # the oldest
+            del known[next(iter(known))]
         known[key] = load(
             model, assistant_model=assistant, drafter=drafter, acceptance=acceptance, budget=budget
         )

@@ -28,6 +28,8 @@ FIELDS = {
 """What is an option here as well, and its name."""
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 """Options of sampling alone, named alike."""
+WHERE_SAMPLED = {"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
+"""What is not honoured, and asks for nothing of greedy text."""
 WITHOUT_EFFECT = (
     # of beams, which are refused, or of a prompt that is not there
     "early_stopping", "length_penalty", "bos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -78,6 +80,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
 def asked_and_unknown(config: GenerationConfig) -> list[str]:
     """What a configuration asks for that is not honoured here, as ``name=value``."""
     names = {*GenerationConfig().to_dict()} - {*UNDERSTOOD, *RULES}
+    names -= set() if config.do_sample else WHERE_SAMPLED
     values = {name: getattr(config, name, None) for name in sorted(names)}
     return [f"{name}={value!r}" for name, value in values.items() if _asks(name, value)]
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -36,7 +35,10 @@ class Kept:
     """A place for one result; nothing is kept without one. model, files: what it is of."""
 
     def __init__(self, model: str = "", files: str = "", key: str = "") -> None:
-        self.file = cache_folder() / f"{model}-{files}-{key}.pt" if model else None
+        self.file: Path | None = None
+        if model:
+            with suppress(OSError):                     # nobody's folder keeps nothing
+                self.file = cache_folder() / f"{model}-{files}-{key}.pt"
         self.model, self.current = model, f"{model}-{files}-"
 
     def read(self) -> dict[str, Any] | None:
@@ -44,8 +46,8 @@ class Kept:
         if self.file is None:
             return None
         try:
-            facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=False)
-        except (OSError, RuntimeError, UnpicklingError, EOFError):
+            facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=True)
+        except Exception:                               # whatever a damaged file raises
             return None
         return facts
 
@@ -56,7 +58,6 @@ class Kept:
             return
         part = self.file.with_suffix(f".{os.getpid()}.part")
         with suppress(OSError, RuntimeError):
-            part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
                 torch.save(facts, part)
                 for old in part.parent.glob(f"{self.model}-*.pt"):

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -115,7 +115,7 @@ def form_group() -> ProcessGroup:
     When a rank ends, collectives of the others fail, and torchrun ends those that wait otherwise.
     """
     if not dist.is_initialized():
-        if "LOCAL_RANK" not in os.environ:
+        if not {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise BadInput(
                 "running a model in parallel takes one process per device, and this one was "
                 "started alone; start it as torchrun --nproc-per-node 2 -m draftproof ..."
@@ -211,7 +211,7 @@ def _by_deepspeed(
     text = torch.arange(1, 9)[None] % whole.config.get_text_config().vocab_size
     with torch.inference_mode():
         wanted = whole(input_ids=text, use_cache=False).logits.double()
-        with redirect_stdout(sys.stderr):                   # stdout is the text's
+        with _on_stderr():
             parts = _cut(whole, group)
         found = parts(input_ids=text.to(parts.device), use_cache=False).logits.double().cpu()
     blur = float((found - wanted).abs().max() / wanted.abs().max())
@@ -247,6 +247,21 @@ def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
         ) from error
     parts: PreTrainedModel = engine.module
     return parts.eval()
+
+
+@contextmanager
+def _on_stderr() -> Iterator[None]:
+    """What DeepSpeed and the compilers it starts say on stdout goes to stderr: stdout is the
+    text's."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 ENGINES = {"tensor": _by_plan, "deepspeed": _by_deepspeed}

@@ -27,11 +27,6 @@ class Codec:
         special = ((token, one) for token, one in added.items() if one.special)
         self.special_tokens = {token: str(one.content) for token, one in special}
 
-    @property
-    def pad_token(self) -> int:
-        """What rows that ended are filled with: the padding token, else the end token, else 0."""
-        return self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
-
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`, with the tokenizer's special tokens unless told otherwise."""
         if any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -125,21 +126,27 @@ def name_of(build: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what took long is kept between starts."""
+    """Where what took long is kept between starts: in the user's cache, or where that cannot be
+    written beside temporary files. What another user can put there is not run: raises OSError."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache")
-    return base / "draftproof"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    for folder in (base / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{user}"):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid == user and os.access(folder, os.W_OK):
+                return folder
+    raise OSError(f"no folder of this user's can be written in {base}; set XDG_CACHE_HOME")
 
 
 def _found(build: str) -> Path:
     """The library of a build: the wheel's, or one that was compiled before, or now."""
     name = name_of(build)
-    shipped, target = HERE / "built" / name, cache_folder() / name
-    if shipped.exists():
+    if (shipped := HERE / "built" / name).exists():
         return shipped
+    target = cache_folder() / name
     if not target.exists():
         found = compiler()
         if found is None:
             raise FileNotFoundError("there is no C compiler; install gcc")
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         compile_to(target, build, found)
     return target

@@ -111,6 +111,7 @@ class Lane:
                 joining = self._next(self.decoder)
             self.running += joining
             self._step(self.decoder, joining)
+            self._tell()
         except Exception as error:                      # whatever it is, others are served
             if self.decoder is None:                                    # there is no room for it
                 self.running.append(self.waiting.popleft())
@@ -118,7 +119,7 @@ class Lane:
             why = f"the round failed: {' '.join(str(error).split())[:200]}"
             for row in _rows(self.running):
                 row.fail(error if isinstance(error, DraftproofError) else Unavailable(why, 500))
-        self._tell()
+            self._tell()
 
     def _next(self, decoder: Decoder) -> list[Ticket]:
         """Take from those that wait who may join now; of long prompts, one at a time is read."""

@@ -38,7 +38,9 @@ def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form
         raise BadInput("tool_choice asks for a call, and there are no tools")
     if not tools or body.tool_choice == "none":
         return [], None
-    template = str(codec.tokenizer.get_chat_template(None, tools)) if codec else ""
+    template = ""
+    if codec is not None and codec.tokenizer.chat_template:
+        template = str(codec.tokenizer.get_chat_template(None, tools))
     form = next((form for form in (HERMES, MISTRAL, LLAMA) if form.mark in template), None)
     if "tools" not in template or "<function=" in template or form is None:
         raise BadInput(
