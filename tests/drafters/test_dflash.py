@@ -14,6 +14,7 @@ from published import LAYER, attend, deep, no_text_changes, norm, swiglu
 from test_contract import depends_on_the_text_alone
 from torch import Tensor
 
+import draftproof as dp
 from draftproof.drafters import dflash
 from draftproof.drafters.dflash import DFlash
 from draftproof.errors import DrafterMismatch
@@ -205,6 +206,12 @@ def test_what_is_not_understood_is_refused(
     with pytest.raises(DrafterMismatch, match=why) as error:
         loaded(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:
+    folder = written(tmp_path, weights(), own={"target_layer_ids": ["1", "3"]})
+    with pytest.raises(DrafterMismatch, match="cannot be read"):
+        dp.load(deep().model, drafter=str(folder))
 
 
 def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.wrappers import SourceText
-from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, UnsupportedModel
+from draftproof.errors import (
+    BadInput,
+    DrafterMismatch,
+    DraftproofError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from draftproof.model import loading
 from draftproof.model.draft_layers import layer_count
 from draftproof.model.encoder_decoder import EncoderDecoder, target_of
@@ -146,6 +152,8 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
     if kind is not None:
         try:
             drafter: Drafter = kind.load(Path(name), target, layer_count(target.model))
+        except DraftproofError:
+            raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise DrafterMismatch(f"{name} cannot be read ({error!r}); fetch it again") from error
         return drafter
