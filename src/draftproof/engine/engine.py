@@ -197,9 +197,13 @@ class Engine:
         scripts = [(1, [size, *[0] * pause, size]) for size in sizes for pause in pauses]
         lengths = {min(width, longest) for width in (*CHUNKS, CHUNKS[-1] + 1)}
         scripts += [(length, [size]) for length in sorted(lengths) for size in sizes]
+        wanted = replace(sampling or self.sampling, stop=(), stop_when=())      # nothing ends early
+        if wanted.min_new_tokens:
+            wanted = replace(wanted, min_new_tokens=capacity, max_new_tokens=None)
+        else:
+            wanted = replace(wanted, stop_tokens=())
         for length, script in scripts:
             decoder, text = self._decoder(_Script(script), rows, capacity), [0] * length
-            wanted = replace(sampling or self.sampling, stop_tokens=(), stop_when=())
             params = self.requests.params(wanted, text, capacity)
             with self.lock:
                 decoder.admit([SequenceState(text, params, capacity)])
