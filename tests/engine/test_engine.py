@@ -151,6 +151,22 @@ def test_rounds_show_every_row_until_it_has_ended() -> None:
         assert all(after[row] >= before[row] for row in after)
 
 
+@pytest.mark.parametrize("drafter", ["recycling", "draft chain", "medusa"])
+def test_a_row_that_the_caller_ends_leaves_the_others_as_they_are(drafter: str) -> None:
+    """Also behind plain rounds, of which the drafter has yet to hear."""
+    engine = Engine(target(), DRAFTERS[drafter](target()), budget=Fading(5))
+    options: dict[str, Any] = {"max_new_tokens": NEW, "batch_size": 3}
+    alone = [one.tokens for one in engine.generate(prompts(3), **options)]
+    rows: list[Any] = []
+    for step, running in enumerate(engine.rounds(prompts(3), **options)):
+        rows = rows or list(running)
+        if step == 3:
+            rows[0].finish_reason = "cancelled"
+    assert [row.tokens for row in rows[1:]] == alone[1:]
+    assert rows[0].tokens == alone[0][: len(rows[0].tokens)]
+    assert all(sum(row.stats.seconds.values()) > 0 for row in rows)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("acceptance", RULES)
 def test_the_counts_add_up(drafter: str, acceptance: str) -> None:

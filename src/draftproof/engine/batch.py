@@ -92,11 +92,6 @@ class Batch:
 
     def retire(self) -> None:
         """Let finished rows go; the last rows take their places."""
-        for row in self.running:
-            if row.finish_reason is not None:
-                break
-        else:
-            return
         rows = [place for place, row in enumerate(self.running) if row.finish_reason is None]
         stay = {place for place in rows if place < len(rows)}
         move = [place for place in rows if place >= len(rows)]

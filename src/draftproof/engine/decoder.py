@@ -37,8 +37,8 @@ class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
     `admit` reads prompts, `step` is one round for every running row; finished rows leave by
-    themselves. ops: None takes those of the target's device. prefixes: what prompts may begin
-    with, unread. watch: may be set to see drafts.
+    themselves, `retire` has those leave that the caller ended. ops: None takes those of the
+    target's device. prefixes: what prompts may begin with, unread. watch: may be set to see drafts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Decoder:
             commit = self._observe(frontier, tree, reading, accepted)
             done = self._deliver(frontier, tree, reading, commit, accepted)
         self.budget.record(done._replace(seconds=self.clock.decide.took))
-        self._retire()
+        self.retire()
 
     def admissible(self, waiting: Iterable[Request]) -> int:
         """How many of the first requests that wait may be admitted at once: short ones together."""
@@ -110,7 +110,7 @@ class Decoder:
                     self._start(requests, prefill.join(len(self.running)))
             if not whole:
                 yield
-        self._retire()
+        self.retire()
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -231,19 +231,22 @@ class Decoder:
             else:
                 row.extend(out.tokens, out.logprobs, (), out.top)
 
-    def _retire(self) -> None:
-        """Let finished rows go; what they hold may be the beginning of a prompt to come."""
-        for place, row in enumerate(self.batch.running):
-            if row.finish_reason is None:
-                continue
-            row.stats.seconds = {part: seconds - row.began.get(part, 0.0)
-                                 for part, seconds in self.clock.seconds.items()}
-            if self.prompts.prefixes is not None and row.error is None:
-                alike = self.budget.most < SHORT        # wider drafts are read otherwise
-                text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
-                cache = self.batch.cache.rows(place, place + 1)
-                self.prompts.remember(cache, text, len(row.prompt))
-        self.batch.retire()
+    def retire(self) -> None:
+        """Let ended rows go; what they hold may be the beginning of a prompt to come."""
+        rows = enumerate(self.running)
+        ended = [(place, row) for place, row in rows if row.finish_reason is not None]
+        if not ended:
+            return
+        with torch.inference_mode():
+            for place, row in ended:
+                row.stats.seconds = {part: seconds - row.began.get(part, 0.0)
+                                     for part, seconds in self.clock.seconds.items()}
+                if self.prompts.prefixes is not None and row.error is None:
+                    alike = self.budget.most < SHORT        # wider drafts are read otherwise
+                    text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
+                    cache = self.batch.cache.rows(place, place + 1)
+                    self.prompts.remember(cache, text, len(row.prompt))
+            self.batch.retire()
 
     def _fail(self, place: int, logits: Tensor) -> None:
         """What broke a row may be NaN in the caches, which passes masks."""

@@ -170,7 +170,7 @@ class Engine:
                         else:
                             decoder.step()
                     yield left
-                    batch.retire()                      # rows that the caller ended
+                    decoder.retire()                    # rows that the caller ended
                     if len(batch.running) < running:
                         running = len(batch.running)
                         left = [row for row in left if row.finish_reason is None]

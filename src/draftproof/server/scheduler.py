@@ -104,7 +104,7 @@ class Lane:
                 self.decoder = self.engine.decoder(self.rows, self.length)
             for row in _rows(one for one in self.running if one.cancelled):
                 row.finish_reason = "cancelled"
-            self.decoder.batch.retire()
+            self.decoder.retire()
             if self.reading and self.reading[0].cancelled:
                 self.reading = None
             with lock:
