@@ -91,6 +91,8 @@ def test_what_a_wheel_brought_needs_no_compiler(
 def test_levels_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "features", lambda: frozenset(BUILDS["avx512"][0].split()))
     assert able("amx") == able("avx512") == ["avx512", "avx2"] and able("avx2") == ["avx2"]
+    monkeypatch.setattr(module, "features", lambda: frozenset(BUILDS["amx"][0].split()))
+    assert able("avx512") == ["avx512-bf16", "avx512", "avx2"] and able()[0] == "amx"
     with pytest.raises(BadInput, match="choose one of avx2"):
         able("sse9")
 

@@ -29,10 +29,12 @@ SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
 """Environment: 0 to do without the library; and the highest level to use of those that the
 processor has."""
 _AVX2 = "avx2 fma f16c bmi1 bmi2 abm movbe"
-_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
-_WIDE = "-march=x86-64-v4 -mavx512vnni -mavx512bf16"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+_WIDE = "-march=x86-64-v4 -mavx512vnni"
 BUILDS = {
-    "amx": (f"{_AVX512} amx_tile amx_int8 amx_bf16", f"{_WIDE} -mamx-tile -mamx-int8 -mamx-bf16"),
+    "amx": (f"{_AVX512} avx512_bf16 amx_tile amx_int8 amx_bf16",
+            f"{_WIDE} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16"),
+    "avx512-bf16": (f"{_AVX512} avx512_bf16", f"{_WIDE} -mavx512bf16"),
     "avx512": (_AVX512, _WIDE),
     "avx2-vnni": (f"{_AVX2} avx_vnni", "-march=x86-64-v3 -mavxvnni"),
     "avx2": (_AVX2, "-march=x86-64-v3"),

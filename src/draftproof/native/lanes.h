@@ -64,8 +64,13 @@ static inline halves shortened(lanes x) {
     return (halves)_mm512_cvtneps_pbh((floats)x);
 #else
     bits i = (bits)x, out = (i + 0x7fff + ((i >> 16) & 1)) >> 16, nan = x != x;
-    integers low = (integers)(((out & ~nan) | (nan & 0x7fc0)) & 0xffff);
-    return (halves)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    out = ((out & ~nan) | (nan & 0x7fc0)) & 0xffff;
+#ifdef __AVX512F__
+    return (halves)_mm512_cvtepi32_epi16((__m512i)out);
+#else
+    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)out),
+                                    _mm256_extracti128_si256((__m256i)out, 1));
+#endif
 #endif
 }
 
