@@ -127,17 +127,17 @@ def one_more(own: Any, self: Any, *args: Any, **how: Any) -> int:
         self.limit -= 1
 
 
-def stop_kept(own: Any, self: Any, piece: str, drafted: bool) -> None:
-    before = self.text + "".join(text for text, _ in self._held)
-    own(self, piece, drafted)
+def stop_kept(own: Any, self: Any, piece: str, *rest: Any, **how: Any) -> None:
+    before = self.text + "".join(text for text, *_ in self._held)
+    own(self, piece, *rest, **how)
     if self.finish_reason == "stop" and self.params.sampling.stop:
         self.text = before + piece
 
 
-def last_piece(own: Any, self: Any, piece: str, drafted: bool) -> None:
-    own(self, piece, drafted)
+def last_piece(own: Any, self: Any, *rest: Any, **how: Any) -> None:
+    own(self, *rest, **how)
     if self.finish_reason is None:
-        self._release(sum(len(text) for text, _ in self._held))
+        self._release(sum(len(text) for text, *_ in self._held))
 
 
 class Mutant(NamedTuple):
@@ -151,7 +151,8 @@ class Mutant(NamedTuple):
 
 
 SLOW = "15: vLLM #6038, #13196"
-KEYED, HEAT = "self.keys, role, places, origin", '(self._any("temperature"), self._heat),'
+KEYED = "self.keys, role, places, origin"
+HEAT = '(self._any("temperature"), self._apply_temperature),'
 DEPTHS = "self.tree.depths[:, self.first :]"
 COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
 PENALISED = Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0)
@@ -286,7 +287,8 @@ RULES: dict[str, Callable[[], Any]] = {
         (TOKEN, "residual softmaxed",
          ("_normalised((target - draft).clamp(min=0), target)", "(target - draft).softmax(-1)")),
         (TOKEN, "residual of the wrong node", ("(target - draft).c", "(probs[:, node] - draft).c")),
-        (TOKEN, "draft law raw", ("_laws(tree)", "_normalised(tree.draft_probs.sqrt(), 0.0)")),
+        (TOKEN, "draft probabilities raw",
+         ("_draft_probs(tree)", "_normalised(tree.draft_probs.sqrt(), 0.0)")),
         (TOKEN, "draft law not renormalised",
          ("_normalised(draft.scatter(1, token[:, None], 0.0), draft)",
           "draft.scatter(1, token[:, None], 0.0)")),

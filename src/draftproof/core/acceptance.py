@@ -60,7 +60,7 @@ def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
     probs: [B, N, V] the target's probabilities p at every node; `tree.draft_probs`: q, which each
     node was drawn from. On a chain these are the lines of Leviathan et al., algorithm 1.
     """
-    drafts = _laws(tree)
+    drafts = _draft_probs(tree)
     rows = torch.arange(tree.tokens.shape[0], device=probs.device)
     here = torch.zeros_like(rows)                               # [B] the deepest accepted node
     target, draft = probs[:, 0], torch.zeros_like(probs[:, 0])  # residuals at `here`
@@ -94,7 +94,7 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     """
     if not tree.is_chain:
         return accept_by_rejection(tree, probs, chance)
-    drafts = _laws(tree)
+    drafts = _draft_probs(tree)
     rows, nodes = tree.tokens.shape
     row = torch.arange(rows, device=probs.device)
     weight = torch.ones(rows, dtype=probs.dtype, device=probs.device)               # P_i
@@ -172,7 +172,7 @@ class KeyedChance:
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used
 
 
-def _laws(tree: TokenTree) -> Tensor:
+def _draft_probs(tree: TokenTree) -> Tensor:
     assert tree.draft_probs is not None
     return tree.draft_probs * tree.present[..., None]
 

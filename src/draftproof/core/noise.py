@@ -30,8 +30,8 @@ class Role(IntEnum):
     """What a draw is for. Streams of different roles are independent."""
 
     TARGET = 0      # the target's own choice; a drafter may share it on purpose (coupling)
-    DRAFT = 1       # a draft token drawn from the drafter's own law
-    ACCEPT = 2      # whether a drawn token stands
+    DRAFT = 1       # a draft token drawn from the drafter's distribution
+    ACCEPT = 2      # whether a drawn token is accepted
     RECOVER = 3     # the token that replaces a rejected one
 
 

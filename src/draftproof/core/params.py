@@ -30,8 +30,8 @@ class RuleRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsRule:
-    """A rule on logits that a model's own generation_config asks for, made per request; asked
-    before the user's processors.
+    """A rule on logits that a model's own generation_config or a grammar asks for, made per
+    request; asked before the user's processors.
 
     make: raises BadInput for a request that it cannot serve. reads_text: else it sees scores alone.
     """
@@ -63,7 +63,7 @@ class Sampling:
     logprobs: report the log-probability of each new token under the unprocessed model.
     top_logprobs: and of so many of the likeliest tokens in its place, up to 20.
     processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
-    logits_rules: what the model's own generation_config asks for beside all this.
+    logits_rules: what a model's own generation_config, or a grammar, asks for beside all this.
     stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token;
     true ends it there.
     """

@@ -1,4 +1,4 @@
-"""Logits processed as rows wish, at every node of a tree.
+"""Logits processed as each row asks, at every node of a tree.
 
 The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned
 words, minimum length, the rules of the model's own generation_config, the user's processors; then
@@ -27,8 +27,8 @@ Process = Callable[[Tensor, Paths], Tensor]
 
 
 class LogitsProcessors:
-    """The wishes of all running rows that change logits. Pure; whatever must lie on the device is
-    copied there when it is made, none in a round. exact: the widest numbers of the device."""
+    """What all running rows ask for that changes logits. Pure; whatever must lie on the device is
+    copied there when it is made, nothing in a round. exact: the widest numbers of the device."""
 
     def __init__(
         self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu",
@@ -42,7 +42,8 @@ class LogitsProcessors:
             for name in _NUMBERS if self._any(name)
         }
         self._processes = [process for wanted, process in self._known(exact) if wanted]
-        self.only_temperature = all(process == self._heat for process in self._processes)
+        alone = self._apply_temperature
+        self.only_temperature = all(process == alone for process in self._processes)
 
     def _known(self, exact: torch.dtype) -> list[tuple[bool, Process]]:
         """What some row may ask for, in the order of transformers' generate."""
@@ -65,7 +66,7 @@ class LogitsProcessors:
             (any_banned, self._ban_words),
             (holds, self._hold_stop_tokens),
             (any(row.logits_rules for row in self.rows) or self._any("processors"), self._ask),
-            (self._any("temperature"), self._heat),
+            (self._any("temperature"), self._apply_temperature),
             (self._any("top_k"), self._keep_top_k),
             (self._any("top_p"), self._keep_top_p),
             (self._any("min_p"), self._keep_min_p),
@@ -191,7 +192,7 @@ class LogitsProcessors:
 
     # What depends on the logits alone -------------------------------------------------------------
 
-    def _heat(self, scores: Tensor, paths: Paths) -> Tensor:
+    def _apply_temperature(self, scores: Tensor, paths: Paths) -> Tensor:
         temperature = self._numbers["temperature"].to(scores.dtype)
         return torch.where(temperature > 0, scores / temperature, scores)
 
@@ -213,8 +214,8 @@ class LogitsProcessors:
 
     def _keep_min_p(self, scores: Tensor, paths: Paths) -> Tensor:
         share = self._numbers["min_p"].to(scores.dtype)
-        law = scores.softmax(-1)
-        drop = (law < share * law.amax(-1, keepdim=True)) & ~self.greedy_rows
+        probs = scores.softmax(-1)
+        drop = (probs < share * probs.amax(-1, keepdim=True)) & ~self.greedy_rows
         return scores.masked_fill(drop, -torch.inf)
 
 

@@ -17,7 +17,7 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import NO_TOKEN
 
-STOCK, STOCKED = 64, 1 << 20
+AHEAD, LARGEST = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, if a round needs no more."""
 
 
@@ -31,19 +31,18 @@ class Sampler(LogitsProcessors):
         self.ops = ops
         seeds = [row.sampling.seed for row in rows]
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
-        heats = [row.sampling.temperature for row in rows]
-        self.greedy = not any(heats)
-        # [B, 1] what logits are divided by, and what scores are multiplied by to say a chance
-        self.temperatures = torch.tensor([heat or 1.0 for heat in heats], device=device)[:, None]
-        self._trust = self.temperatures.clamp(max=1)
+        given = [row.sampling.temperature for row in rows]
+        self.greedy = not any(given)
+        # [B, 1] what logits are divided by; 1 in greedy rows
+        self.temperatures = torch.tensor([one or 1.0 for one in given], device=device)[:, None]
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
-        self._stocks = 1 if len(rows) > 1 else STOCK    # batches change: they begin with little
-        self._stock: _Stock | None = None
+        self._ahead = 1 if len(rows) > 1 else AHEAD     # batches change: they begin with little
+        self._kept: _KeptNoise | None = None
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, for one call: it makes no noise for later rounds."""
         other = Sampler([self.rows[row] for row in rows], self.device, self.ops)
-        other._stocks = 0
+        other._ahead = 0
         return other
 
     def sample(self, logits: Tensor, paths: Paths) -> Tensor:
@@ -76,69 +75,70 @@ class Sampler(LogitsProcessors):
         depths = paths.tree.depths[:, paths.first :, None]
         return scores + noises.gather(1, depths.expand_as(scores))
 
-    def confidence(self, gumbel_logits: Tensor, sure: float = 1.0) -> Tensor:
-        """[B, N, V] log-probability that each token is chosen, as a drafter with the target's own
-        noise may think.
+    def confidence(self, gumbel_logits: Tensor, scale: float = 1.0) -> Tensor:
+        """[B, N, V] log-probability that the target chooses each token, as estimated by a drafter
+        that has the target's own noise.
 
-        Draft and target part only where their logits do, and a low temperature makes more of that:
-        the softmax is too sure. A high one would have it less sure than it is. sure: the nearer a
-        drafter's logits are to the target's, the more may be made of a lead.
+        With the same noise the two differ only as their logits do, and a temperature below 1
+        enlarges that difference: so the softmax is of scores times min(temperature, 1). scale: a
+        further factor, above 1 for drafters whose logits are near the target's.
         """
-        scale = (sure * self._trust[..., None]).to(gumbel_logits.dtype)
-        return (gumbel_logits * scale).log_softmax(-1)
+        scales = self.confidence_scales(scale)[..., None].to(gumbel_logits.dtype)
+        return (gumbel_logits * scales).log_softmax(-1)
 
     def best(
-        self, logits: Tensor, paths: Paths, count: int, sure: float = 1.0
+        self, logits: Tensor, paths: Paths, count: int, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """The `count` tokens likeliest to be chosen at each node, and their log-probabilities, both
         [B, N, count]: for drafters that choose, by the target's own noise, from logits [B, N, V].
-        -inf: nothing may be chosen. sure: see `confidence`.
+        -inf: nothing may be chosen. scale: see `confidence`.
         """
-        return self.ops.run(best_tokens, self, logits, paths, count, sure)
+        return self.ops.run(best_tokens, self, logits, paths, count, scale)
 
     def draft_sampling(
-        self, prefix: Prefix, steps: int, vocab: int, floor: float, sure: float = 1.0
+        self, prefix: Prefix, steps: int, vocab: int, floor: float, scale: float = 1.0
     ) -> DraftSampling | None:
         """What `best` goes by for `steps` tokens behind the root; None where kernels know less.
 
-        floor: the chance below which no row's draft goes on. sure: see `confidence`.
+        floor: the chance below which no row's draft goes on. scale: see `confidence`.
         """
         if not (self.ops.on_host and self.only_temperature):
             return None
-        noises, places, scale = None, None, self.scales(sure)
+        noises, places = None, None
         if not self.greedy:
-            noises, places = self._stocked(prefix, steps - 1, vocab)
-        least = log(floor) if floor else -inf
-        return DraftSampling(noises, places, self.temperatures, scale, least)
+            noises, places = self._kept_noise(prefix, steps - 1, vocab)
+        least, scales = log(floor) if floor else -inf, self.confidence_scales(scale)
+        return DraftSampling(noises, places, self.temperatures, scales, least)
 
     @property
     def slope(self) -> Tensor:
         """[B] by how much `confidence` differs where logits differ by 1, at a temperature."""
-        return (self._trust / self.temperatures)[:, 0]
+        return (self.confidence_scales() / self.temperatures)[:, 0]
 
     def noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
         """Noise [., V] of the target's choices, and which of it each node's is [B, N]; None if all
         rows are greedy. For ops on the host."""
         if self.greedy:
             return None, None
-        noises, roots = self._stocked(paths.prefix, paths.tree.depth_limit, vocab)
+        noises, roots = self._kept_noise(paths.prefix, paths.tree.depth_limit, vocab)
         return noises, roots[:, None] + paths.tree.depths[:, paths.first : paths.first + nodes]
 
-    def _stocked(self, prefix: Prefix, depth: int, vocab: int) -> tuple[Tensor, Tensor]:
+    def _kept_noise(self, prefix: Prefix, depth: int, vocab: int) -> tuple[Tensor, Tensor]:
         """The noise of the target's choices [B, D, V], and which of it, flat, is that behind each
         root [B]: made for more positions than a round needs, and kept as long as it reaches."""
-        ahead, positions, stock = max(prefix.ahead, depth), prefix.position.tolist(), self._stock
-        if stock is None or not stock.reaches(positions, ahead, vocab):
-            reach = max(1 + ahead, min(self._stocks, STOCKED // vocab) // len(positions))
+        ahead, positions, kept = max(prefix.ahead, depth), prefix.position.tolist(), self._kept
+        if kept is None or not kept.reaches(positions, ahead, vocab):
+            reach = max(1 + ahead, min(self._ahead, LARGEST // vocab) // len(positions))
             noises = self._made(prefix.position, reach, Role.TARGET, vocab)
             starts = reach * torch.arange(len(positions), device=self.device) - prefix.position
-            stock = self._stock = _Stock(positions, noises, starts)
-            self._stocks = min(2 * self._stocks, STOCK)
-        return stock.noises, stock.starts + prefix.position
+            kept = self._kept = _KeptNoise(positions, noises, starts)
+            self._ahead = min(2 * self._ahead, AHEAD)
+        return kept.noises, kept.starts + prefix.position
 
-    def scales(self, sure: float) -> Tensor:
-        """[B, 1] what scores are multiplied by to say a chance; see `confidence`."""
-        return sure * self._trust
+    def confidence_scales(self, scale: float = 1.0) -> Tensor:
+        """[B, 1] what scores are multiplied by before a softmax makes them chances; see
+        `confidence`."""
+        return scale * self.temperatures.clamp(max=1)
 
     def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
         """[B, D, V] noise by depth, kept for the round it was made for."""
@@ -166,7 +166,7 @@ class DraftSampling(NamedTuple):
     noise: [., V] float32, of which `places` [rows] names that behind each root; None, and None, if
         all rows are greedy.
     temperatures, confidence_scales: [rows, 1] what logits are divided by, and what scores are
-        multiplied by to say a chance.
+        multiplied by before a softmax makes them chances.
     floor: the log-probability below which a chain does not go on.
     """
 
@@ -183,15 +183,15 @@ def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
 
 
 def best_tokens(
-    sampler: Sampler, logits: Tensor, paths: Paths, count: int, sure: float
+    sampler: Sampler, logits: Tensor, paths: Paths, count: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The tokens likeliest to be chosen at each node: see `Sampler.best`."""
     scores = sampler.gumbel_logits(logits, paths, Role.TARGET)
-    best = sampler.confidence(scores, sure).topk(count, -1)
+    best = sampler.confidence(scores, scale).topk(count, -1)
     return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
 
-class _Stock(NamedTuple):
+class _KeptNoise(NamedTuple):
     """Noise [B, D, V] from roots at `positions` on. starts: [B] which of it, flat, is that behind a
     root at position 0."""
 

@@ -50,16 +50,16 @@ class Typical:
         return Rule(self.accept, drawn=False)
 
     def accept(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-        """The longest typical path, and a root drawn from the target's law behind it.
+        """The longest typical path, and a root drawn from the target's distribution behind it.
 
         The root has noise of its own: a drafter may have looked at the noise of the target's
-        choice, and where its token was turned down that choice would no longer have the law p.
+        choice, and where its token was rejected that choice would no longer be distributed as p.
         """
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
         return accept_by_typicality(tree, probs, acceptance.KeyedChance(frontier), self)
 
     def threshold(self, probs: Tensor) -> Tensor:
-        """[...] the probability a token must exceed under each law of `probs` [..., V]."""
+        """[...] the probability a token must exceed under each distribution [..., V]."""
         entropy = -(probs * (probs + 1e-5).log()).sum(-1)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
 
@@ -67,17 +67,16 @@ class Typical:
 def accept_by_typicality(
     tree: TokenTree, probs: Tensor, chance: Chance, typical: Typical
 ) -> Accepted:
-    """A node stands if it is typical behind its parent and all its ancestors stand; the deepest
-    wins, then the one with the likeliest path.
+    """A node is accepted if it is typical behind its parent and all its ancestors are accepted; the
+    deepest ends the path, of equally deep ones the one with the likeliest path.
 
-    probs: [B, N, V] the target's law at every node. The root behind the path is drawn from the law
-    there.
+    probs: [B, N, V] the target's distribution at every node; the next root is drawn from the last.
     """
     rows = torch.arange(len(probs), device=probs.device)
     parents, is_root = tree.parents.clamp(min=0), tree.parents < 0
     likelihood = probs[rows[:, None], parents, tree.tokens.clamp(min=0)]  # [B, N] p(node | parent)
-    stands = tree.present & (likelihood > typical.threshold(probs).gather(1, parents))
-    alive = ((stands | is_root)[:, None] | ~tree.ancestors).all(-1)      # [B, N]
+    likely = tree.present & (likelihood > typical.threshold(probs).gather(1, parents))
+    alive = ((likely | is_root)[:, None] | ~tree.ancestors).all(-1)               # [B, N]
     steps = torch.where(alive & ~is_root, likelihood, 1)
     paths = (tree.ancestors * steps.log()[:, None]).sum(-1)               # [B, N] log-likelihood
     depths = torch.where(alive, tree.depths, -1)

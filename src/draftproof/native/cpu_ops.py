@@ -50,10 +50,8 @@ class CpuOps(Ops):
         own = {"append_tokens": append_tokens}
         if self.library is not None:
             parts = (DraftFunctions(self.library), LookupFunctions(self.library))
-            own |= {
-                name: getattr(part, name)
-                for part in parts for name in vars(type(part)) if not name.startswith("_")
-            }
+            own |= {name: getattr(part, name)
+                    for part in parts for name in vars(type(part)) if not name.startswith("_")}
         self._own: dict[str, Callable[..., Any]] = own
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -109,7 +107,7 @@ class DraftFunctions:
         return tokens
 
     def best_tokens(
-        self, sampler: Sampler, logits: Tensor, paths: Paths, count: int, sure: float
+        self, sampler: Sampler, logits: Tensor, paths: Paths, count: int, scale: float
     ) -> Any:
         if logits.dtype != torch.bfloat16 or not sampler.only_temperature:
             return NotImplemented
@@ -118,8 +116,8 @@ class DraftFunctions:
             rows == len(sampler.rows) and paths.first + nodes <= paths.tree.depths.shape[1]
             and 0 < count <= vocab
         )
-        columns = [one.expand(-1, nodes) for one in (sampler.temperatures, sampler.scales(sure))]
-        given = (*sampler.noise_at(paths, nodes, vocab), *columns)
+        columns = (sampler.temperatures, sampler.confidence_scales(scale))
+        given = *sampler.noise_at(paths, nodes, vocab), *(one.expand(-1, nodes) for one in columns)
         scores = torch.empty(rows, nodes, count)
         tokens = torch.empty(rows, nodes, count, dtype=torch.int64)
         self._call("best_tokens", logits, *given, rows * nodes, vocab, count, scores, tokens)
