@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 from helpers import examinations
 from helpers.examinations import LAW_CASES, WATCHES
@@ -35,8 +37,9 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     with mutant.plant():
         try:
             seen = WATCHES[mutant.watch](*mutant.options)
-        except RuntimeError as error:               # a bug may break the run itself: that is seen
-            seen = str(error) or type(error).__name__
+        except Exception as error:                  # a bug may break the run itself: that is seen
+            seen, last = str(error) or repr(error), traceback.extract_tb(error.__traceback__)[-1]
+            assert not last.filename.endswith("mutants.py"), f"it was not planted: {error!r}"
     assert seen, f"{mutant.name} ({mutant.seen_in}): nobody saw it"
 
 
