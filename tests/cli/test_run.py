@@ -62,7 +62,7 @@ def test_the_prompt_may_come_from_anywhere(
 
 @pytest.mark.parametrize(("options", "word"), [
     (("--draft-tree", "2,1"), "the text is identical\n"),
-    (("--temperature", "1", "--acceptance", "rejection"), "the law is the same"),
+    (("--temperature", "1", "--acceptance", "rejection"), "their distribution is the same"),
 ])
 def test_compare_says_how_fast_and_what_is_the_same(
     call: Call, target: str, draft: str, options: tuple[str, ...], word: str
@@ -126,12 +126,12 @@ def test_the_command_line_of_gaudi_examples_is_understood(
 def test_lossy_is_said_and_its_distance_measured(
     call: Call, target: str, tmp_path: Path
 ) -> None:
-    told = re.compile(r"lossy: distance from the target's law: (\d\.\d\d) per token \(mean total")
+    told = re.compile(r"distance from the target's distribution: (\d\.\d\d) per token \(mean total")
     exact = ("--temperature", "0.5", "--max-new-tokens", "40", "--assistant-model", target)
     run, warm = ("run", target, "-p", "Once"), (*exact, "--lossy", "typical:0.001,0.3")
     said = call(*run, *warm, "--compare")
     assert said.code == 0 and float(told.findall(said.err)[0]) > 0
-    assert "neither the target's text nor its law" in said.err
+    assert "neither the target's text nor its distribution" in said.err
     found = json.loads(call(*run, *warm, "--json").out)
     assert 0 < found["stats"]["distance_per_token"] < 1
     assert found["settings"]["lossy"] == "typical:0.001,0.3"

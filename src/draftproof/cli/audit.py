@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -16,9 +17,7 @@ from draftproof.cli import show
 from draftproof.cli.setup import must_have_folders
 from draftproof.errors import BadInput, DraftproofError
 
-
-def _option(metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=text)
+_option = partial(opt.option, None)
 
 
 def audit(
@@ -88,7 +87,7 @@ def _audited(given: Any) -> tuple[str, Any]:
     name = hf or given.reference or given.model
     known, tokenizer = load_model(name, given.dtype, given.device), load_tokenizer(name)
     if known.config.is_encoder_decoder:
-        raise BadInput(f"{name} is an encoder-decoder, of which audit does not know the law")
+        raise BadInput(f"{name} is an encoder-decoder, which audit does not know")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
     law, opaque = audits.model_law(known, want), frozenset[int]()
     length = given.length if given.length is not None else 3 if vocab <= 64 else 2

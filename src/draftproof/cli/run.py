@@ -147,7 +147,7 @@ def _verdict(engine: Engine, wanted: Sampling, found: dict[str, Any]) -> str:
     place = found["differs_at"]
     same = "the text is identical" if place is None else f"the text differs at token {place}"
     if engine.lossy is not None and wanted.temperature > 0:
-        same += " (typical acceptance is lossy: neither the target's text nor its law)"
+        same += " (typical acceptance is lossy: neither the target's text nor its distribution)"
     elif engine.acceptance != "match" and wanted.temperature > 0:
-        same += f" ({engine.acceptance}: texts may differ, the law is the same)"
+        same += f" ({engine.acceptance}: texts may differ, their distribution is the same)"
     return f"{found['speed_up']:.2f}× as fast as plain decoding; {same}"

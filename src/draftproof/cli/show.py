@@ -123,7 +123,7 @@ def lossy_distance(stats: RoundStats) -> None:
     """After lossy decoding, how far it went, on a line of its own; after exact decoding nothing."""
     if stats.distance_per_token is not None:
         distance = f"{stats.distance_per_token:.2f} per token (mean total variation)"
-        note(f"lossy: distance from the target's law: {distance}", style="yellow")
+        note(f"lossy: distance from the target's distribution: {distance}", style="yellow")
 
 
 def completion(done: Completion) -> dict[str, Any]:
