@@ -112,15 +112,8 @@ class TokenTree:
         above = torch.where(there, place.gather(1, parents.gather(1, order)), 0)
         drafted = torch.where(there, tokens.gather(1, order), ABSENT)
         above = torch.where(numbers[:nodes] == 0, -1, above)
-        return cls.found(drafted, above, torch.where(there, confidence, 0), depth_limit)
-
-    @classmethod
-    def found(
-        cls, tokens: Tensor, parents: Tensor, confidence: Tensor, depth_limit: int
-    ) -> TokenTree:
-        """Nodes by falling `confidence`, parents -1 at the root, all [B, N]."""
-        limit = min(depth_limit, tokens.shape[1] - 1)
-        return cls(tokens, parents, limit, confidence=confidence)
+        confidence = torch.where(there, confidence, 0)
+        return cls(drafted, above, min(depth_limit, nodes - 1), confidence=confidence)
 
     @classmethod
     def concat(cls, trees: Sequence[TokenTree]) -> TokenTree:

@@ -227,11 +227,6 @@ class HeadDrafter(Drafter, Generic[H]):
         self.vocabulary, self.head = vocabulary, decoding_copy(head, vocabulary)
         self.hidden = torch.zeros(0, vocabulary.hidden_size)
 
-    @property
-    def token_map(self) -> Tensor | None:
-        """As of the head."""
-        return self.head.token_map
-
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         dtype, device = self.vocabulary.dtype, self.vocabulary.device

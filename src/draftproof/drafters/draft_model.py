@@ -146,7 +146,7 @@ class DraftModel(Drafter):
             return None
         self.lag, self.scratch = [0] * rows, drafted.read
         tree = TokenTree.chain(drafted.tokens)
-        return replace(tree, budget_rank=drafted.turns) if frontier.most else tree
+        return replace(tree, budget_rank=drafted.budget_rank) if frontier.most else tree
 
     def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
         root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor

@@ -23,7 +23,7 @@ SPACES = "Ġ▁"
 """What byte-level tokenizers, and those of SentencePiece, have for a space."""
 
 
-class Vocabulary:
+class TokenTable:
     """What every token of a tokenizer stands for. bytes_of: by id, empty where there is no token.
 
     ids: of ordinary tokens, by what they stand for. specials: of the others, by their name."""
@@ -70,8 +70,8 @@ class SharedVocabulary:
     """
 
     def __init__(self, target: Codec, draft: Codec, target_size: int, draft_size: int) -> None:
-        self.target, self.size = Vocabulary(target, target_size), target_size
-        self.draft = Vocabulary(draft, draft_size)
+        self.target, self.size = TokenTable(target, target_size), target_size
+        self.draft = TokenTable(draft, draft_size)
         ours, theirs = self.target, self.draft
         found = {index: theirs.ids[text] for text, index in ours.ids.items() if text in theirs.ids}
         smaller = min(len(target.tokenizer), len(draft.tokenizer))

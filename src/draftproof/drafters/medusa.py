@@ -156,7 +156,7 @@ class Medusa(HeadDrafter[MedusaHead]):
     def logits(self, rows: int, heads: int) -> Tensor:
         """[rows, heads, V] what the first heads say of the first rows."""
         logits = self.ops.run(heads_logits, self, self.hidden[:rows], heads).transpose(0, 1)
-        return base.over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
+        return base.over_vocabulary(logits, self.vocabulary.vocab_size, self.head.token_map)
 
 
 def prepare_heads(medusa: Medusa) -> object | None:

@@ -258,7 +258,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
             states.append(state)
             context = self.hidden[: len(state), None].expand_as(state)
             logits = self.head.logits(context, state, vocabulary)
-            return base.over_vocabulary(logits, vocabulary.vocab_size, self.token_map)
+            return base.over_vocabulary(logits, vocabulary.vocab_size, self.head.token_map)
 
         return read
 

@@ -59,8 +59,7 @@ class PrefixCache:
         if count:
             one = self.known.pop(best)
             self.known.append(one)
-            places = (store for layer in row.layers for store in layer.stores)
-            for store, known in zip(places, one.stores, strict=True):
+            for store, known in zip(row.tensors, one.stores, strict=True):
                 store[:, :, :count] = known[:, :, :count]
             row.lengths.fill_(count)
             self.hits, self.reused = self.hits + 1, self.reused + count
@@ -74,14 +73,13 @@ class PrefixCache:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
         shared = [one.common(text) for one in self.known]
-        stores = [store for layer in row.layers for store in layer.stores]
-        each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in stores)
+        each = sum(one.stride(2) * one.shape[1] * one.element_size() for one in row.tensors)
         nbytes = (each + text.itemsize) * count
         if count < LEAST or count in shared or nbytes > self.limit:
             return
         self.known = [one for one, common in zip(self.known, shared, strict=True)
                       if common < len(one.tokens)]          # others begin it, and say no more
-        copies = [store[:, :, :count].clone() for store in stores]
+        copies = [store[:, :, :count].clone() for store in row.tensors]
         self.known.append(Known(text, copies, nbytes))
         while self.nbytes > self.limit:
             self.known.pop(0)

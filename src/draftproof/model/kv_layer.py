@@ -190,8 +190,7 @@ def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
     """store[b, :, slots[b, w]] = states[b, :, w]."""
     if len(store) == 1:
         store.index_copy_(2, slots[0], states)
-    # far quicker than scattering along the slots, and no strided view
-    else:
+    else:                               # far quicker than scattering along the slots
         rows, heads, capacity, size = store.shape
         first = capacity * torch.arange(rows * heads, device=slots.device).view(rows, heads, 1)
         store.view(-1, size).index_copy_(

@@ -34,10 +34,9 @@ class TreeBuffer:
         tokens, parents, confidence = self.parts
         if shape is not None:
             return TokenTree.shaped(tokens, shape, confidence=confidence)
-        if (width := self.output.widest) < tokens.shape[1]:
-            tokens, parents = tokens[:, :width], parents[:, :width]
-            confidence = confidence[:, :width]
-        return TokenTree.found(tokens, parents, confidence, depth_limit)
+        width = min(self.output.widest, tokens.shape[1])
+        tokens, parents, confidence = (part[:, :width] for part in self.parts)
+        return TokenTree(tokens, parents, min(depth_limit, width - 1), confidence=confidence)
 
 
 class Pool(NamedTuple):

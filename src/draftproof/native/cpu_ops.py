@@ -184,7 +184,7 @@ class DraftFunctions:
 
     def prepare_recurrence(self, drafter: Any) -> ctypes.Structure | None:
         """None where the target's tables or some layers are not packed."""
-        head, token_map, tables = drafter.head, drafter.token_map, drafter.vocabulary.native
+        head, tables, token_map = drafter.head, drafter.vocabulary.native, drafter.head.token_map
         form, last = head.config, _projection(drafter)
         if last is None or form.hidden_size % LANES or form.exit_dim % LANES:
             return None

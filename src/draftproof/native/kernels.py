@@ -59,12 +59,12 @@ class Kernels:
 class Chains(NamedTuple):
     """A chain per row, the root first.
 
-    tokens: [rows, 1 + d]. turns: likewise, with how many nodes per row each would be kept. read:
-    [rows] nodes in the scratch.
+    tokens: [rows, 1 + d]. budget_rank: likewise, as of a `TokenTree`. read: [rows] nodes in the
+    scratch.
     """
 
     tokens: Tensor
-    turns: Tensor
+    budget_rank: Tensor
     read: Tensor
 
 
