@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def test_every_user_mistake_is_one_sentence(
     (rows := tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     given = shlex.split(options.format(binary=binary, rows=rows))
     refused("run", target, *given, words=[MISTAKES[options]])
+
+
+def test_a_port_in_use_is_one_sentence(refused: Call, target: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused("serve", target, "--port", port, words=["nothing can listen", port, "--port"])
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "org/no-such-model", "nowhere"])

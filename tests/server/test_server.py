@@ -4,10 +4,10 @@ client sends breaks it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -136,21 +136,23 @@ def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> No
 
 
 MISTAKES: tuple[tuple[Any, str], ...] = (
-    ({}, "prompt"),
+    ({}, '"prompt" is missing'),
     ([], "object"),
     ({"prompt": ""}, "empty"),
-    ({"prompt": 3}, "string"),
+    ({"prompt": 3}, '"prompt" was 3; it must be a valid string, or a valid list'),
     ({"prompt": [99999]}, "99999"),
     ({"prompt": "\ud800"}, "surrogate"),
     ({"prompt": "word " * 400}, "tokens"),
     ({"prompt": "a", "max_tokens": -1}, "max_new_tokens"),
     ({"prompt": "a", "sampling_params": {"n": 3}}, "beside the prompt"),
-    ({"prompt": "a", "n": 99}, "99"),
+    ({"prompt": "a", "n": 10**7}, "10000000"),
+    ({"prompt": ["a"] * 41}, "41 prompts"),
     ({"prompt": "a", "n": None, "stop": [3]}, "stop"),
     ({"prompt": "a", "model": "gpt"}, "gpt"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "tools": [{}]}, "tools"),
     ({"prompt": "a", "draftproof": {"drafter": "none of these"}}, "none of these"),
+    ({"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "json_schema"),
     ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {
         "schema": {"type": "nonsense"}}}}, "nonsense"),
@@ -171,11 +173,16 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
     route = "/v1/completions"
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert http.get("/v1/models").json()["data"][0]["id"] == "demo"
-    assert http.post(route, content=b"{", headers=JSON).status_code == 400
+    cut = http.post(route, content=b"{", headers=JSON)
+    assert cut.status_code == 400 and "must be JSON" in cut.json()["error"]["message"]
+    assert "/v1/none" in http.get("/v1/none").json()["error"]["message"]
     assert http.post(route, content=iter([b"{}"])).status_code == 413
     assert http.post(route, content=b" " * (9 << 20)).status_code == 413
     assert http.get("/health").json() == {"status": "ok"} and "</html>" in http.get("/").text
     assert http.post("/tokenize", json={"prompt": "The dog"}).json()["count"] == 2
+    assert http.post("/tokenize", json={"prompt": PROMPTS}).status_code == 400
+    wrong = http.post("/tokenize", json={"messages": 5})
+    assert '"messages" was 5' in wrong.json()["error"]["message"]
     chat = {"messages": [{"role": "user", "content": "a"}],
             "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert http.post("/v1/chat/completions", json=chat).status_code == 400      # no chat template
@@ -247,16 +254,15 @@ def test_who_takes_too_long_gets_504(
     assert told.value.status_code == 504
 
 
-def test_sigterm_lets_what_runs_finish_and_ends_with_zero() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, answers = f"http://127.0.0.1:{port}", list[httpx.Response]()
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
+def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[int]) -> None:
+    answers = list[httpx.Response]()
     command = [sys.executable, "-m", "draftproof", "serve", "demo", "--drafter", "none",
-               "--port", str(port), "--max-model-len", "900"]
+               "--max-model-len", "900", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any("serving demo" in line for line in process.stderr)
+        found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        url = next(one.group() for one in found if one)
         for _ in range(100):
             try:
                 httpx.get(f"{url}/health")
@@ -267,15 +273,21 @@ def test_sigterm_lets_what_runs_finish_and_ends_with_zero() -> None:
                 "logit_bias": {"0": -100}}
 
         def ask() -> None:
-            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
 
         thread = threading.Thread(target=ask)
         thread.start()
         while 'num_requests_running{model_name="demo"} 1.0' not in httpx.get(f"{url}/metrics").text:
             assert not answers
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
+        for one in signals:
+            process.send_signal(one)
+            time.sleep(0.1)
         thread.join()
+        if len(signals) == 2:
+            assert process.wait(30) == 1 and not answers and "Error" not in process.stderr.read()
+            return
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] > 100
         assert process.wait(30) == 0

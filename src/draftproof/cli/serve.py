@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,13 +47,32 @@ def serve(
         from draftproof.server.api import Server
     except ImportError as error:
         raise BadInput(f"a server needs {error.name}; pip install 'draftproof[server]'") from error
+    listener, where = _listener(host, port)
     loaded = alone_engine(config_of(model, engine, bf16), "serve", prefix_cache << 20)
     server = Server(
         loaded, served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
         length=max_model_len, timeout=timeout, key=api_key, price=price_per_hour,
     )  # fmt: skip
-    where = f"http://{host}:{port}/ (page), /v1 (API), /metrics"
-    show.note(f"serving {server.model} at {where}; Ctrl-C ends it")
+
+    class Uvicorn(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:                        # told twice
+                os._exit(1)
+            super().handle_exit(sig, frame)
+
+    show.note(f"serving {server.model} at {where} (page), /v1 (API), /metrics; Ctrl-C ends it")
     for one in (signal.SIGINT, signal.SIGTERM):         # uvicorn raises it again when all is done
         signal.signal(one, lambda *_: sys.exit(0))
-    uvicorn.run(server.app(), host=host, port=port, log_level="warning", access_log=False)
+    Uvicorn(uvicorn.Config(server.app(), log_level="warning", access_log=False)).run([listener])
+
+
+def _listener(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that nobody can connect to yet, and its address."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        why = f"{error.strerror or error}; choose another --port or --host"
+        raise BadInput(f"nothing can listen at {host}:{port}: {why}") from error
+    return listener, f"http://{host}:{listener.getsockname()[1]}/"

@@ -39,10 +39,11 @@ NOT_HONOURED = (
     "guidance_scale", "penalty_alpha", "watermark", "logits_processors", "allowed_token_ids",
     "eos_token_id", "lora_request", "prompt_logprobs", "truncate", "chat_template",
     "truncate_prompt_tokens", "include_stop_str_in_output", "extra_body", "reasoning_effort",
-    "top_n_tokens", "decoder_input_details", "return_full_text",
+    "top_n_tokens", "decoder_input_details", "return_full_text", "chat_template_kwargs",
+    "continue_final_message", "suppress_tokens", "forced_eos_token_id",
 )  # fmt: skip
 """Fields that would change the text or what is reported of it, and that nothing here does."""
-NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", {"type": "text"})
+NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", ["text"], {"type": "text"})
 ONE_IS_NEUTRAL = (
     "best_of", "num_beams", "num_return_sequences", "length_penalty", "typical_p", "repeat_penalty",
     "guidance_scale", "encoder_repetition_penalty",

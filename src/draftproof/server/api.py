@@ -4,6 +4,7 @@ health, metrics, and a page."""
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,8 +61,8 @@ class Server:
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, key=self.key)         # an HTTP one would copy what is streamed
-        app.exception_handler(DraftproofError)(_refusal)
-        app.exception_handler(RequestValidationError)(_refusal)
+        for kind in (DraftproofError, RequestValidationError, HTTPException):
+            app.exception_handler(kind)(_refusal)
         app.post("/v1/completions", response_model=None)(self.completions)
         app.post("/v1/chat/completions", response_model=None)(self.chat)
         app.post("/tokenize")(self.tokenize)
@@ -80,8 +82,10 @@ class Server:
 
     def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
-        tokens = list(self._read(body).tickets[0].rows[0].prompt)
-        length = self.scheduler.length
+        first, *others = self._read(body).tickets
+        if others:
+            raise BadInput(f"{1 + len(others)} prompts were given; give one")
+        tokens, length = list(first.rows[0].prompt), self.scheduler.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
     def models(self) -> dict[str, Any]:
@@ -128,8 +132,10 @@ class Server:
                 prompts = [self.engine.codec.encode_chat(prompts, tools)]
                 rule = call_rule(body, form, self.grammars) or rule
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
+        prompts, n = self.engine.requests.several(prompts), body.n or 1
+        self.scheduler.check(body.draftproof.drafter, len(prompts), n)
         with self.engine.lock:
-            rows = self.engine.requests.read(prompts, None, sampling, body.n or 1)
+            rows = self.engine.requests.read(prompts, None, sampling, n)
         return Answer(self.service, body, rows, form)
 
 
@@ -159,8 +165,23 @@ class Guard:
 
 async def _refusal(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        return problem(f'"{where}": {first["msg"]}', 400)
+        return problem(_misread(error), 400)
+    if isinstance(error, HTTPException):
+        return problem(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
     status = 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
     return problem(str(error), status)
+
+
+def _misread(error: RequestValidationError) -> str:
+    """Which field is wrong, what it was, and what it may be."""
+    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
+    path = [str(part) for part in first["loc"][1:]]
+    where = ".".join(part for part in path if not re.match(r"[A-Z]|str$|.*\[", part))
+    if first["type"] == "json_invalid" or not where:
+        why = first.get("ctx", {}).get("error", "an object, with Content-Type: application/json")
+        return f"the body must be JSON: {why}"
+    if first["type"] == "missing":
+        return f'"{where}" is missing'
+    same = [one for one in (first, *others) if one["loc"][1] == first["loc"][1]]
+    wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in same)
+    return f'"{where}" was {first["input"]!r:.99}; it must be {", or ".join(wanted)}'

@@ -233,14 +233,20 @@ class Scheduler:
         """Requests that wait."""
         return [one for lane in self.lanes.values() for one in list(lane.waiting)]
 
+    def check(self, drafter: str, prompts: int, n: int) -> None:
+        """Refuse what can never run, before there is a row of it."""
+        lane = self.lanes.get(drafter)
+        if lane is None:
+            raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
+        if n > lane.rows:
+            raise BadInput(f"n was {n}; this server runs at most {lane.rows} rows")
+        if prompts > self.queue:
+            raise BadInput(f"{prompts} prompts were given; this server queues {self.queue} at most")
+
     def submit(self, ticket: Ticket, drafter: str = "") -> None:
         """Queue a request; it hears in the event loop that this is called in. Raises Unavailable if
         the queue is full."""
-        lane, prompt = self.lanes.get(drafter), ticket.rows[0].prompt
-        if lane is None:
-            raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
-        if len(ticket.rows) > lane.rows:
-            raise BadInput(f"n was {len(ticket.rows)}; this server runs at most {lane.rows} rows")
+        prompt = ticket.rows[0].prompt
         if len(prompt) >= self.length:
             most = self.length - 1
             raise BadInput(f"the prompt has {len(prompt)} tokens; this server reads at most {most}")
@@ -250,7 +256,7 @@ class Scheduler:
             if len(self.waiting) >= self.queue:
                 raise Unavailable(f"{self.queue} requests wait already; try again later", 429)
             self.loop = asyncio.get_running_loop()
-            lane.waiting.append(ticket)
+            self.lanes[drafter].waiting.append(ticket)
             self._awake.notify()
         self._metrics.prompt_tokens.inc(len(prompt))
 
