@@ -103,7 +103,8 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
      {"logit_bias": [[5, 1]]}, {"logit_bias": {"a": 1}}, {"logprobs": "yes"}, {"top_logprobs": 2},
      {"top_logprobs": 21, "logprobs": True}, {"stop": [5]}, {"stop": 5}, {"stop": None},
      {"stop_tokens": 5}, {"stop_tokens": ["a"]}, {"stop_tokens": "ab"}, {"banned_words": [5]},
-     {"banned_words": [["a"]]}, {"banned_words": b"x"}],
+     {"banned_words": [["a"]]}, {"banned_words": b"x"}, {"processors": 5},
+     {"processors": len}, {"stop_when": [5]}],
     ids=str
 )
 def test_a_wish_that_cannot_be_honoured_is_one_sentence(wrong: dict[str, object]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
 from draftproof.engine import stats
+from draftproof.engine.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Clock
 from draftproof.errors import BadInput, BrokenModel
@@ -123,7 +124,11 @@ def test_a_row_that_cannot_go_on_ends_alone(acceptance: str, temperature: float)
     ([[]], {}, "empty"), ([[1, 99]], {}, "99"), ("text", {}, "tokenizer"),
     ([[1]], {"max_new_tokens": 0}, "max_new_tokens"), ([[1]], {"n": 0}, "n was 0"),
     ([[1]], {"batch_size": 0}, "batch_size"),
-    ([[1]], {"sampling": [Sampling()] * 2}, "2 samplings"),
+    ([[1]], {"sampling": [Sampling()] * 2}, "sampling was"), ([[1]], {"sampling": 0.7}, "0.7"),
+    ([[1]], {"n": 1.5}, "n was 1.5"), ([[1]], {"batch_size": "2"}, "batch_size was '2'"),
+    ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens was 1.5"),
+    ([[1, 2]], {"sampling": Sampling(max_length=2)}, "the 2 tokens of the prompt"),
+    ([[1, None]], {}, "None"), ([[1]], {"sampling": Sampling(processors=[print])}, "no tensor"),
     ([[1]], {"sampling": Sampling(stop="x")}, "tokenizer"),
     ([[1]], {"sampling": Sampling(banned_words="x")}, "tokenizer"),
     ([[1]], {"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "logit_bias"),
@@ -132,6 +137,15 @@ def test_bad_requests_are_one_sentence(prompts: Any, call: dict[str, Any], word:
     with pytest.raises(BadInput, match=word) as error:
         Engine(target()).generate(prompts, **call)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"model": None}, {"model": 5}, {"assistant_model": [1]}, {"tokenizer": 5},
+    {"budget": "5"}, {"budget": 1.5}, {"draft_tree": (3, 2)}, {"lossy": 0.5}, {"bucket_size": "x"},
+    {"shapes": True}, {"ignore_generation_config": ["num_beams"]}], ids=str)  # fmt: skip
+def test_options_of_other_types_are_one_sentence(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=f"{next(iter(wrong))} was .*; it must be "):
+        EngineConfig(**{"model": "demo", **wrong})
 
 
 # Rounds and counts --------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
 
 
-def _is_token(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether something is a whole number: a token id, a count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -132,16 +133,14 @@ def _is_text(value: object) -> bool:
 
 
 def _is_word(value: Any) -> bool:
-    return _is_text(value) or (_is_list(value) and len(value) > 0 and all(map(_is_token, value)))
+    return _is_text(value) or (_is_list(value) and len(value) > 0 and all(map(is_whole, value)))
 
 
 def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: _is_list(values) and all(map(part, values))
 
 
-def _number(
-    low: float, high: float = 1e30, whole: bool = False
-) -> Callable[[Any], bool]:
+def _number(low: float, high: float = 1e30, whole: bool = False) -> Callable[[Any], bool]:
     """Whether something is a number, from low to high; larger ones are lost in float32."""
     kinds = int if whole else (int, float)
     return lambda value: (
@@ -168,10 +167,11 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_logprobs": _count(0, 20),
     "logit_bias": (
         lambda value: isinstance(value, Mapping) and all(
-            _is_token(token) and _number(-inf)(bias) for token, bias in value.items()
+            is_whole(token) and _number(-inf)(bias) for token, bias in value.items()
         ), "numbers up to 1e30, by token id"),
     "stop": (_all(_is_text), "a list of strings that are not empty"),
-    "stop_tokens": (_all(_is_token), "a list of token ids"),
+    "stop_tokens": (_all(is_whole), "a list of token ids"),
+    **dict.fromkeys(("processors", "stop_when"), (_all(callable), "a list of functions")),
     "banned_words": (_all(_is_word), "a list of strings, or of lists of token ids, not empty"),
 }  # fmt: skip
 """Options, what each must be, and that in words."""

@@ -13,14 +13,13 @@ from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from itertools import accumulate
 from operator import mul
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from draftproof.core.tree import TreeShape
@@ -37,6 +36,17 @@ TRAINING_FREE = ("none", "portfolio", "prompt-lookup", "suffix", "recycling")
 RULES = ("match", "rejection", "block")
 """The exact acceptance rules."""
 WEIGHT_KINDS = ("int8", "int4", "fp8")
+_MODEL = ((str, PurePath), "config", "a name, a folder or a loaded transformers model")
+_KINDS: dict[str, tuple[Any, str, str]] = {
+    "model": _MODEL, "assistant_model": _MODEL,
+    "tokenizer": ((str, PurePath), "encode", "a name, a folder or a loaded tokenizer"),
+    "budget": (int, "choose", "a whole number, or a Budget"),
+    "draft_tree": (str, "paths", 'children per node as in "3,2,1", or a TreeShape'),
+    "lossy": ((bool, str), "rule", 'True, "typical", "typical:EPSILON,DELTA" or a Typical'),
+    "bucket_size": (int, "", "a whole number"), "shapes": ((), "closed", "a ShapePolicy"),
+    "ignore_generation_config": (str, "", "names with commas between them"),
+}
+"""Options that may be of these types, or of any that has this attribute; and that in words."""
 
 
 def option(
@@ -128,6 +138,11 @@ class EngineConfig:
     shapes: ShapePolicy | None = None
 
     def __post_init__(self) -> None:
+        for name, (types, attribute, words) in _KINDS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, types) or hasattr(value, attribute)
+                    or (value is None and name != "model")):
+                raise BadInput(f"{name} was {value!r:.60}; it must be {words}")
         free, two = self.training_free, "were given; give one of them"
         least = 0 if self.drafter == "none" else 1
         checks = [

@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.params import Sampling
+from draftproof.core.params import Sampling, is_whole
 from draftproof.core.tree_shape import CHUNKS
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter, Plain
@@ -119,9 +119,9 @@ class Engine:
         Those that wait are among them, and the first time all are. They are the engine's own: look,
         and change nothing but a `finish_reason` that is None, which ends a row.
         """
-        for name, given in (("n", n), ("batch_size", batch_size)):
-            if given is not None and given < 1:
-                raise BadInput(f"{name} was {given}; it must be at least 1")
+        for name, given in (("n", n), ("batch_size", 1 if batch_size is None else batch_size)):
+            if not is_whole(given) or given < 1:
+                raise BadInput(f"{name} was {given!r:.60}; it must be a whole number, at least 1")
         requests = self._read(prompts, max_new_tokens, sampling, n)
         rows = max(n, min(batch_size or 8, n * len(requests)))
         if self.shapes.closed and batch_size is not None:       # as many as declared, needed or not

@@ -38,12 +38,12 @@ def one(given: Any) -> str | list[int] | list[Any]:
     parts = [_plain(part) for part in parts]
     if parts and all(map(_is_message, parts)):
         return parts
-    strange = next((part for part in parts if type(part) is not int), None)
-    if strange is not None:
-        raise BadInput(
-            f"a prompt holds {strange!r:.60} of type {type(strange).__name__}; token ids are whole "
-            "numbers, a chat is a list of messages"
-        )
+    for part in parts:
+        if type(part) is not int:
+            raise BadInput(
+                f"a prompt holds {part!r:.60} of type {type(part).__name__}; token ids are whole "
+                "numbers, a chat is a list of messages"
+            )
     return parts
 
 
@@ -92,7 +92,8 @@ def _rows(encoding: Mapping[str, Any]) -> list[list[int]]:
         holes = [True]
     if any(holes):
         raise BadInput(
-            "a prompt has no input_ids, or an attention mask of another shape, or one that hides "
-            "more than padding; give what one call of a tokenizer returns"
+            "a prompt is a dict without input_ids, or has an attention mask of another shape, or "
+            "one that hides more than padding; give what one call of a tokenizer returns, and a "
+            "chat as a list of messages"
         )
     return kept

@@ -9,11 +9,17 @@ from typing import Any, cast
 
 import torch
 
-from draftproof.core.params import LogitsProcessor, RuleRequest, Sampling, SamplingParams
+from draftproof.core.params import (
+    LogitsProcessor,
+    RuleRequest,
+    Sampling,
+    SamplingParams,
+    is_whole,
+)
 from draftproof.engine.batch import Request
 from draftproof.engine.prompts import Prompt, one, several
 from draftproof.engine.sequence import SequenceState
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, first_line
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec, Messages
 
@@ -38,11 +44,12 @@ class RequestReader:
     ) -> list[Request]:  # fmt: skip
         """Per prompt its `n` samples, checked."""
         asked = self.several(prompts)
-        wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else list(sampling)
-        if len(wanted) != len(asked) or not all(isinstance(want, Sampling) for want in wanted):
+        wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else sampling
+        sound = isinstance(wanted, Sequence) and all(isinstance(want, Sampling) for want in wanted)
+        if not sound or len(wanted) != len(asked):
             raise BadInput(
-                f"{len(wanted)} samplings were given for {len(asked)} prompts: {sampling!r:.80}; "
-                "give one Sampling, or as many as prompts"
+                f"sampling was {sampling!r:.80} for {len(asked)} prompts; give one Sampling, or a "
+                "list of as many as prompts"
             )
         requests = list[Request]()
         for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
@@ -89,15 +96,12 @@ class RequestReader:
 
     def _limit(self, tokens: list[int], asked: int | None, sampling: Sampling) -> int:
         """New tokens this row may have; the context bounds them."""
-        if asked is None:
-            asked = sampling.max_new_tokens
+        name, asked = "max_new_tokens", sampling.max_new_tokens if asked is None else asked
         if asked is None and sampling.max_length is not None:
+            name = f"max_length, less the {len(tokens)} tokens of the prompt,"
             asked = sampling.max_length - len(tokens)
-        if asked is not None and asked < 1:
-            raise BadInput(
-                f"max_new_tokens was {asked} (max_length less the {len(tokens)} tokens of the "
-                "prompt, if that was given); ask for at least 1"
-            )
+        if asked is not None and not (is_whole(asked) and asked >= 1):
+            raise BadInput(f"{name} was {asked!r:.60}; ask for a whole number, at least 1")
         room = self.target.context - len(tokens)
         if room < 1:
             raise BadInput(
@@ -141,15 +145,17 @@ class RequestReader:
     def _must_be_pure(self, processor: LogitsProcessor) -> None:
         """Ask twice, another question in between: a function of the prefix answers the same."""
         name = getattr(processor, "__name__", type(processor).__name__)
-        asked, vocab, device = copy.deepcopy(processor), self.target.vocab_size, self.target.device
+        vocab, device = self.target.vocab_size, self.target.device
         texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]
         scores = torch.linspace(-1, 1, vocab, device=device)[None]
         try:
+            asked = copy.deepcopy(processor)
             answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
+            pairs = zip(answers, answers[:2] * 3, strict=True)
+            alike = all(torch.equal(answer, first) for answer, first in pairs)
         except Exception as error:
-            why = f"fails on a short text: {error}"
+            why = f"returns no tensor, or fails on a short text: {first_line(error)}"
             raise BadInput(f"the logits processor {name} {why}") from error
-        alike = all(torch.equal(answer, answers[turn % 2]) for turn, answer in enumerate(answers))
         if not alike or answers[0].shape != scores.shape:
             raise BadInput(
                 f"the logits processor {name} returns another shape than it was given, or keeps "
