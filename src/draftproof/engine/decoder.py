@@ -233,8 +233,10 @@ class Decoder:
 
     def retire(self) -> None:
         """Let ended rows go; what they hold may be the beginning of a prompt to come."""
-        rows = enumerate(self.running)
-        ended = [(place, row) for place, row in rows if row.finish_reason is not None]
+        ended = list[tuple[int, SequenceState]]()
+        for place, row in enumerate(self.batch.running):
+            if row.finish_reason is not None:
+                ended.append((place, row))
         if not ended:
             return
         with torch.inference_mode():
