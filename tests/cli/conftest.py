@@ -49,10 +49,10 @@ def prompts(tmp_path: Path) -> str:
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
     """``draftproof ARGS``, in this process."""
 
-    def run(*args: str, stdin: str = "") -> Said:
+    def run(*args: str, stdin: str | None = "") -> Said:
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "argv", ["draftproof", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
         code = 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:

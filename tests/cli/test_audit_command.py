@@ -116,6 +116,9 @@ def test_the_command_line_with_a_function(
     monkeypatch.chdir(tmp_path)
     said = call("audit", "--python", "my_engine:sample", "--model", str(served), "--samples", "999")
     assert said.code == 1 and said.out.startswith("BIASED")
+    (tmp_path / "broken_engine.py").write_text("def sample(*given):\n    raise ValueError('boom')")
+    said = call("audit", "--python", "broken_engine:sample", "--model", str(served))
+    assert said.code == 2 and "boom" in said.err, "1 always means biased"
 
 
 NOBODY = ("--endpoint", "http://127.0.0.1:9")
@@ -127,6 +130,10 @@ FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
     [
         ([], "one engine"),
         (["--hf", "demo"], "--assistant-model"),
+        (["--hf", "demo", "--assistant-model", "demo-draft", "--length", "0"], "length was 0"),
+        (["--hf", "demo", "--assistant-model", "x", "--num-assistant-tokens", "0"], "at least 1"),
+        (["--hf", "demo", "--assistant-model", "x", "--reference", "demo"], "leave it out"),
+        ([*FUNCTION, "--num-assistant-tokens", "5"], "leave it out"),
         ([*NOBODY, "--model", "x"], "--reference"),
         ([*NOBODY, "--model", "x", "--reference", "SERVED"], "cannot be reached"),
         (["--endpoint", "127.0.0.1", "--model", "x", "--reference", "SERVED"], "http://"),

@@ -58,6 +58,14 @@ def test_the_prompt_may_come_from_anywhere(
     parts = r"6 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide"
     assert re.match(parts, said[0].err) and said[0].err.count("\n") == 1
     assert frozen[0] > 100_000
+    assert "the prompt is empty" in call("run", target, "-", stdin=None).err, "a closed stdin"
+
+
+def test_options_without_effect_are_named(call: Call, target: str) -> None:
+    run = ("run", target, "-p", "Once", "--max-new-tokens", "2", "--seed", "3", "--top-p", "0.9")
+    idle = "note: without effect at temperature 0: --top-p, --seed; add --temperature\n"
+    assert idle in call(*run).err and idle in call(*run, "--json").err
+    assert "without effect" not in call(*run, "--temperature", "1").err
 
 
 @pytest.mark.parametrize(("options", "word"), [

@@ -81,6 +81,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
     nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere   # closed ones
+    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     try:
         app(prog_name="draftproof")
     except DraftproofError as error:

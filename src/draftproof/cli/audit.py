@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ def audit(
     model: Annotated[str | None, _option("NAME", "Server: its model; else a local copy.")] = None,
     reference: Annotated[str | None, _option("MODEL", "Local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
-    num_assistant_tokens: opt.DraftTokens = None,
+    num_assistant_tokens: Annotated[
+        int | None, _option("K", "It drafts so many; else as transformers does.")] = None,
     prompt: Annotated[str | None, _option("TEXT", "What continues; else a few words, or tokens.",
                                           "--prompt", "-p")] = None,
     length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
@@ -46,7 +48,9 @@ def audit(
         must_have_folders(json_)
         with show.status("drawing texts ..."):
             title, found = _audited(SimpleNamespace(**ctx.params))
-    except (DraftproofError, OSError) as error:         # 1 always means biased
+    except Exception as error:                          # 1 always means biased
+        if not isinstance(error, (DraftproofError, OSError)):
+            traceback.print_exc()
         print(f"draftproof: {show.one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(2) from None
     if json_ is not None:
@@ -76,12 +80,19 @@ def _audited(given: Any) -> tuple[str, Any]:
     from draftproof.verify import audit as audits
 
     hf, endpoint, python, assistant = given.hf, given.endpoint, given.python, given.assistant_model
+    length, tokens = given.length, given.num_assistant_tokens
     if sum(source is not None for source in (hf, endpoint, python)) != 1:
         raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
-    needed = {"--assistant-model": assistant} if hf else {"--model": given.model}
-    needed |= {"--reference": given.reference} if endpoint else {}
-    if missing := [name for name, value in needed.items() if value is None]:
-        raise BadInput(f"this engine needs {missing[0]} too")
+    needed = ["--assistant-model"] if hf else ["--model", "--reference"][: 1 + bool(endpoint)]
+    said = {"--assistant-model": assistant, "--model": given.model, "--reference": given.reference,
+            "--num-assistant-tokens": None if hf else tokens}
+    for name, value in said.items():
+        if (name in needed) != (value is not None):
+            raise BadInput(f"this engine needs {name} too" if value is None else
+                           f"{name} is not for this engine; leave it out")
+    for name, number in (("length", length), ("num_assistant_tokens", tokens)):
+        if number is not None and number < 1:
+            raise BadInput(f"{name} was {number}; it must be at least 1")
     want = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
     engine: Any = audits.from_module(python) if python else None
     name = hf or given.reference or given.model
@@ -90,10 +101,10 @@ def _audited(given: Any) -> tuple[str, Any]:
         raise BadInput(f"{name} is an encoder-decoder, which audit does not know")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
     law, opaque = audits.model_law(known, want), frozenset[int]()
-    length = given.length if given.length is not None else 3 if vocab <= 64 else 2
+    length = length or (3 if vocab <= 64 else 2)
     if hf:
         draft = load_model(assistant, given.dtype, given.device)
-        engine = audits.assisted(known, draft, want, length, given.num_assistant_tokens, ends)
+        engine = audits.assisted(known, draft, want, length, tokens, ends)
     elif endpoint:
         if tokenizer is None:
             raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")

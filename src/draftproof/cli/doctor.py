@@ -53,6 +53,9 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
         promised = {"exact_nodes": found.exact_nodes, "promise": found.promise}
         print(json.dumps({**facts, "dtype": found.dtype, **promised}))
         return
+    if found.differ:
+        gap = f"logits differ by up to {max(found.differ.values()):.1g}"
+        facts["other bits"] = [*found.differ, gap]
     page = Table.grid(padding=(0, 2))
     page.add_column(style="bold")
     for name, value in facts.items():

@@ -96,7 +96,7 @@ SAMPLING = [
     _sampling("stop", list[str], "TEXT", "End before this text; repeatable."),
     _sampling("banned_words", list[str], "WORD", "Never write this; repeatable.", "--banned-word"),
     _sampling("logprobs", bool, None, "With --json or --out: log-probability of each token."),
-    _sampling("top_logprobs", int, "N", "And the N likeliest tokens in its place."),
+    _sampling("top_logprobs", int, "N", "With --logprobs: the N likeliest tokens in its place."),
 ]
 """Of `Sampling`, which lives beside torch: `--help` does not wait for it."""
 OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
@@ -129,4 +129,4 @@ Ray = Annotated[
 ]
 
 _ENGINE = {one.name: one.annotation for one in OPTIONS["engine"]}
-DraftTokens, Dtype, Device = _ENGINE["budget"], _ENGINE["dtype"], _ENGINE["device"]
+Dtype, Device = _ENGINE["dtype"], _ENGINE["device"]

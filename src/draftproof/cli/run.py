@@ -47,10 +47,10 @@ def run(
     one = [source for source in (text, prompt, prompt_file) if source is not None]
     with main_process_only(config) as group:
         if any(option is not None for option in (prompts, out, batch_size, ray)):
-            if prompts is None or out is None or one or compare or n != 1:
+            if prompts is None or out is None or one or compare or json_ or n != 1:
                 raise BadInput(
                     "a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl, and "
-                    "completes each row once: leave out --compare, --n and other prompts"
+                    "completes each row once: leave out --compare, --json, --n and other prompts"
                 )
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
             return
@@ -77,6 +77,9 @@ def _run(
     """Complete one prompt, on the terminal or as JSON."""
     engine = engine_of(config)
     wanted = replace(engine.sampling, **given)
+    idle = [opt.flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    if wanted.temperature == 0 and idle:
+        show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
     plain = _plainly(engine, prompt, wanted, n) if compare else []
     if json_:
         ours = engine.generate([prompt], sampling=wanted, n=n)

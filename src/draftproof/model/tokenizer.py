@@ -46,10 +46,10 @@ class Codec:
             )
         # templates are programs: they raise anything
         except Exception as error:
-            why = f"refuses these messages: {error}"
+            why = f"the chat template of {self.name} refuses these messages: {error}"
             if not self.tokenizer.chat_template:
-                why = "is not there; give plain text, or a chat model"
-            raise BadInput(f"the chat template of {self.name} {why}") from error
+                why = f"{self.name} has no chat template; give plain text, or a chat model"
+            raise BadInput(why) from error
         return self.encode(str(text), special=False)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
