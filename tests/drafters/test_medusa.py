@@ -232,12 +232,13 @@ def test_trees_that_cannot_be_drafted_are_refused() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("known", [None, 40], ids=["all tokens", "a draft vocabulary"])
+@pytest.mark.parametrize(("layers", "known"), [(2, None), (2, 40), (0, None)],
+                         ids=["all tokens", "a draft vocabulary", "no blocks"])
 @both_forms
-def test_packed_heads_say_what_operators_say(share: bool, known: int | None) -> None:
+def test_packed_heads_say_what_operators_say(share: bool, layers: int, known: int | None) -> None:
     """And draft with bigrams: sampled in three rows, and greedily."""
     tables, dice = drafting.packed_target(), torch.Generator().manual_seed(0)
-    head = noisy_head(share=share, vocabulary=tables)
+    head = noisy_head(share=share, vocabulary=tables, layers=layers)
     head.count(*torch.randint(96, (2, 3000), generator=dice))
     few = torch.randperm(96, generator=dice)[:known]
     if known is not None:

@@ -155,8 +155,7 @@ class Medusa(HeadDrafter[MedusaHead]):
 
     def logits(self, rows: int, heads: int) -> Tensor:
         """[rows, heads, V] what the first heads say of the first rows."""
-        logits = self.ops.run(heads_logits, self, self.hidden[:rows], heads).transpose(0, 1)
-        return base.over_vocabulary(logits, self.vocabulary.vocab_size, self.head.token_map)
+        return self.ops.run(heads_logits, self, self.hidden[:rows], heads)
 
 
 def prepare_heads(medusa: Medusa) -> object | None:
@@ -165,12 +164,14 @@ def prepare_heads(medusa: Medusa) -> object | None:
 
 
 def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
-    """[heads, B, rows of the projection] logits of the first heads for hidden states [B, H]."""
+    """[B, heads, V] logits of the first heads for hidden states [B, H]."""
     own = medusa.head.own_projections
-    states = torch.stack([head(hidden) for head in medusa.head.heads[:heads]])
+    states = torch.stack([head(hidden) for head in medusa.head.heads[:heads]], 1)
     if own:
-        return torch.stack([own[head](state) for head, state in enumerate(states)])
-    return medusa.head.unembed(states, medusa.vocabulary)
+        logits = torch.stack([own[head](state) for head, state in enumerate(states.unbind(1))], 1)
+    else:
+        logits = medusa.head.unembed(states, medusa.vocabulary)
+    return base.over_vocabulary(logits, medusa.vocabulary.vocab_size, medusa.head.token_map)
 
 
 @lru_cache(maxsize=256)

@@ -161,9 +161,12 @@ class DraftFunctions:
         if medusa.prepared is None:
             return NotImplemented
         blocks, layers, head = medusa.prepared
-        states, work = hidden.new_empty(heads, *hidden.shape), torch.empty_like(hidden)
-        self._call("heads", blocks, hidden, states, work, heads, layers, len(hidden))
-        return self._call.multiply(head, states)
+        (rows, size), vocab = hidden.shape, medusa.vocabulary.vocab_size
+        logits = hidden.new_empty(rows, heads, vocab)
+        work = hidden.new_empty(rows * heads * (2 * size + head.outputs))
+        given = (blocks, head, medusa.head.token_map, hidden, logits, work)
+        self._call("heads", *given, rows, heads, layers, vocab)
+        return logits
 
     def bigram_tree(
         self, table: Any, logits: Tensor, frontier: Frontier, nodes: int, shape: TreeShape | None,

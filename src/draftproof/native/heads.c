@@ -39,6 +39,37 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
         best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
+/* What heads of `layers` residual blocks each, blocks [heads, layers], and a projection say of
+ * hidden states [rows, size]: logits [rows, heads, vocab], -inf where the projection lacks a token;
+ * map: the tokens that it knows, or none. Heads know nothing of each other, so threads take whole
+ * ones where there are enough. work: rows * heads * (2 size + outputs) numbers. */
+void draftproof_heads(const Linear *blocks, const Linear *projection, const int64_t *map,
+        const bf16 *hidden, bf16 *logits, bf16 *work, int64_t rows, int64_t heads, int64_t layers,
+        int64_t vocab, int64_t threads) {
+    int64_t size = projection->size, known = projection->outputs, all = rows * heads;
+    bf16 *states = work + all * size, *said = states + all * size, lowest = narrow(-INFINITY);
+    int64_t whole = heads >= threads;
+#pragma omp parallel for num_threads(threads) if (whole && layers * all * size * size > PRODUCTS)
+    for (int64_t h = 0; h < heads; h++) {
+        bf16 *own = work + h * rows * size, *beside = states + h * rows * size;
+        memcpy(own, hidden, (size_t)(rows * size) * sizeof *own);
+        for (int64_t l = 0; l < layers; l++)
+            draftproof_residual(blocks + h * layers + l, own, beside, rows, whole ? 1 : threads);
+    }
+    for (int64_t i = 0; i < all; i++)                               /* row by row */
+        memcpy(states + i * size, work + (i % heads * rows + i / heads) * size,
+                (size_t)size * sizeof *states);
+    int64_t same = !map && known == vocab;
+    draftproof_linear(projection, states, same ? logits : said, all, threads);
+    for (int64_t i = 0; i < all && !same; i++) {
+        for (int64_t t = 0; t < vocab; t++) logits[i * vocab + t] = lowest;
+        for (int64_t k = 0; k < known; k++) {
+            int64_t token = map ? map[k] : k;
+            if (token < vocab) logits[i * vocab + token] = said[i * known + k];
+        }
+    }
+}
+
 /* Each row's tree of the likeliest nodes behind its root by logits [rows, heads, vocab] and pairs,
  * in falling order of their chances, of which at most `children` have one parent. With a shape [2,
  * nodes], the tree of this shape instead: each node's parent, and which of its children it is.

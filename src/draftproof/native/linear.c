@@ -179,15 +179,3 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
     for (int64_t i = 0; i < rows * layer->outputs; i += LANES)
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
 }
-
-/* What heads with `layers` residual blocks each, blocks [heads, layers], make of hidden states
- * [rows, size]: [heads, rows, size]. beside: room for the states of one head. */
-void draftproof_heads(const Linear *blocks, const bf16 *hidden, bf16 *states, bf16 *beside,
-        int64_t heads, int64_t layers, int64_t rows, int64_t threads) {
-    int64_t count = rows * blocks->size;
-    for (int64_t h = 0; h < heads; h++, states += count) {
-        memcpy(states, hidden, (size_t)count * sizeof *states);
-        for (int64_t l = 0; l < layers; l++)
-            draftproof_residual(blocks + h * layers + l, states, beside, rows, threads);
-    }
-}
