@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from draftproof.cli import show
-from draftproof.cli.setup import engine_of, group_of
+from draftproof.cli.setup import engine_of
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import identity, understood
 from draftproof.errors import BadInput, first_line
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
+    from draftproof.model.parallel import ProcessGroup
 
 WINDOW = 8
 """Batches of rows the engine gets at a time: enough that few rows run alone at the end of one."""
@@ -55,9 +56,8 @@ class Batch:
     chat: bool = False
     ray: int | None = None
 
-    def run(self) -> None:
+    def run(self, group: ProcessGroup) -> None:
         """Complete all rows that are not in `out` yet. Raises BadInput at the end for bad rows."""
-        group = group_of(self.config)
         lines, rows = group.from_rank_0(self._begin)
         left = [line for line in lines if line.index not in rows]
         if not left:

@@ -52,7 +52,7 @@ def run(
                     "a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl, and "
                     "completes each row once: leave out --compare, --json, --n and other prompts"
                 )
-            Batch(config, sampling, prompts, out, batch_size, chat, ray).run()
+            Batch(config, sampling, prompts, out, batch_size, chat, ray).run(group)
             return
         if len(one) != 1:
             raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")

@@ -59,20 +59,12 @@ def must_decode_alone(engine: Engine, command: str) -> Engine:
     return engine
 
 
-def group_of(config: EngineConfig) -> ProcessGroup:
-    """The processes that run the target together; this one alone, if nobody said so."""
-    from draftproof.model.parallel import ALONE, check_engine, form_group
-
-    if config.parallel is None:
-        return ALONE
-    check_engine(config.parallel)
-    return form_group()
-
-
 @contextmanager
 def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
     """Only rank 0 writes inside: what every rank would say is said once."""
-    group = group_of(config)
+    from draftproof.model.parallel import form_group
+
+    group = form_group(config.parallel)
     if group.leads:
         yield group
         return

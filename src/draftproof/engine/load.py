@@ -40,7 +40,7 @@ from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay, compiled
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.packed_linear import pack_linears
-from draftproof.model.parallel import ALONE, ProcessGroup, check_engine, form_group, load_sharded
+from draftproof.model.parallel import ALONE, ProcessGroup, form_group, load_sharded
 from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
@@ -111,16 +111,13 @@ def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
 
 def _group(config: EngineConfig) -> ProcessGroup:
     """The ranks to run on; refuses, before anything is loaded, what a sharded model cannot do."""
-    if config.parallel is None:
-        return ALONE
-    check_engine(config.parallel)
-    named = isinstance(config.model, (str, Path))
-    if not named or config.quantize is not None or _self_draft(config) is not None:
+    whole = not isinstance(config.model, (str, Path)) or config.quantize is not None
+    if config.parallel is not None and (whole or _self_draft(config) is not None):
         raise BadInput(
             "a parallel run loads a part of the model on each rank: give its name, no "
             "quantisation, and no drafter that is made of the model itself"
         )
-    return form_group()
+    return form_group(config.parallel)
 
 
 def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Drafter:

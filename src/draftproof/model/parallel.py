@@ -109,11 +109,19 @@ ALONE = ProcessGroup()
 """One process."""
 
 
-def form_group() -> ProcessGroup:
+def form_group(parallel: str | None) -> ProcessGroup:
     """The group that a launcher such as torchrun started this process for; formed once.
 
-    When a rank ends, collectives of the others fail, and torchrun ends those that wait otherwise.
+    parallel: what cuts the model; None: this process runs it alone. When a rank ends, collectives
+    of the others fail, and torchrun ends those that wait otherwise.
     """
+    if parallel is None:
+        return ALONE
+    if parallel == "deepspeed" and find_spec("deepspeed") is None:
+        raise BadInput(
+            "parallel was 'deepspeed', which is not installed: pip install "
+            "'draftproof[deepspeed]', or use 'tensor'"
+        )
     if not dist.is_initialized():
         if not {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise BadInput(
@@ -155,7 +163,6 @@ def load_sharded(
 ) -> PreTrainedModel:
     """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a
     whole one."""
-    check_engine(parallel)
     if device not in (None, Device.found().kind):
         raise BadInput(
             f"device was {device!r}, and the ranks of a parallel run each take one; leave it out"
@@ -169,17 +176,6 @@ def load_sharded(
             "ranks cannot share evenly; start a number that divides both"
         )
     return ENGINES[parallel](model, dtype, group)
-
-
-def check_engine(parallel: str) -> None:
-    """Refuse a misspelt name, or one whose package is missing."""
-    if parallel not in ENGINES:
-        raise BadInput(f"parallel was {parallel!r}; choose one of {', '.join(ENGINES)}")
-    if parallel == "deepspeed" and find_spec("deepspeed") is None:
-        raise BadInput(
-            "parallel was 'deepspeed', which is not installed: pip install "
-            "'draftproof[deepspeed]', or use 'tensor'"
-        )
 
 
 def _by_plan(
