@@ -9,14 +9,6 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-CHUNKS = (32, 128, 256)
-"""Tokens of a prompt read at once: the last of these, or, with static shapes, one, padded."""
-
-
-def padded(tokens: int) -> int:
-    """The least of `CHUNKS` that holds so many tokens; the last if none does."""
-    return next((size for size in CHUNKS if tokens <= size), CHUNKS[-1])
-
 
 @dataclass(frozen=True)
 class TreeShape:

@@ -26,10 +26,9 @@ from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.core.tree_shape import CHUNKS, padded
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.kv_cache import KVCache
+from draftproof.model.kv_cache import CHUNKS, KVCache, chunk_of
 from draftproof.model.quantize import KINDS
 from draftproof.model.target import Target
 
@@ -226,8 +225,7 @@ class DraftModel(Drafter):
             if static:
                 cache.bound(end)
             for start in range(0, lag - 1, CHUNKS[-1]):
-                left = lag - 1 - start
-                width = padded(left) if static else min(left, CHUNKS[-1])
+                width = chunk_of(lag - 1 - start, static)
                 place = cache.lengths[:, None] + torch.arange(width, device=position.device)
                 there = place < position
                 text = prefix.tokens[lot].gather(1, place.clamp(max=end - 1))

@@ -13,7 +13,6 @@ import torch
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling, is_whole
-from draftproof.core.tree_shape import CHUNKS
 from draftproof.core.typical import Typical
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.engine.batch import Request
@@ -29,9 +28,10 @@ from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.sources import SourceReader
 from draftproof.engine.stats import Clock, RoundStats, State
-from draftproof.engine.wrappers import LedBudget, LedDrafter, led_rule
+from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadcast_rule
 from draftproof.errors import BadInput
 from draftproof.model.device import Device
+from draftproof.model.kv_cache import CHUNKS
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
 
@@ -229,8 +229,9 @@ class Engine:
         rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
         drafter, group = self.drafter, self.target.group
         if not group.alone:
-            drafter, rule = LedDrafter(drafter, group), led_rule(rule, group)
-            budget = LedBudget(budget, group) if isinstance(budget, Adaptive) else budget
+            drafter, rule = BroadcastDrafter(drafter, group), broadcast_rule(rule, group)
+            if isinstance(budget, Adaptive):
+                budget = BroadcastBudget(budget, group)
         return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes, None,
                        self.prefixes)
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from draftproof.core.messages import Commit, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.core.tree_shape import CHUNKS
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Request
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
-from draftproof.model.kv_cache import KVCache
+from draftproof.model.kv_cache import CHUNKS, KVCache
 from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256

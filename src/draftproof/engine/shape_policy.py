@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.core.tree_shape import CHUNKS, padded
 from draftproof.errors import BadInput
+from draftproof.model.kv_cache import chunk_of
 
 BUCKET = 128
 """Capacities are multiples of this."""
@@ -41,7 +41,7 @@ class ShapePolicy:
 
     def chunk(self, tokens: int) -> int:
         """Tokens of the next read of a prompt of which so many are left, padding included."""
-        return padded(tokens) if self.closed else min(tokens, CHUNKS[-1])
+        return chunk_of(tokens, self.closed)
 
     def sizes(self, most: int) -> tuple[int, ...]:
         """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes."""

@@ -105,7 +105,7 @@ class SourceText(DrafterWrapper):
         return Prefix(tokens, prefix.position + sizes, prefix.ahead, known, prefix.roots)
 
 
-class LedDrafter(DrafterWrapper):
+class BroadcastDrafter(DrafterWrapper):
     """Proposes what it proposes on rank 0. Shapes never depend on what was computed."""
 
     def __init__(self, inner: Drafter, group: ProcessGroup) -> None:
@@ -121,7 +121,7 @@ class LedDrafter(DrafterWrapper):
         return mine if self.group.leads else replace(mine, tokens=tokens, parents=parents)
 
 
-class LedBudget(Budget):
+class BroadcastBudget(Budget):
     """A budget that rank 0 asks and tells; the other ranks hear what it said.
 
     It has no floor: where drafts end early, their shapes depend on what each rank computed.
@@ -138,7 +138,7 @@ class LedBudget(Budget):
             self.budget.record(done)
 
 
-def led_rule(rule: Rule, group: ProcessGroup) -> Rule:
+def broadcast_rule(rule: Rule, group: ProcessGroup) -> Rule:
     """Accepts what the rule accepts on rank 0."""
     def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         mine = rule.accept(tree, logits, frontier)

@@ -21,6 +21,14 @@ from draftproof.native.kernels import Stores
 
 SPAN = 64
 """A read sees the slots of its cache up to a multiple of this."""
+CHUNKS = (32, 128, 256)
+"""Tokens of a prompt read at once: the last of these, or, with static shapes, one, padded."""
+
+
+def chunk_of(tokens: int, static: bool) -> int:
+    """Tokens of the next read of so many; with static shapes, padding included."""
+    sizes = CHUNKS if static else (tokens,)
+    return next((size for size in sizes if tokens <= size <= CHUNKS[-1]), CHUNKS[-1])
 
 
 @dataclass

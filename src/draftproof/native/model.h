@@ -59,9 +59,9 @@ typedef struct {
  * Its heads see as the `way`-th of several ways says. */
 typedef struct {
     Linear inner, output, gate_up, down;
-    /* weights of norms in front of attention and gates; of heads, and of what */
-    const float *before, *after;
-    const float *query, *key, *mixed, *fed;     /* attention and gates add, which may be null */
+    /* weights of norms: in front of attention and of the gates; of the heads of queries and keys,
+     * and of what attention and gates add, which may be null */
+    const float *before, *after, *query, *key, *mixed, *fed;
     int64_t way;
 } Layer;
 
