@@ -194,7 +194,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention"] * 2}, {}, "window"), ({"vocab_size": 7000}, {}, "d2t"),
     ({}, {"block_size": None}, "block_size"), ({"num_hidden_layers": 3}, {}, "layers"),
     ({"attention_bias": True}, {}, "bias"), ({}, {"causal": "no"}, "causal"),
-    ({}, {"output_multiplier": "half"}, "half"),
+    ({}, {"output_multiplier": "half"}, "half"), ({}, {"selector_top_k": 4}, "selector_rank"),
+    (SLIDING, {"use_swa": False}, "use_swa"), (SLIDING, {"swa_window_size": 5}, "sliding_window"),
+    ({}, {"use_swa": True}, "window"), ({"causal": True}, {"is_causal": False}, "is_causal"),
+    ({"block_size": 8}, {}, "block_size"),
 ]  # fmt: skip
 
 
@@ -206,6 +209,12 @@ def test_what_is_not_understood_is_refused(
     with pytest.raises(DrafterMismatch, match=why) as error:
         loaded(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_selector_over_mapped_tokens_is_refused(tmp_path: Path) -> None:
+    w = {**weights(second=True, **{"lm_head.weight": (24, 32)}), "d2t": torch.zeros(24)}
+    with pytest.raises(DrafterMismatch, match="maps tokens"):
+        loaded(written(tmp_path, w, own=SECOND, draft_vocab_size=24))
 
 
 def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:

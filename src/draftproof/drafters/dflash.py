@@ -251,6 +251,27 @@ class Selector(nn.Module):
         return cast(Tensor, context @ self.successor_codebook[tokens].transpose(1, 2))
 
 
+def _must_agree(found: Published, beside: Mapping[str, Any]) -> None:
+    """Refuse settings that contradict each other. beside: those outside of `dflash_config`."""
+    said, slides = found.settings, any(found.layers.windows)
+    pairs = [(key, one, f"{key} outside of {NESTED}", beside.get(key))
+             for key, one in (said[NESTED] or {}).items()]  # fmt: skip
+    pairs += [("causal", said["causal"], "is_causal", said["is_causal"]),
+              ("use_swa", said["use_swa"], "sliding layers", slides or None)]  # fmt: skip
+    if slides or said["use_swa"]:
+        pairs += [("swa_window_size", said["swa_window_size"],
+                   "sliding_window", said.get("sliding_window"))]  # fmt: skip
+    if not said["selector_rank"]:
+        second = ("selector_top_k", "conv_kernel_size", "conv_group_size")
+        pairs += [(key, said[key], "selector_rank", 0) for key in second]
+    for one, value, other, against in pairs:
+        if value is not None and against is not None and value != against:
+            raise DrafterMismatch(
+                f"{found.name} has {one} = {value!r:.60} and {other} = {against!r:.60}, which do "
+                "not go together; fetch its config.json again"
+            )
+
+
 def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
     """The drafter in a folder, for a target of `depth` layers; raises DrafterMismatch for one that
     is not for it, or has a setting or a tensor that is not known here."""
@@ -265,9 +286,12 @@ def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
             f"{name} is for a model of {settings['num_target_layers']} layers, the target has "
             f"{depth}; use one trained for this target"
         )
+    _must_agree(found, weight_files.read_settings(folder))
     if not hasattr(cast(Any, found.layers.layers[0]).self_attn, "k_norm"):
         raise DrafterMismatch(f"{name} has layers without norms of heads; it is not loaded")
     embedding, mapped = tensors.pop("embedding", None), published.token_map(found, vocabulary)
+    if mapped is not None and ("lm_head.weight" not in tensors or settings["selector_rank"]):
+        raise DrafterMismatch(f"{name} maps tokens and has no head for them; fetch it again")
     if (folder / MASK_FILE).is_file():
         embedding = weight_files.read_file(folder / MASK_FILE)["embedding"]
     if embedding is None and settings["mask_token_id"] >= vocabulary.vocab_size:

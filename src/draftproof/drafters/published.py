@@ -57,12 +57,13 @@ def read(folder: Path, method: str, known: Mapping[str, Any], nested: str) -> Pu
     wrong = {key: whole[key] for key, kind in known.items() if not _fits(whole[key], kind)}
     refuse_unknown(wrong, (), name)
     kinds = getattr(layers.config, "layer_types", None) or ()
-    if "sliding_attention" in kinds:
-        window = whole.get("swa_window_size") or whole.get("sliding_window")
-        if not window:
-            raise DrafterMismatch(
-                f"{name} has sliding layers and does not say their window; fetch it again"
-            )
+    slides = "sliding_attention" in kinds
+    window = whole.get("swa_window_size") or whole.get("sliding_window")
+    if not window and (slides or whole.get("use_swa")):
+        raise DrafterMismatch(
+            f"{name} has sliding layers and does not say their window; fetch it again"
+        )
+    if slides:
         layers.windows = [window if kind == "sliding_attention" else None for kind in kinds]
     tensors = weight_files.read_all(folder)
     ours = {key: key.removeprefix("model.").replace("midlayer.", "layers.0.") for key in tensors}
