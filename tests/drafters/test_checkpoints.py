@@ -200,6 +200,23 @@ def test_every_family_of_names_is_read(form: str, rename: str, tmp_path: Path) -
     assert all(torch.equal(one, given[name]) for name, one in found.state_dict().items())
 
 
+@pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
+@pytest.mark.parametrize("says", ["rnn", "redrafter_is_rnn"])
+def test_without_a_recurrence_embeddings_are_summed(form: str, says: str, tmp_path: Path) -> None:
+    head = redrafter(**FORMS[form])
+    tensors = {key: one for key, one in head.state_dict().items() if "rnn" not in key}
+    folder_of(tmp_path, {**APPLE, says: False}, tensors)
+    found = read_head(tmp_path, target())
+    write_head(found, tmp_path / "ours")
+    for one in (found, read_head(tmp_path / "ours", target())):
+        assert is_head(tmp_path) and isinstance(one, ReDrafterHead)
+        assert all(torch.equal(one.state_dict()[key], tensors[key]) for key in tensors)
+        state, summed = None, torch.zeros(3, SIZE).double()
+        for embedded in torch.randn(3, 3, SIZE).double():
+            state, summed = one.advance(embedded, state), summed + embedded
+            torch.testing.assert_close(state, summed, rtol=0, atol=1e-12)
+
+
 # Written and read again -------------------------------------------------------------------------
 
 

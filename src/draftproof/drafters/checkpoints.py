@@ -58,6 +58,9 @@ NAMES: dict[str, dict[str, str]] = {
 MARKS = {"redrafter": "rnn_w.weight", "medusa": "heads.0.blocks.0.weight"}
 """A tensor without which there is no head of this kind."""
 
+SUMS = ("rnn", "redrafter_is_rnn")
+"""Settings that say, if false, that a recurrent drafter has no weights for its recurrence."""
+
 
 def is_head(folder: str | Path) -> bool:
     """Whether a folder holds, or says that it holds, a draft head known here. Never raises."""
@@ -131,7 +134,8 @@ def _recognised(
             matches = ((re.fullmatch(old, name), new, name)
                        for name in where for old, new in patterns.items())
             names = {match.expand(new): name for match, new, name in matches if match}
-            if MARKS[kind] in names and settings.get("speculator_type", kind) == kind:
+            sums = kind == "redrafter" and any(settings.get(key) is False for key in SUMS) and names
+            if (sums or MARKS[kind] in names) and settings.get("speculator_type", kind) == kind:
                 return kind, settings, names, where
     return None
 
@@ -164,7 +168,7 @@ def _redrafter(
 ) -> ReDrafterConfig:
     """The form of the head with these tensors."""
     layers = sum(name.endswith(".linear.weight") for name in state)
-    hidden, narrow, last = state["rnn_w.weight"].shape[0], state.get("input_proj.weight"), None
+    narrow, last = state.get("input_proj.weight"), None
     shared = bool(settings.get("share_lm_head"))
     if not shared:
         last = state.pop("lm_head.last.weight", state.get(f"lm_head.{layers}.weight"))
@@ -173,7 +177,13 @@ def _redrafter(
                 "the recurrent drafter lacks its projection to the vocabulary; fetch it again"
             )
         state[f"lm_head.{layers}.weight"] = last
-    form = _form(settings, state, last, vocabulary)
+    if "rnn_w.weight" not in state:                         # it sums the embeddings
+        settings = {**settings, "rnn_activation": "none"}
+        like = state["input_proj.weight"] if narrow is not None or last is None else last
+        for name in ("rnn_w", "rnn_u"):
+            state[f"{name}.weight"] = torch.eye(like.shape[1] // 2, dtype=like.dtype)
+        state["rnn_u.bias"] = torch.zeros_like(state["rnn_u.weight"][0])
+    form, hidden = _form(settings, state, last, vocabulary), len(state["rnn_w.weight"])
     return ReDrafterConfig(
         hidden_size=hidden, exit_dim=2 * hidden if narrow is None else len(narrow),
         num_layers=layers, share_lm_head=shared,
