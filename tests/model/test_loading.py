@@ -190,6 +190,8 @@ def test_an_image_text_model_writes_text(tmp_path: Path) -> None:
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(tmp_path)
+    held = {name for name, _ in loading.load_model(tmp_path).named_parameters()}
+    assert held == {name for name, _ in model.named_parameters() if "visual" not in name}
     prompt = [5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
     (done,) = load(tmp_path, budget=3).generate([prompt], max_new_tokens=12)
     wanted = list(prompt)

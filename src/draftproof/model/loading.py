@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -88,6 +89,8 @@ def load_model(
             folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         _check_report(name, type(loaded).__name__, report)
+        if sharding is None:
+            _drop_towers(loaded)
         if "gguf_file" in options:
             vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
             vars(loaded.config).pop("quantization_config", None)
@@ -154,6 +157,16 @@ def _kind_of(name: str, config: Any) -> Any:
         f"{name} is a {config.model_type} model; transformers has no "
         f"{'encoder-decoder that writes text' if encodes else 'causal language model'} for it"
     )
+
+
+def _drop_towers(model: PreTrainedModel) -> None:
+    """Leave out what an image-text model sees with: it reads text, and need not hold or move it."""
+    reads = model if model.config.is_encoder_decoder else model.get_decoder()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            tower = isinstance(child, PreTrainedModel) and reads not in child.modules()
+            if tower and child not in reads.modules():
+                setattr(parent, name, nn.Module())
 
 
 def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
