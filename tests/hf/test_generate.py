@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import draftproof
 from draftproof.errors import BadInput
+from draftproof.verify.small_models import tiny
 
 PAD, NEW = 0, 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
@@ -49,6 +50,25 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         alone = {"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]}
         theirs, mine = both(own, alone)
         assert torch.equal(theirs, mine) and torch.equal(theirs[0, -NEW:], ours[row, -NEW:])
+
+
+@pytest.mark.parametrize(("name", "given", "refused"), [
+    ("mamba", "cache_params", "cache_params of a text"),
+    ("gemma3", "mm_encoder_outputs", "an image or a video"),
+])  # fmt: skip
+def test_what_some_models_are_handed_beside_a_text_is_taken_empty(
+    name: str, given: str, refused: str
+) -> None:
+    own, ids = tiny(name), torch.tensor([[5, 6, 7, 8, 5, 6]])
+    theirs, ours = both(own, {"input_ids": ids})
+    assert torch.equal(theirs, ours)
+    planes = torch.arange(6).expand(4, 1, 6)                # as from Qwen-VL
+    assert torch.equal(ours, own.generate(ids, **GREEDY, **OURS, position_ids=planes))
+    filled: Any = {"image": torch.zeros(1, 4, 32)}
+    if given == "cache_params":
+        filled = own(ids[:, :2], use_cache=True).cache_params
+    with pytest.raises(BadInput, match=refused):
+        own.generate(ids, **GREEDY, **OURS, **{given: filled})
 
 
 ASKED: tuple[dict[str, Any], ...] = (

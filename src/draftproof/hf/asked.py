@@ -14,7 +14,8 @@ from draftproof.model.generation_defaults import asked_and_unknown
 
 READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
              "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
-             "decoder_position_ids")  # fmt: skip
+             "decoder_position_ids", "cache_params", "mm_encoder_outputs",
+             "mm_token_type_ids")  # fmt: skip
 """Model arguments that transformers makes for every model."""
 HONOURED = (
     "max_time", "num_return_sequences", "watermarking_config", "sequence_bias", "top_h",
@@ -35,16 +36,19 @@ def refuse(
     asked = [name for name in NOT_MADE if getattr(config, name, None)]
     asked += [one for one in asked_and_unknown(config) if one.partition("=")[0] not in HONOURED]
     asked += [name for name in given if name not in READ_HERE]
-    past, positions, types = (
-        given.get(name) for name in ("past_key_values", "position_ids", "token_type_ids")
+    past, states, positions = (
+        given.get(name) for name in ("past_key_values", "cache_params", "position_ids")
     )
+    types = [one for name, one in given.items() if name.endswith("token_type_ids")]
     hooks = [str(hook) for part in model.modules() for hook in part._forward_pre_hooks.values()]
     for what, is_asked in {
         "cache_implementation='quantized'": config.cache_implementation == "quantized",
         "synced_gpus": synced,
         "past_key_values of a text (the whole of input_ids is read anew)":
             past is not None and past.get_seq_length() > 0,
-        "token_type_ids": types is not None and bool(types.any()),
+        "cache_params of a text": states is not None and states.has_previous_state(),
+        "an image or a video": bool(given.get("mm_encoder_outputs")),
+        "token_type_ids": any(bool(one.any()) for one in types),
         "position_ids other than those of the attention mask":
             positions is not None and _differ(positions, ids, given.get("attention_mask")),
         "a prompt-learning adapter, or another prepare_inputs_for_generation,":
@@ -65,7 +69,8 @@ def _counted(mask: Tensor) -> Tensor:
 
 def _differ(positions: Tensor, ids: Tensor, mask: Tensor | None) -> bool:
     there = torch.ones_like(ids) if mask is None else mask.to(ids)
-    return not torch.equal(positions.to(ids.device) * there, _counted(there) * there)
+    placed = positions.to(ids.device) * there       # [..., B, S]: Qwen-VL's have several planes
+    return not torch.equal(placed, (_counted(there) * there).expand_as(placed))
 
 
 @torch.no_grad()
