@@ -30,6 +30,7 @@ from draftproof.model.quantize import (
 )
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.model.target import Target
+from draftproof.verify.small_models import tiny
 
 LAYERS = {"int8": Int8Linear, "int4": Int4Linear}
 KINDS = list(LAYERS)
@@ -146,6 +147,10 @@ def test_the_first_layers_are_those_of_the_model(family: str) -> None:
             short(text)
         last = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
         assert torch.equal(last, states[1]) or depth == 1
+
+
+def test_kinds_of_layers_that_a_configuration_counts_itself_are_left_to_it() -> None:
+    assert len(first_layers(tiny("falcon_h1"), 2).config.layer_types) == 2
 
 
 def test_a_wrapped_model_has_no_shallow_copy() -> None:

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 from tiny import FAMILIES, VOCAB, build, fresh, model, target
-from transformers import Llama4TextConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    Llama4TextConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
-from draftproof.errors import BrokenModel, UnsupportedModel
+from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
+from draftproof.model.encoder_decoder import target_of
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.layout import context_of
 from draftproof.model.target import Target
@@ -129,10 +135,16 @@ def test_what_is_no_decoder_in_memory_with_our_masks_is_refused() -> None:
     t5 = T5ForConditionalGeneration(T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2
     ))
-    for other, said in ((own.model, "has no attribute 'logits'"), (attends, "flex_attention"),
-                        (t5, "load it whole"), (own.to("meta"), "load it whole")):
+    partly = fresh("llama")
+    partly.model.layers[1].mlp.to("meta")
+    sorts = LlamaForSequenceClassification(own.config)
+    for other, said in ((own.model, "writes no text"), (sorts, "writes no text"),
+                        (partly, "not in memory"), (attends, "flex_attention"),
+                        (t5, "load it whole"), (own.to("meta"), "not in memory")):
         with pytest.raises(UnsupportedModel, match=said):
             Target(other)
+    with pytest.raises(BadInput, match="the model was 3; give"):
+        target_of(3)    # type: ignore[arg-type]
 
 
 BASE = {"factor": 2.0, "rope_theta": 1e4}

@@ -47,7 +47,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_hidden_layers = count
-    if getattr(text, "layer_types", None) is not None:
+    if len(getattr(text, "layer_types", None) or ()) > count:       # some count them themselves
         text.layer_types = text.layer_types[:count]
     for module in short.modules():
         if getattr(module, "config", None) is model.config:

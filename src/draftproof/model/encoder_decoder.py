@@ -238,5 +238,9 @@ class EncoderDecoder(Target):
 
 def target_of(model: PreTrainedModel, **options: Any) -> Target:
     """The model as the decoder sees it, whichever kind it is."""
+    if not hasattr(model, "config"):
+        raise BadInput(
+            f"the model was {model!r:.60}; give a folder, a hub id or a transformers model"
+        )
     encodes = getattr(model.config, "is_encoder_decoder", False)
     return EncoderDecoder(model, **options) if encodes else Target(model, **options)

@@ -108,6 +108,12 @@ def context_of(config: Any) -> int:
 def layout_of(model: PreTrainedModel) -> Layout:
     """What the model stores per layer, learnt from one forward with transformers' own cache."""
     name = type(model).__name__
+    writes = getattr(model, "can_generate", bool)()
+    if not writes or any(weight.is_meta for weight in model.parameters()):
+        raise UnsupportedModel(
+            f"{name} writes no text, or has weights that are not in memory (offloaded, or never "
+            "loaded); load it whole with AutoModelForCausalLM, on one device"
+        )
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
         raise UnsupportedModel(
