@@ -62,6 +62,7 @@ def test_jointly_trained_heads_come_with_a_new_model(
     (["--objective", "tv"], ["objective", "ce or kl"]),
     (["--self-generate", "--tokens", "0"], ["at least 1"]),
     (["--self-generate", "--temperature", "-1"], ["temperatures"]),
+    (["--own-text", "own.jsonl"], ["--own-text", "--self-generate"]),
     (["--heads", "-1"], ["num_heads", "at least 1"]),
 ])
 def test_every_mistake_is_one_sentence(

@@ -84,7 +84,7 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: bytes, words
     ("name", "data", "words"),
     [("a.CSV", b"text\nhello\n", "CSV"), ("a.txt", b"caf\xe9", "UTF-8"),
      ("a.txt", b"a\0b", "not a text file"), ("a.jsonl", b"", "no text"),
-     ("a.json", b'[{"text": "a"},', "JSON array")],
+     ("a.json", b'[{"text": "a"},', "JSON array"), ("a.json", b'["a", "b"]', "not an object")],
 )  # fmt: skip
 def test_files_that_cannot_be_read_rightly_are_refused(
     tmp_path: Path, name: str, data: bytes, words: str

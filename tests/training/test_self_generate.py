@@ -106,6 +106,17 @@ def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
     assert asked == []
 
 
+def test_a_file_that_lacks_a_text_of_its_last_group_is_not_complete(
+    whole: tuple[Path, SelfGeneratedText], tmp_path: Path
+) -> None:
+    """Though it has tokens enough: the texts of an uninterrupted run are others."""
+    few, file = SelfGenerateConfig(60, (0.0, 0.9)), tmp_path / "own_text.jsonl"
+    text = whole[0].read_text().splitlines(True)
+    file.write_text("".join(line for line in text if '"number":0,' not in line))
+    assert SelfGeneratedText(whole[0], {"model": "m"}, few, LENGTH).is_complete(False)
+    assert not SelfGeneratedText(file, {"model": "m"}, few, LENGTH).is_complete(False)
+
+
 def test_other_files_are_refused_and_more_of_the_same_goes_on_behind(
     whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path
 ) -> None:

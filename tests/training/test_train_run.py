@@ -99,6 +99,7 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
     for words, changes in (
         (r"steps 12, now it is 13", {"steps": 13}),
         ("data", {"data": DataConfig((tmp_path / "texts.jsonl",))}),
+        (r"dtype null, now it is .bfloat16", {"dtype": "bfloat16"}),
         ("weights", {"model": str(tmp_path / "tiny")}),
     ):
         with pytest.raises(BadInput, match=words):
@@ -138,11 +139,19 @@ def test_chats_that_the_template_refuses_are_skipped(source: Path, tmp_path: Pat
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"model": str(model), "data": DataConfig((file,)), "steps": 2}
     recorder = run(source, tmp_path / "out", **given)
-    skipped = [re.findall(r"skipped (\d+) chats .* no system", note) for note in recorder.notes]
+    skipped = [re.findall(r"skipped (\d+) texts .* no system", note) for note in recorder.notes]
     assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
     own = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
     generated = run(source, tmp_path / "own", self_generate=own, **given)
     assert any("no system" in note for note in generated.notes) and generated.bars["writing"]
+
+
+def test_prompts_without_an_answer_are_counted(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Who is {n}?", "answer": "A dog." * (n % 2)})
+                            + "\n" for n in range(32)))
+    notes = "".join(run(source, tmp_path / "out", data=DataConfig((file,)), steps=2).notes)
+    assert sum(map(int, re.findall(r"skipped (\d+) texts .*?: there is no answer", notes))) == 16
 
 
 def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(

@@ -123,6 +123,15 @@ def test_other_settings_and_torn_checkpoints_are_refused(tmp_path: Path) -> None
         trainer_of(tmp_path, trainable(head_of("medusa")), steps=2)
 
 
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2 vs 1")
+
+    monkeypatch.setattr(trainer.torch, "save", full)
+    with pytest.raises(BadInput, match=r"state\.pt cannot be written .* disk full"):
+        trainer_of(tmp_path, trainable(head_of("medusa"))).fit()
+
+
 def gradients(head: DraftHead) -> Tensor:
     return torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
 

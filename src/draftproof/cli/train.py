@@ -74,10 +74,14 @@ def train(
     else:
         form, shape = {"horizon": 5 if horizon is None else horizon}, shape | {"exit_dim": exit_dim}
         make = partial(ReDrafterHead.fresh, steps=form["horizon"], num_layers=layers, **shape)
+    writes = SelfGenerateConfig(**own | {"temperatures": tuple(own["temperatures"])})
+    if not self_generate and writes != SelfGenerateConfig():
+        raise BadInput("--tokens, --temperature, --batch-size and --own-text say how the target "
+                       "writes; add --self-generate, or leave them out")  # fmt: skip
     run = TrainRun(
         model, DataConfig(tuple(data), chat), out, TrainConfig(**config),
         {**form, "layers": layers, **shape},
-        SelfGenerateConfig(**own) if self_generate else None, joint, **engine,
+        writes if self_generate else None, joint, **engine,
     )  # fmt: skip
     with Screen() as screen:
         train_run.train(run, make, screen)

@@ -116,4 +116,5 @@ class TrainRun:
         own = self.self_generate
         writes = {"tokens": own.tokens, "temperatures": list(own.temperatures)} if own else None
         return {**self.head_config, **asdict(config), "data": self.data.hashes(),
-                "chat": self.data.chat, "self_generate": writes, "joint": self.joint}  # fmt: skip
+                "chat": self.data.chat, "self_generate": writes, "joint": self.joint,
+                "dtype": self.dtype}  # fmt: skip

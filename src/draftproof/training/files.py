@@ -10,7 +10,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from draftproof.errors import BadInput
+from draftproof.drafters.weight_files import BROKEN
+from draftproof.errors import BadInput, first_line
 
 
 @contextmanager
@@ -30,10 +31,16 @@ def locked(place: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(file: Path) -> Iterator[Path]:
-    """A name to write to, that takes the file's place at the end: a crash leaves the old one."""
+    """A name to write to, that takes the file's place at the end: a crash leaves the old one.
+
+    Raises BadInput if it cannot be written."""
     part = file.with_suffix(".part")
-    yield part
-    part.replace(file)
+    try:
+        yield part
+        part.replace(file)
+    except BROKEN as error:
+        why = f"{file} cannot be written ({first_line(error)})"
+        raise BadInput(f"{why}; is the disk full? The same command goes on from what is") from error
 
 
 def same_settings(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

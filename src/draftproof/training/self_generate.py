@@ -82,7 +82,7 @@ class SelfGeneratedText:
             self._read()
 
     def is_complete(self, held_out: bool) -> bool:
-        return self._written(held_out) >= self._wanted(held_out)
+        return not self._next_numbers(held_out)
 
     def examples(self, held_out: bool) -> Iterator[Example]:
         """The first texts that are enough, in the order of their prompts, which are not in the

@@ -116,18 +116,18 @@ def _rows(file: Path) -> Iterator[tuple[str, Document | BadInput]]:
     if kind not in (".jsonl", ".json", ".ndjson"):
         yield from (("text", Document(piece)) for piece in _pieces(text))
         return
-    rows: list[Any] = text.split("\n")
+    rows = text.split("\n")
     try:
         array = json.loads(text)
-        rows = array if isinstance(array, list) else [array]
+        rows = [json.dumps(row) for row in (array if isinstance(array, list) else [array])]
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("["):
             raise BadInput(f"{file} begins as a JSON array but is broken: {error}") from error
     for number, row in enumerate(rows, 1):
-        if isinstance(row, str) and not row.strip():
+        if not row.strip():
             continue
         try:
-            yield f"row {number}", parse(json.loads(row) if isinstance(row, str) else row)
+            yield f"row {number}", parse(json.loads(row))
         except BadInput as error:
             yield f"row {number}", error
         except (ValueError, RecursionError) as error:

@@ -132,17 +132,21 @@ class _Run:
     def _each(
         self, part: Sequence[Document], make: Callable[[Document], T]
     ) -> Iterator[tuple[Document, T]]:
-        """Documents with what is made of them; those that the chat template refuses are skipped."""
+        """Documents with what is made of them; those that the chat template refuses, or of which
+        nothing is made, are skipped."""
         refused: list[str] = []
         for document in part:
             try:
-                yield document, make(document)
+                if made := make(document):
+                    yield document, made
+                else:
+                    refused.append("there is no answer in it")
             except BadInput as error:
                 if not self.codec.tokenizer.chat_template:
                     raise
                 refused.append(str(error))
         if refused:
-            said = f"skipped {len(refused):,} chats that cannot be used: {refused[0]}"
+            said = f"skipped {len(refused):,} texts that cannot be used: {refused[0]}"
             self.callback.note(said)
 
     def _self_generated(
