@@ -23,6 +23,7 @@ MISTAKES = {
     "-p a --max-new-tokens 0": "max_new_tokens",
     "-p a --temperature -1": "temperature",
     "-p a --n 0": "at least 1",
+    "-p a --logprobs": "--json",
     "-p a --assistant-model x --draft-tree 2,,1": "2,,1",
     "-p a --draft-tree 2,1": "--assistant-model",
     "-p a --assistant-model x --draft-tree 99,99,99": "1024",

@@ -56,6 +56,8 @@ def run(
             return
         if len(one) != 1:
             raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
+        if sampling.get("logprobs") and not json_:
+            raise BadInput("--logprobs are shown with --json or --out; add one of them")
         what = group.from_rank_0(lambda: _prompt(one[0], text is not None))     # stdin is rank 0's
         _run(config, sampling, prompt_of({"prompt": what}, chat), n, compare, json_)
 
