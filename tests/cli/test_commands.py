@@ -157,5 +157,6 @@ def test_doctor_promises_in_words_and_in_json(call: Call, target: str) -> None:
     found = json.loads(call("doctor", target, "--json").out)
     assert {"versions", "device", "memory", "promise", "same bits", "layers"} <= found.keys()
     assert found["dtype"] == "float32" and found["promise"] in said.out
-    largest = f"logits differ by up to {max(found['other bits'].values()):.1g}"
-    assert largest in " ".join(said.out.split())
+    differ = found["other bits"].values()           # none on some processors
+    gap = f"logits differ by up to {max(differ):.1g}" if differ else "none"
+    assert gap in " ".join(said.out.split())
