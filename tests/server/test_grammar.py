@@ -14,7 +14,7 @@ from asking import PROMPTS
 
 import draftproof as dp
 from draftproof.core.params import RuleRequest
-from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.grammar import KEPT, Grammars, json_rule
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form
 
 pytest.importorskip("llguidance")
@@ -58,6 +58,33 @@ def test_a_mask_depends_on_the_text_alone(grammars: Grammars) -> None:
         text = [*text, dice.randrange(4096) if strange else dice.choice(allowed)]
         if dice.random() < 0.4 or len(allowed) == grammars.vocab:       # or behind what is wrong
             text = text[: 3 + dice.randrange(len(text) - 2)]
+
+
+def test_the_end_tokens_of_a_request_may_come_where_the_text_may_end(grammars: Grammars) -> None:
+    """Also those that the model has not, and the model's own only if the request has them."""
+    rule, scores = grammars.lark('start: "a" "b"?'), torch.zeros(1, grammars.vocab)
+    encode = grammars.codec.encode if grammars.codec else lambda *_: []
+    (a,), other = encode("a", special=False)[-1:], 77
+    for ends in ((0,), (other,), (0, other)):
+        processor = rule.make(RuleRequest([1, 2], 99, ends, torch.device("cpu")))
+        for text, may_end in (([1, 2], False), ([1, 2, a], True)):
+            allowed = processor(torch.tensor([text]), scores)[0].isfinite()
+            assert [bool(allowed[end]) for end in (0, other)] == [
+                may_end and end in ends for end in (0, other)]
+
+
+def test_neither_tokenizers_nor_grammars_are_kept_without_limit(grammars: Grammars) -> None:
+    """A set of end tokens cost 80 MiB, for ever."""
+    made, tables = Grammars(grammars.codec, grammars.vocab, (0,)), list[Any]()
+    for number in range(3 * KEPT):
+        rule = made.lark(f'start: "a" "{number}"')
+        rule.make(RuleRequest([1], 9, (0, number), torch.device("cpu")))
+        tables.append(made._tokenizer)
+        assert len(made._compiled) <= KEPT
+    assert all(table is tables[0] for table in tables)
+    assert made.lark('start: "a" "0"') and len(made._compiled) == KEPT
+    with pytest.raises(dp.DraftproofError, match="at most 262,144"):
+        made.lark("start: " + json_rule({"const": "a" * 300_000}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])

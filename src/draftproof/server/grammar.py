@@ -1,12 +1,14 @@
 """Grammars: which tokens may follow a text, so that it keeps to a JSON schema or a tool's call.
 
 A grammar is a rule on logits that reads the text alone, so every node of a draft tree has the mask
-of its own path: the matcher goes back to where two paths part, and on from there.
+of its own path: the matcher is rolled back to where two paths part.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -24,12 +26,27 @@ FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": "
 """JSON as Python and most chat templates write it: no model can write blanks for ever."""
 
 
+KEPT, LONGEST = 16, 1 << 18
+"""Compiled grammars that are kept, and characters of a grammar: a long one takes much memory."""
+
+
 class Grammars:
-    """Compiles grammars for a tokenizer and a model of `vocab` tokens. ends: its end tokens."""
+    """Compiles grammars for one tokenizer.
+
+    The tokenizer's tables take about 80 MiB, so there is one set of them, with the model's own end
+    tokens; the end tokens of a request are handled by `GrammarProcessor`.
+    """
 
     def __init__(self, codec: Codec | None, vocab: int, ends: tuple[int, ...]) -> None:
+        """
+        Args:
+            codec: The model's tokenizer, or None if it has none.
+            vocab: Tokens that the model knows.
+            ends: Its own end tokens.
+        """
         self.codec, self.vocab, self.ends = codec, vocab, ends
-        self._known: dict[tuple[int, ...], Any] = {}
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._lock = Lock()
 
     def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
@@ -44,17 +61,29 @@ class Grammars:
         return self.lark(f"start: {json_rule(schema)}")
 
     def lark(self, grammar: str) -> LogitsRule:
-        """The text keeps to a grammar in llguidance's Lark. Raises BadInput if there is none."""
-        self._matcher(grammar, self.ends)        # seconds, the first time: not while all wait
+        """The rule that a text keeps to a grammar.
+
+        Args:
+            grammar: In the Lark dialect of llguidance.
+
+        Raises:
+            BadInput: If it is no grammar, is too long, or this model can follow none.
+        """
+        self._matcher(grammar)      # may take seconds: here, where no round waits for it
         return LogitsRule("grammar", lambda request: self._processor(grammar, request))
 
     def _processor(self, grammar: str, request: RuleRequest) -> LogitsProcessor:
         if not request.ends:
             raise BadInput("a text with a grammar ends by an end token; leave ignore_eos out")
-        matcher = self._matcher(grammar, request.ends)
-        return GrammarProcessor(matcher, len(request.prompt), self.vocab)
+        matcher = self._matcher(grammar)
+        return GrammarProcessor(matcher, len(request.prompt), self.vocab, request.ends, self._ends)
 
-    def _matcher(self, grammar: str, ends: tuple[int, ...]) -> Any:
+    @property
+    def _ends(self) -> list[int]:
+        return list(self._tokenizer.eos_tokens)
+
+    def _matcher(self, grammar: str) -> Any:
+        """A matcher of its own, at the beginning of a text."""
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
@@ -66,26 +95,49 @@ class Grammars:
         tokenizer = self.codec.tokenizer if self.codec else None
         if tokenizer is None or not tokenizer.is_fast:
             raise BadInput("a grammar needs a fast tokenizer, and this model has none")
+        if len(grammar) > LONGEST:
+            raise BadInput(
+                f"the schema, or the tools, have {len(grammar):,} characters; this server reads at "
+                f"most {LONGEST:,}"
+            )
         with self._lock:
-            if ends not in self._known:
+            if self._tokenizer is None:
                 size = max(self.vocab, len(tokenizer))
-                self._known[ends] = from_tokenizer(tokenizer, size, list(ends) or None)
-        matcher = LLMatcher(self._known[ends], grammar, log_level=0)
-        if matcher.is_error():
-            said = " ".join(matcher.get_error().split())
-            raise BadInput(f"the schema cannot be followed: {said[:300]}")
-        return matcher
+                self._tokenizer = from_tokenizer(tokenizer, size, list(self.ends) or None)
+            matcher = self._compiled.pop(grammar, None)
+        if matcher is None:
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            if matcher.is_error():
+                reason = " ".join(matcher.get_error().split())
+                raise BadInput(f"the schema cannot be followed: {reason[:300]}")
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
 
 
 class GrammarProcessor:
-    """Masks what may not follow; a function of the text, whose matcher remembers the last one.
+    """Masks the tokens that may not follow a text; remembers where the last text left the matcher.
 
-    Behind a text that breaks the grammar, as a draft may, nothing is masked: it is not chosen.
+    Nothing is masked after a text that breaks the grammar, as a draft may: it is not chosen.
     """
 
-    def __init__(self, matcher: Any, start: int, vocab: int) -> None:
+    def __init__(
+        self, matcher: Any, start: int, vocab: int, ends: Sequence[int], known_ends: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            matcher: At the beginning of a text.
+            start: Tokens of the prompt.
+            vocab: Tokens that the model knows.
+            ends: The request's end tokens: allowed exactly where the text may end.
+            known_ends: The end tokens that the matcher knows; the request may have others.
+        """
         self.matcher, self.start, self.vocab = matcher, start, vocab
-        self._text: list[int] = []              # what the matcher has taken
+        self._ends = [end for end in ends if end < vocab]
+        self._other_ends = [end for end in known_ends if end < vocab and end not in self._ends]
+        self._text: list[int] = []              # the tokens that the matcher has taken
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         text = input_ids[0, self.start :].tolist()
@@ -97,6 +149,8 @@ class GrammarProcessor:
             return scores
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self.vocab, bitorder="little")
+        allowed[self._other_ends] = 0
+        allowed[self._ends] = self.matcher.is_accepting()
         if self.matcher.is_error():                             # too complex: this row alone fails
             allowed[:] = 0
         mask = torch.from_numpy(allowed == 0).to(scores.device)
