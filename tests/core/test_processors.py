@@ -13,8 +13,9 @@ from tiny import paths_of, random_logits, sampler_of
 from torch import Tensor
 
 from draftproof.core.noise import Role
-from draftproof.core.params import Sampling
+from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths
+from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import TokenTree, TreeShape
 
 VOCAB = 12
@@ -56,6 +57,14 @@ def test_each_filter_is_that_of_transformers(name: str, seed: int) -> None:
         scores = random_logits(1, VOCAB, seed=10 * seed + index)
         wanted = theirs()(torch.tensor([text]), scores.clone())
         torch.testing.assert_close(_filtered(sampling, text, scores), wanted, rtol=0, atol=1e-12)
+
+
+def test_banned_words_take_the_memory_of_their_tokens() -> None:
+    """A table of all words by the longest one took 80 GB for a request of a few megabytes."""
+    words = [(token % VOCAB,) for token in range(500)] + [(1,) * 2000, (2, 3), (4, 3)]
+    processors = LogitsProcessors([SamplingParams(Sampling(), 0, banned=tuple(words))])
+    held = sum(table.numel() for group in processors._banned for table in group)
+    assert held <= 2 * sum(map(len, words))
 
 
 def test_all_filters_together_in_the_order_of_transformers() -> None:

@@ -41,6 +41,10 @@ class LogitsRule:
     reads_text: bool = True
 
 
+MOST_STOPS, LONGEST_STOP = 1_000, 1_000
+"""Stop strings of one request, and characters of one of them: all are looked for at each token."""
+MOST_BANNED_WORDS, MOST_BANNED_TOKENS = 10_000, 100_000
+"""Banned words of one request, and their size: all are compared at each node of each draft."""
 Likely = list[tuple[int, float]]
 """The likeliest tokens at one position with their log-probabilities, the likeliest first."""
 
@@ -136,6 +140,22 @@ def _is_word(value: Any) -> bool:
     return _is_text(value) or (_is_list(value) and len(value) > 0 and all(map(is_whole, value)))
 
 
+def _are_stops(value: Any) -> bool:
+    return (
+        _all(_is_text)(value) and len(value) <= MOST_STOPS
+        and all(len(stop) <= LONGEST_STOP for stop in value)
+    )  # fmt: skip
+
+
+def _are_banned(value: Any) -> bool:
+    """Bytes of a string are counted: it has at most as many tokens."""
+    if not (_is_list(value) and len(value) <= MOST_BANNED_WORDS and all(map(_is_word, value))):
+        return False
+    sizes = (len(word.encode(errors="replace")) if isinstance(word, str) else len(word)
+             for word in value)
+    return sum(sizes) <= MOST_BANNED_TOKENS
+
+
 def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: _is_list(values) and all(map(part, values))
 
@@ -169,9 +189,13 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, Mapping) and all(
             is_whole(token) and _number(-inf)(bias) for token, bias in value.items()
         ), "numbers up to 1e30, by token id"),
-    "stop": (_all(_is_text), "a list of strings that are not empty"),
+    "stop": (
+        _are_stops, f"a list of at most {MOST_STOPS:,} strings, none empty or longer than "
+        f"{LONGEST_STOP:,} characters"),
     "stop_tokens": (_all(is_whole), "a list of token ids"),
     **dict.fromkeys(("processors", "stop_when"), (_all(callable), "a list of functions")),
-    "banned_words": (_all(_is_word), "a list of strings, or of lists of token ids, not empty"),
+    "banned_words": (
+        _are_banned, f"a list of at most {MOST_BANNED_WORDS:,} strings or lists of token ids, none "
+        f"empty, of at most {MOST_BANNED_TOKENS:,} bytes and token ids together"),
 }  # fmt: skip
 """Options, what each must be, and that in words."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class LogitsProcessors:
         if any_bias := self._any("logit_bias"):
             self._bias = self._by_token([row.sampling.logit_bias for row in self.rows], exact)
         if any_banned := any(row.banned for row in self.rows):
-            self._banned = _as_tensors(self.rows, self.device)
+            self._banned = _by_length(self.rows, self.device)
         if holds := any(row.sampling.min_new_tokens and row.stop_tokens for row in self.rows):
             ends = [dict.fromkeys(row.stop_tokens, True) for row in self.rows]
             self._ends = self._by_token(ends, torch.bool)
@@ -153,15 +153,16 @@ class LogitsProcessors:
         return scores.masked_fill(banned, -torch.inf)
 
     def _ban_words(self, scores: Tensor, paths: Paths) -> Tensor:
-        heads, sizes, rows, ends = self._banned
-        ahead = torch.arange(heads.shape[1], device=self.device) - sizes[:, None]   # [M, L]
-        place = paths.lengths[rows][..., None] + ahead[:, None]                     # [M, N, L]
-        text = paths.sequences[rows].gather(2, place.clamp(0, paths.sequences.shape[-1] - 1))
-        same = ((text == heads[:, None]) & (place >= 0)) | (ahead >= 0)[:, None]
-        hit = same.all(-1).to(scores.dtype)                                         # [M, N]
+        hits = torch.zeros_like(scores)
         nodes = torch.arange(scores.shape[1], device=self.device)
-        where = (rows[:, None], nodes[None], ends[:, None])
-        hits = torch.zeros_like(scores).index_put(where, hit, accumulate=True)
+        for words in self._banned:
+            size = words.heads.shape[1]
+            before = torch.arange(-size, 0, device=self.device)
+            place = paths.lengths[words.rows][..., None] + before                   # [M, N, L]
+            text = paths.sequences[words.rows].gather(2, place.clamp(min=0))
+            same = (text == words.heads[:, None]) & (place >= 0)
+            where = (words.rows[:, None], nodes[None], words.last[:, None])
+            hits.index_put_(where, same.all(-1).to(scores.dtype), accumulate=True)  # [M, N]
         return scores.masked_fill(hits > 0, -torch.inf)
 
     def _hold_stop_tokens(self, scores: Tensor, paths: Paths) -> Tensor:
@@ -219,14 +220,25 @@ class LogitsProcessors:
         return scores.masked_fill(drop, -torch.inf)
 
 
-def _as_tensors(
-    rows: Sequence[SamplingParams], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forbidden words: their tokens before the last [M, L], how many, in which row, the last."""
-    words = [(row, word) for row, params in enumerate(rows) for word in params.banned]
-    heads = torch.zeros(len(words), max(len(word) for _, word in words) - 1, dtype=torch.int64)
-    for number, (_, word) in enumerate(words):
-        heads[number, : len(word) - 1] = torch.tensor(word[:-1])
-    columns = torch.tensor([(len(word) - 1, row, word[-1]) for row, word in words])
-    sizes, of_rows, ends = columns.to(device).unbind(1)
-    return heads.to(device), sizes, of_rows, ends
+class _BannedWords(NamedTuple):
+    """Banned words of one length.
+
+    Attributes:
+        heads: The tokens before the last of each word, [M, length - 1].
+        rows: The row that each word belongs to, [M].
+        last: The last token of each word, [M].
+    """
+
+    heads: Tensor
+    rows: Tensor
+    last: Tensor
+
+
+def _by_length(rows: Sequence[SamplingParams], device: torch.device) -> list[_BannedWords]:
+    """The banned words of all rows, grouped by length: no table is larger than the words are."""
+    groups: dict[int, list[tuple[int, ...]]] = {}
+    for row, params in enumerate(rows):
+        for word in params.banned:
+            groups.setdefault(len(word), []).append((row, *word))
+    tables = (torch.tensor(words, device=device) for words in groups.values())
+    return [_BannedWords(table[:, 1:-1], table[:, 0], table[:, -1]) for table in tables]

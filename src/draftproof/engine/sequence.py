@@ -10,6 +10,7 @@ import torch
 
 from draftproof.core.params import Likely, SamplingParams
 from draftproof.engine.stats import RoundStats
+from draftproof.engine.stop_strings import stop_strings
 from draftproof.errors import DraftproofError
 from draftproof.model.tokenizer import TextStream
 
@@ -94,16 +95,16 @@ class SequenceState:
 
     def _hold(self, piece: str, who: str, special: bool = False) -> None:
         """End the text at the earliest stop string; hand out what cannot begin one."""
-        stops = self.params.sampling.stop
+        stops = stop_strings(tuple(self.params.sampling.stop))
         self._held.append((piece, who, special))
         held = "".join(text for text, _, _ in self._held)
-        found = [place for stop in stops if (place := held.find(stop)) >= 0]
-        if found:
-            self._release(min(found))
+        place = stops.find(held)
+        if place is not None:
+            self._release(place)
             self._held.clear()
             self.finish_reason = "stop"
         else:
-            self._release(len(held) - max((_overlap(held, stop) for stop in stops), default=0))
+            self._release(len(held) - stops.overlap(held))
 
     def _release(self, count: int) -> None:
         """Move the first `count` held characters to the text, but for those of special tokens."""
@@ -122,9 +123,3 @@ class SequenceState:
             self._hold(piece, "")
         self._release(sum(len(piece) for piece, _, _ in self._held))
         self.finish_reason = self.finish_reason or reason
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` could begin `stop`."""
-    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if stop.startswith(text[-size:])), 0)
