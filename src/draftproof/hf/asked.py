@@ -14,7 +14,7 @@ from draftproof.model.generation_defaults import asked_and_unknown
 
 READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
              "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
-             "decoder_position_ids", "cache_params", "mm_encoder_outputs",
+             "decoder_position_ids", "cache_params", "cache", "mm_encoder_outputs",
              "mm_token_type_ids")  # fmt: skip
 """Model arguments that transformers makes for every model."""
 HONOURED = (
@@ -28,6 +28,16 @@ NOT_MADE = ("output_attentions", "output_hidden_states", "assistant_ensemble_wei
 """Outputs, and ways to draft that are lossy or need what is not handed on."""
 
 
+def _holds_text(cache: Any) -> bool:
+    """Whether a cache of transformers has read a text. Its name is `cache` since 5.24."""
+    if cache is None:
+        return False
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:                                  # it holds states alone
+        return bool(cache.has_previous_state())
+
+
 def refuse(
     model: Any, ids: Tensor, config: Any, model_kwargs: Mapping[str, Any], synced: bool
 ) -> None:
@@ -36,8 +46,8 @@ def refuse(
     asked = [name for name in NOT_MADE if getattr(config, name, None)]
     asked += [one for one in asked_and_unknown(config) if one.partition("=")[0] not in HONOURED]
     asked += [name for name in given if name not in READ_HERE]
-    past, states, positions = (
-        given.get(name) for name in ("past_key_values", "cache_params", "position_ids")
+    past, states, cache, positions = (
+        given.get(name) for name in ("past_key_values", "cache_params", "cache", "position_ids")
     )
     types = [one for name, one in given.items() if name.endswith("token_type_ids")]
     hooks = [str(hook) for part in model.modules() for hook in part._forward_pre_hooks.values()]
@@ -47,6 +57,7 @@ def refuse(
         "past_key_values of a text (the whole of input_ids is read anew)":
             past is not None and past.get_seq_length() > 0,
         "cache_params of a text": states is not None and states.has_previous_state(),
+        "a cache of a text (the whole of input_ids is read anew)": _holds_text(cache),
         "an image or a video": bool(given.get("mm_encoder_outputs")),
         "token_type_ids": any(bool(one.any()) for one in types),
         "position_ids other than those of the attention mask":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from draftproof.errors import (
 )
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LayerShape
+from draftproof.model.layout import cache_argument
 
 Mask = Callable[[int | None], Tensor | None]
 """The additive mask of a read for layers with this window."""
@@ -51,6 +53,7 @@ class DraftLayers:
         if strange or not all(hasattr(layer, "self_attn") for layer in self.layers):
             what = ", ".join(sorted(strange)) or "no attention"
             raise UnsupportedModel(f"the draft layers have {what}, which nothing here drafts with")
+        self._cache_argument = cache_argument(inspect.signature(self.layers[0].forward).parameters)
 
     def norm(self, size: int) -> nn.Module:
         kind: type[nn.Module] = type(self.layers[0].input_layernorm)
@@ -67,7 +70,7 @@ class DraftLayers:
         """[B, N, H] what a whole layer makes of `hidden`; keys and values go into the cache."""
         out = self.layers[number](
             hidden, position_embeddings=angles, attention_mask=mask(self.windows[number]),
-            past_key_values=cache,
+            **{self._cache_argument: cache},
         )  # fmt: skip
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
@@ -76,8 +79,8 @@ class DraftLayers:
     ) -> Tensor:
         """[B, N, H] what the attention of a layer alone makes of `inputs`."""
         out = self.layers[number].self_attn(
-            hidden_states=inputs, position_embeddings=angles, past_key_values=cache,
-            attention_mask=mask(self.windows[number]),
+            hidden_states=inputs, position_embeddings=angles,
+            attention_mask=mask(self.windows[number]), **{self._cache_argument: cache},
         )  # fmt: skip
         return cast(Tensor, out[0])
 

@@ -20,7 +20,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel, first_line
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import KVLayer, LayerShape
-from draftproof.model.layout import FAILURES, UNLIMITED, Layout
+from draftproof.model.layout import FAILURES, UNLIMITED, Layout, cache_argument
 from draftproof.model.patches import patch_encoder_decoder
 from draftproof.model.source_cache import SourceCache
 from draftproof.model.target import Target
@@ -98,6 +98,7 @@ class EncoderDecoder(Target):
                     "run it with transformers' generate"
                 )
         self._takes_positions = "decoder_position_ids" in takes
+        self._cache_argument = cache_argument(takes)
         if not self._takes_positions:
             patch_encoder_decoder(model.get_decoder())
         self._together = model.main_input_name == "input_ids"
@@ -124,7 +125,7 @@ class EncoderDecoder(Target):
         hidden = source.encoded(self.encoder).to(self.device, self.dtype)
         self._width = hidden.shape[-1]
         out: Any = self.model(
-            encoder_outputs=EncoderOutput(hidden), past_key_values=both, use_cache=True,
+            encoder_outputs=EncoderOutput(hidden), use_cache=True, **{self._cache_argument: both},
             decoder_input_ids=torch.zeros(1, size, dtype=torch.int64, device=self.device),
         )  # fmt: skip
         return out.logits, both.self_attention_cache.layers, both.cross_attention_cache.layers
@@ -206,7 +207,7 @@ class EncoderDecoder(Target):
         return {
             "encoder_outputs": EncoderOutput(known), "attention_mask": cache.source_mask(),
             "decoder_input_ids": tokens, "decoder_attention_mask": masks,
-            "past_key_values": cache.for_model(), **extra,
+            self._cache_argument: cache.for_model(), **extra,
         }
 
     def find_layout(self) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,12 @@ def context_of(config: Any) -> int:
     return context
 
 
+def cache_argument(parameters: Container[str]) -> str:
+    """The argument of a forward that takes the cache. transformers 5.24 renamed it to `cache`."""
+    names = ("cache_params", "past_key_values", "cache")
+    return next((name for name in names if name in parameters), "past_key_values")
+
+
 def layout_of(model: PreTrainedModel) -> Layout:
     """What the model stores per layer, learnt from one forward with transformers' own cache."""
     name = type(model).__name__
@@ -120,7 +127,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
             f"{name} uses {attention} attention; load it with attn_implementation='sdpa' or 'eager'"
         )
     parameters = inspect.signature(model.forward).parameters
-    cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    cache_name = cache_argument(parameters)
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     try:
         kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))

@@ -208,10 +208,11 @@ def _usual(seed: int) -> list[Sampling]:
 @torch.inference_mode()
 def _own(target: Target, text: list[int], width: int) -> Tensor:
     """[L, V] logits by transformers alone, `width` tokens at a time."""
-    tokens, past, out = torch.tensor([text], device=target.device), None, []
+    name = target.layout.cache_name
+    tokens, cache, out = torch.tensor([text], device=target.device), None, []
     for part in torch.split(tokens, width, 1):
-        read = target.model(input_ids=part, past_key_values=past, use_cache=width < len(text))
-        past = read.past_key_values if width < len(text) else None
+        read = target.model(input_ids=part, use_cache=width < len(text), **{name: cache})
+        cache = getattr(read, name) if width < len(text) else None
         out.append(read.logits[0].double())
     return torch.cat(out)
 
