@@ -254,7 +254,8 @@ def read_prompts(given: argparse.Namespace) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer, file = AutoTokenizer.from_pretrained(given.model), given.prompts
-    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
     rows = rows[:: max(1, len(rows) // given.limit)][: given.limit]
     texts = [row.get("prompt") or row.get("text") or (row["messages"][0]["content"]
@@ -320,16 +321,18 @@ def main() -> None:
     if not rows:
         raise SystemExit("nothing was measured")
     given.out.mkdir(parents=True, exist_ok=True)
-    with (given.out / "compare.md").open("w") as file:
+    with (given.out / "compare.md").open("w", encoding="utf-8") as file:
         Console(file=file, width=200).print(table(rows, box=MARKDOWN))
         file.write("\n" + "\n".join(f"- {note}" for note in [title, *notes]) + "\n")
     body = {"title": title, "rows": rows, "notes": notes, "arguments": vars(given)}
-    (given.out / "compare.json").write_text(json.dumps(body, indent=1, default=str) + "\n")
+    text = json.dumps(body, indent=1, default=str) + "\n"
+    (given.out / "compare.json").write_text(text, encoding="utf-8")
     console.print(f"compare.md and compare.json are in {given.out}", style="dim")
 
 
 def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 

@@ -153,7 +153,7 @@ class Trainer:
         whole = self.plan.steps * per_step
         bar = tqdm(total=whole, initial=self.tokens, unit="tok", unit_scale=True)
         saved = last = time.monotonic()
-        with (self._out / "log.jsonl").open("a") as log:
+        with (self._out / "log.jsonl").open("a", encoding="utf-8") as log:
             while self.step < self.plan.steps and not self._stop:
                 rate = self.plan.rate(self.step)
                 for optimizer, base in self._optimizers:
@@ -205,4 +205,4 @@ def export(
     weights.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     save_tokenizer(tokenizer, folder)
-    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

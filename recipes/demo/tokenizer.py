@@ -46,13 +46,14 @@ def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save under the class name that both transformers 4 and 5 know."""
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
-    fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     fields = {
         name: value
         for name, value in fields.items()
         if name not in ("is_local", "local_files_only")
     }
-    config.write_text(json.dumps(fields, indent=2) + "\n")
+    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def check(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:

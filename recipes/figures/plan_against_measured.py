@@ -58,7 +58,9 @@ def main() -> None:
 
 
 def rows_of(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -87,7 +89,7 @@ def measure(given: argparse.Namespace) -> None:
             planned = time.time() - start
             seconds = written(plain, drafters, asked, planner.repeated(heat, batch), batch,
                               given.rounds)
-            with given.file.open("a") as out:
+            with given.file.open("a", encoding="utf-8") as out:
                 for (drafter, budget), one in zip(asked, found, strict=True):
                     base, ours = median(seconds[PLAIN, 0]), median(seconds[drafter, budget])
                     row = {"model": name, "drafter": Path(drafter).name, "budget": budget,

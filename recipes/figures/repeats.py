@@ -107,5 +107,6 @@ def summaries(rows: Iterator[dict[str, str]]) -> Iterator[Task]:
 
 
 def _rows(file: Path) -> Iterator[dict[str, str]]:
-    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8") as lines:
         yield from (json.loads(line) for line in lines)

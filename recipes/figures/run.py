@@ -76,7 +76,7 @@ def main() -> None:
     rows = module.run(given)
     show(f"{name.replace('_', ' ')}: {given.model}", rows)
     if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,18 @@ def test_help_and_version_do_not_wait_for_torch(call: Call) -> None:
     assert call("--version").out == f"draftproof {draftproof.__version__}\n"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "ascii", "iso8859-1"])
+def test_json_holds_every_character_in_any_encoding(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    text, written = "é – 🙂 \ud83d", io.BytesIO()
+    out = io.TextIOWrapper(written, encoding=encoding, errors="replace", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    show.print_json({"text": text})
+    shown = json.loads(written.getvalue().decode(encoding))["text"]
+    assert shown == (text.replace("\ud83d", "?") if encoding == "utf-8" else text)
+
+
 def test_every_public_name_can_be_imported() -> None:
     homes = draftproof._HOME.values()
     assert {name for names in homes for name in names} == set(draftproof.__all__)
@@ -49,9 +61,11 @@ def test_the_prompt_may_come_from_anywhere(
     """And the summary is one line on stderr; what was loaded is no garbage to be looked through."""
     frozen, unfreeze = list[int](), gc.unfreeze
     monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
-    (tmp_path / "prompt.txt").write_text("Once upon\n")
-    sources = (["Once upon"], ["-p", "Once upon"], ["--prompt-file", str(tmp_path / "prompt.txt")],
-               ["-"])
+    plain, marked = tmp_path / "prompt.txt", tmp_path / "notepad.txt"
+    plain.write_text("Once upon\n", encoding="utf-8")
+    marked.write_text("Once upon\n", encoding="utf-8-sig")     # with a byte order mark
+    sources = (["Once upon"], ["-p", "Once upon"], ["--prompt-file", str(plain)],
+               ["--prompt-file", str(marked)], ["-"])
     said = [call("run", target, *source, "--max-new-tokens", "6", stdin="Once upon\n")
             for source in sources]
     assert {one.code for one in said} == {0} and len({one.out for one in said}) == 1

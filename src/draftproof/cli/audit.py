@@ -57,7 +57,8 @@ def audit(
         verdict = {"engine": title, "verdict": "biased" if found.biased else "unbiased"}
         about = {"samples": samples, "seed": seed, "draftproof": __version__}
         checks = [{**check._asdict(), "passed": check.passed} for check in found.checks]
-        json_.write_text(json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n")
+        text = json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n"
+        json_.write_text(text, encoding="utf-8")
     style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
     console, table = show.page(), show.table(None, "test", "p-value", "verdict", "detail")
     console.print(f"{word}: {title}", style=style, markup=False)

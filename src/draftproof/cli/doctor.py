@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -51,7 +50,7 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     facts |= {"same bits": found.same, "other bits": found.differ}
     if json_:
         promised = {"exact_nodes": found.exact_nodes, "promise": found.promise}
-        print(json.dumps({**facts, "dtype": found.dtype, **promised}))
+        show.print_json({**facts, "dtype": found.dtype, **promised})
         return
     if found.differ:
         gap = f"logits differ by up to {max(found.differ.values()):.1g}"

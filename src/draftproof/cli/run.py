@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,7 +65,7 @@ def _prompt(source: str | Path, may_be_stdin: bool) -> str:
     """The text of a prompt."""
     try:
         if isinstance(source, Path):
-            return source.read_text(encoding="utf-8").removesuffix("\n")
+            return source.read_text(encoding="utf-8-sig").removesuffix("\n")
         return sys.stdin.read().removesuffix("\n") if may_be_stdin and source == "-" else source
     except UnicodeDecodeError as error:
         where = f"{error.reason} at byte {error.start}"
@@ -89,7 +88,7 @@ def _run(
         found = found["samples"][0] if n == 1 else found
         found |= {"compare": _compared(ours, plain)} if compare else {}
         found["settings"] = described(config, engine, wanted)
-        print(json.dumps(found, ensure_ascii=False))
+        show.print_json(found)
     else:
         ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout))
     for completion in ours:

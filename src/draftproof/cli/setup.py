@@ -68,7 +68,8 @@ def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
     if group.leads:
         yield group
         return
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (Path(os.devnull).open("w", encoding="utf-8") as devnull,
+          redirect_stdout(devnull), redirect_stderr(devnull)):
         try:
             yield group
         except KeyboardInterrupt:

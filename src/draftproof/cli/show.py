@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -59,6 +62,16 @@ def note(text: str, style: str = "dim") -> None:
 def status(text: str) -> Status:
     """While the block runs: `text` and a spinner on stderr, if it is a terminal."""
     return page(stderr=True).status(text)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout: escaped where stdout's encoding lacks Unicode's characters."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    except LookupError:
+        is_utf8 = False
+    print(json.dumps(value, ensure_ascii=not is_utf8))
 
 
 class StreamWriter:

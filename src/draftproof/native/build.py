@@ -56,7 +56,7 @@ class Library(NamedTuple):
 def features() -> frozenset[str]:
     """What this processor has, as Linux names it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     return frozenset(next((one for one in lines if one.startswith("flags")), "").split())
@@ -90,7 +90,7 @@ def load() -> Library:
 def opened(build: str) -> ctypes.CDLL:
     """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had.
     """
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines)
     names = ("libgomp", "libiomp5", "libomp")
     openmp = [path for path in paths if Path(path).name.startswith(names)]
@@ -122,7 +122,7 @@ def compiler() -> str | None:
 
 def name_of(build: str) -> str:
     """The file of a build of these sources."""
-    texts = [path.read_text() for path in (*sorted(HERE.glob("*.h")), *SOURCES)]
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted(HERE.glob("*.h")), *SOURCES)]
     digest = hashlib.sha256(repr([texts, FLAGS, BUILDS[build]]).encode()).hexdigest()
     return f"{build}-{digest[:16]}.so"
 

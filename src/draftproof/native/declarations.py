@@ -23,7 +23,7 @@ class Function(NamedTuple):
 @cache
 def _text() -> str:
     """All sources, without comments."""
-    texts = (path.read_text() for path in (*sorted(HERE.glob("*.h")), *SOURCES))
+    texts = (path.read_text(encoding="utf-8") for path in (*sorted(HERE.glob("*.h")), *SOURCES))
     return re.sub(r"/\*.*?\*/", "", "\n".join(texts), flags=re.S)
 
 

@@ -32,7 +32,8 @@ def release(tensor: Tensor, *, read_again: bool = False) -> None:
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether a tensor lies in a file that nobody has written to since it was mapped."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    lines = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines()]
+    text = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    lines = [line.split() for line in text.splitlines()]
     within = has_file = False
     for name, *rest in lines:
         if not name.endswith(":"):                                      # of the next mapping

@@ -101,7 +101,7 @@ class Server:
 
     async def page(self) -> str:
         """A page to try it."""
-        return (files("draftproof.server") / "page.html").read_text()
+        return (files("draftproof.server") / "page.html").read_text(encoding="utf-8")
 
     async def _answer(
         self, request: Request, body: schema.Completion | schema.Chat

@@ -100,7 +100,8 @@ class _Run:
         """Whether this run is done; raises BadInput if another was done here."""
         record = self.run.out / "training.json"
         if record.exists():
-            same_settings(self.run.out, json.loads(record.read_text())["settings"], self.settings)
+            settings = json.loads(record.read_text(encoding="utf-8"))["settings"]
+            same_settings(self.run.out, settings, self.settings)
         return record.exists()
 
     def read(self) -> None:
@@ -222,9 +223,9 @@ class _Run:
                              library_name="draftproof")  # fmt: skip
         card = ModelCard.from_template(data, template_path=str(CARD), **record)
         with whole(out / "README.md") as part:
-            part.write_text(str(card))
+            part.write_text(str(card), encoding="utf-8")
         with whole(out / "training.json") as part:
-            part.write_text(json.dumps(record, indent=2) + "\n")
+            part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for stage in stages:
             stage.checkpoint.unlink(missing_ok=True)
 

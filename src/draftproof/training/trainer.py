@@ -143,7 +143,8 @@ class Trainer:
             file.flush()
             os.fsync(file.fileno())
         with whole(self.folder / "log.jsonl") as part:
-            part.write_text("".join(json.dumps(row) + "\n" for row in self.log))
+            lines = "".join(json.dumps(row) + "\n" for row in self.log)
+            part.write_text(lines, encoding="utf-8")
 
     def _restore(self) -> None:
         try:
