@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from draftproof.drafters.suffix import SuffixDrafter
     from draftproof.drafters.token_recycling import TokenRecycling
     from draftproof.engine.budget import Adaptive, Budget, Fixed
+    from draftproof.engine.config import EngineConfig
     from draftproof.engine.engine import Chunk, Completion, Engine
     from draftproof.engine.load import load
     from draftproof.engine.shape_policy import ShapePolicy
-    from draftproof.errors import DraftproofError
+    from draftproof.errors import BadInput, DraftproofError
     from draftproof.hf.generate import generate
     from draftproof.model.loading import embedded
     from draftproof.model.target import Target
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ABSENT", "Accepted", "Adaptive", "Budget", "Chunk", "Commit", "Completion", "DataConfig",
-    "DraftModel", "Drafter", "DraftproofError", "Engine", "Fixed", "Frontier", "Medusa",
-    "MedusaHead", "Plain", "Portfolio", "PromptLookup", "ReDrafter", "ReDrafterHead", "Reading",
-    "Sampling", "SelfDraft", "SelfGenerateConfig", "ShapePolicy", "SuffixDrafter", "Target",
-    "TokenRecycling", "TokenTree", "TrainConfig", "TrainRun", "TreeShape", "Typical", "embedded",
-    "generate", "load", "read_head", "train", "write_head",
+    "ABSENT", "Accepted", "Adaptive", "BadInput", "Budget", "Chunk", "Commit", "Completion",
+    "DataConfig", "DraftModel", "Drafter", "DraftproofError", "Engine", "EngineConfig", "Fixed",
+    "Frontier", "Medusa", "MedusaHead", "Plain", "Portfolio", "PromptLookup", "ReDrafter",
+    "ReDrafterHead", "Reading", "Sampling", "SelfDraft", "SelfGenerateConfig", "ShapePolicy",
+    "SuffixDrafter", "Target", "TokenRecycling", "TokenTree", "TrainConfig", "TrainRun",
+    "TreeShape", "Typical", "embedded", "generate", "load", "read_head", "train", "write_head",
 ]
 
 _HOME = {
@@ -53,6 +54,7 @@ _HOME = {
     "draftproof.core.params": ("Sampling",),
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
     "draftproof.engine.budget": ("Adaptive", "Budget", "Fixed"),
+    "draftproof.engine.config": ("EngineConfig",),
     "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
     "draftproof.engine.load": ("load",),
     "draftproof.engine.shape_policy": ("ShapePolicy",),
@@ -65,7 +67,7 @@ _HOME = {
     "draftproof.drafters.token_recycling": ("TokenRecycling",),
     "draftproof.drafters.redrafter": ("ReDrafter", "ReDrafterHead"),
     "draftproof.drafters.suffix": ("SuffixDrafter",),
-    "draftproof.errors": ("DraftproofError",),
+    "draftproof.errors": ("BadInput", "DraftproofError"),
     "draftproof.hf.generate": ("generate",),
     "draftproof.model.loading": ("embedded",),
     "draftproof.model.target": ("Target",),

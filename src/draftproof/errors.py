@@ -1,5 +1,9 @@
 """Every error a user can meet. Messages name what was given, what was wanted and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
 
 class DraftproofError(Exception):
     """Base of all errors raised on purpose; the command line prints it as one sentence."""
@@ -35,6 +39,22 @@ class Unavailable(DraftproofError):
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
         self.status = status
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean X?`` with the nearest of the known names; empty if none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), 1, 0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def reject_unknown_options(function: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError, as Python does, for an option that a function does not have."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}"
+                            f"{did_you_mean(name, known)}")
 
 
 def first_line(error: BaseException) -> str:

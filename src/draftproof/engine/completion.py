@@ -15,7 +15,7 @@ Wanted = Sampling | Sequence[Sampling] | None
 
 
 class Options(TypedDict, total=False):
-    """What a call may ask for.
+    """Keyword arguments of `Engine.generate`.
 
     sampling: one for all or one per prompt; None takes the model's own generation defaults.
     n: samples of each prompt; sample i is the same whatever `n` is. batch_size: rows at a time

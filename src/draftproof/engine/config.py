@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput
@@ -216,6 +216,30 @@ class EngineConfig:
         """The options that were given, by name."""
         values = ((one.name, getattr(self, one.name)) for one in fields(self))
         return {name: value for name, value in values if value is not None and value is not False}
+
+
+class LoadOptions(TypedDict, total=False):
+    """Keyword arguments of `draftproof.load`: the fields of `EngineConfig` but the model."""
+
+    assistant_model: str | Path | PreTrainedModel | None
+    drafter: str | Path | Drafter | None
+    budget: int | Budget | None
+    draft_tree: str | TreeShape | None
+    acceptance: str | None
+    lossy: str | bool | Typical | None
+    dtype: str | torch.dtype | None
+    device: str | None
+    quantize: str | None
+    quantize_draft: str | None
+    kv_cache: str | None
+    parallel: str | None
+    graphs: bool
+    bucket_size: int | None
+    compile: bool
+    trust_remote_code: bool
+    ignore_generation_config: str | None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None
+    shapes: ShapePolicy | None
 
 
 def branching(text: str) -> tuple[int, ...]:

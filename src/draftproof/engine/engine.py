@@ -29,7 +29,7 @@ from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.sources import SourceReader
 from draftproof.engine.stats import Clock, RoundStats, State
 from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadcast_rule
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, reject_unknown_options
 from draftproof.model.device import Device
 from draftproof.model.kv_cache import CHUNKS
 from draftproof.model.target import Target
@@ -85,6 +85,13 @@ class Engine:
             asked = f"{self.budget.most} draft tokens per round"
             raise BadInput(f"{asked} do not fit a context of {target.context}; draft fewer")
 
+    def __repr__(self) -> str:
+        target, budget = self.target, self.budget
+        size = str(budget.most) if isinstance(budget, Fixed) else f"up to {budget.most}"
+        return (f"Engine(model={target.name!r}, dtype={str(target.dtype).removeprefix('torch.')}, "
+                f"device={target.device}, drafter={self.drafter.name!r}, draft tokens={size}, "
+                f"acceptance={self.acceptance!r})")
+
     @property
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
@@ -99,6 +106,7 @@ class Engine:
         options: `max_new_tokens`, `sampling`, `n`, `batch_size`; see `Options`.
         Raises BadInput, before anything runs, for a request that cannot be honoured.
         """
+        reject_unknown_options("Engine.generate", options, Options.__annotations__)
         done = self.as_completed(prompts, **options)
         return sorted(done, key=lambda completion: (completion.prompt, completion.sample))
 
@@ -106,6 +114,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
     ) -> Iterator[Completion]:
         """As `generate`, but each completion comes as soon as it is finished."""
+        reject_unknown_options("Engine.as_completed", options, Options.__annotations__)
         rounds = self.rounds(prompts, **options)
         return (self.completion(row) for rows in rounds for row in rows if row.finish_reason)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, Unpack
 
 import torch
 
@@ -21,7 +21,7 @@ from draftproof.drafters.draft_vocabulary import SharedVocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.portfolio import Portfolio
-from draftproof.engine.config import EngineConfig
+from draftproof.engine.config import EngineConfig, LoadOptions
 from draftproof.engine.engine import Engine
 from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name
 from draftproof.engine.shape_policy import ShapePolicy
@@ -32,6 +32,7 @@ from draftproof.errors import (
     DraftproofError,
     ModelNotFound,
     UnsupportedModel,
+    reject_unknown_options,
 )
 from draftproof.model import loading
 from draftproof.model.draft_layers import layer_count
@@ -53,15 +54,15 @@ NATIVE = "mtp"
 """The drafter in a model's own checkpoint."""
 
 
-def load(model: str | Path | PreTrainedModel, **options: Any) -> Engine:
+def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) -> Engine:
     """An engine for `model`: "demo", a folder, a GGUF file, a hub id or a transformers model.
 
-    options: the fields of `EngineConfig`, which says what each means: assistant_model, drafter,
-    budget, draft_tree, acceptance, lossy, dtype, device, quantize, ...
+    options: see `LoadOptions`; `EngineConfig` says what each means.
     A loaded model may go on to be trained: weights that changed are taken up when the next text
     begins, quantised ones too. Raises TypeError for an unknown option, a DraftproofError, in one
     sentence, for anything that does not fit.
     """
+    reject_unknown_options("load", options, LoadOptions.__annotations__)
     return build(EngineConfig(model, **options))
 
 
