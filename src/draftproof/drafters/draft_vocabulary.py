@@ -7,7 +7,6 @@ always. Knows tokenizers; knows nothing of models.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import DrafterMismatch
+from draftproof.model.token_bytes import bytes_of, is_byte_level
 from draftproof.model.tokenizer import Codec
 
 LEAST_SHARED = 0.1
 """The part of the smaller vocabulary that must be shared."""
-SPACES = "Ġ▁"
-"""What byte-level tokenizers, and those of SentencePiece, have for a space."""
 
 
 class TokenTable:
@@ -35,13 +33,13 @@ class TokenTable:
         self.specials = {tokens[index]: index for index in sorted(self._special & tokens.keys())}
         end = tokenizer.eos_token_id
         self.end = end if isinstance(end, int) and end < size else None
-        spaces = [sum(token.startswith(mark) for token in tokens.values()) for mark in SPACES]
+        byte_level = is_byte_level(list(tokens.values()))
         plain = self._special | getattr(tokenizer, "added_tokens_decoder", {}).keys()
         self.bytes_of, self.ids = [b""] * size, dict[bytes, int]()
         for index in sorted(tokens, key=lambda index: not tokens[index].startswith("<0x")):
             token = tokens[index]
             text = (token.encode(errors="ignore") if index in plain
-                    else _bytes(token, spaces[0] >= spaces[1]))
+                    else bytes_of(token, byte_level))
             self.bytes_of[index] = text
             if text and index not in self._special:
                 self.ids[text] = index                  # a letter comes behind its byte
@@ -135,25 +133,3 @@ class SharedVocabulary:
                     return ids
                 ids.append(self.specials[token])
         return ids
-
-
-def _bytes(token: str, byte_level: bool) -> bytes:
-    """What an ordinary token stands for, as its kind of tokenizer writes it."""
-    if byte_level:
-        if all(letter in BYTES for letter in token):
-            return bytes(BYTES[letter] for letter in token)
-        return token.encode(errors="ignore")
-    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
-        return bytes([int(match[1], 16)])
-    return token.replace("▁", " ").encode(errors="ignore")
-
-
-def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level token stands for (GPT-2's table)."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [one for one in range(256) if one not in seen]
-    letters = {chr(one): one for one in seen}
-    return letters | {chr(256 + place): one for place, one in enumerate(hidden)}
-
-
-BYTES = _byte_letters()
