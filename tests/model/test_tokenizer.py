@@ -11,6 +11,7 @@ from tiny import shared
 
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
+from draftproof.model.token_bytes import TokenBytes
 from draftproof.model.tokenizer import Codec
 
 NAMES = [
@@ -57,7 +58,7 @@ def test_pieces_join_to_the_decoded_text(name: str, text: str) -> None:
     ids = one.encode(text)
     for cut in range(1, len(ids)):
         if "\ufffd" in one.tokenizer.decode(ids[:cut]):
-            continue  # a prompt that ends inside a character has a test of its own
+            continue  # a prompt that ends inside a character has a test of its own, below
         assert streamed(one, ids[:cut], ids[cut:]) == decoded(one, ids[:cut], ids[cut:])
 
 
@@ -108,6 +109,28 @@ def test_a_text_or_a_prompt_that_ends_inside_a_character(name: str) -> None:
         assert streamed(one, prompt, tokens) == decoded(one, prompt, tokens)
     for cut in range(1, len(fox) - 3):
         assert streamed(one, fox[:cut], fox[cut:]).endswith(" fox")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["I love 🦜 too", "said: ありがとう。", "sat — “so”", "🏳️‍🌈"])
+def test_the_words_of_a_prompt_that_ends_inside_a_character_are_not_said_again(
+    name: str, text: str
+) -> None:
+    """The answer begins with the character that was cut; where that stays broken, behind it."""
+    codec_, cuts = codec(name), 0
+    ids, table = codec_.encode(text, special=False), TokenBytes(codec_.tokenizer)
+    data = [table[token] for token in ids]
+    (stray,) = codec_.encode("a", special=False)[-1:]
+    for cut in range(1, len(ids)):
+        head = str(codec_.tokenizer.decode(ids[:cut], skip_special_tokens=True))
+        if head.endswith("\ufffd"):
+            cuts += 1
+            complete = b"".join(data[:cut]).decode(errors="ignore").encode()
+            wanted = b"".join(data)[len(complete) :].decode()
+            assert streamed(codec_, ids[:cut], ids[cut:]) == wanted
+            assert streamed(codec_, ids[:cut], [stray]).strip("\ufffd ") == "a"
+            assert streamed(codec_, ids[:cut], []) == ""
+    assert cuts or name != "embedded"
 
 
 def test_the_first_word_keeps_its_space_and_a_long_prompt_says_the_same() -> None:

@@ -4,6 +4,7 @@ tokenizers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -13,6 +14,9 @@ from draftproof.errors import BadInput
 
 _CONTEXT = 8
 """Prompt tokens a stream starts from, so that the first new token keeps its leading space."""
+
+_PART_TOKENS = 3
+"""Tokens that a character which is not complete may have: UTF-8 has up to four bytes."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -67,7 +71,11 @@ class Codec:
 
 class TextStream:
     """Turns new tokens into text as they come; special tokens are skipped, as in
-    ``tokenizer.decode``."""
+    ``tokenizer.decode``.
+
+    A prompt may end inside a character: its last tokens are pending then, and only what the new
+    tokens add to their text is said.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
@@ -75,10 +83,16 @@ class TextStream:
     ) -> None:  # fmt: skip
         self._tokenizer, self._special = tokenizer, special or {}
         # decides about the first space, and is not said again
-        self._before = self._context(prompt)
+        self._before, pending = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
         self._stream = DecodeStream(self._before, skip_special_tokens=True)
+        self._prompt_text = ""              # of the prompt's pending tokens, until they were said
+        for token in pending:
+            self.push(token)
+        if self._pending:
+            whole = self._decoded(self._before + self._pending)
+            self._prompt_text = whole[len(self._decoded(self._before)) :]
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
@@ -86,7 +100,7 @@ class TextStream:
         piece = self._step(token) if self._backend is not None else self._slow_step()
         if piece:
             self._before, self._pending = (self._before + self._pending)[-_CONTEXT:], []
-        return piece
+        return self._new(piece)
 
     def special(self, token: int) -> str:
         """The text of a special token, which `push` skips; empty for any other."""
@@ -96,7 +110,15 @@ class TextStream:
         """What is left when no token follows: an incomplete character shows as the replacement
         character."""
         pending, self._pending = self._pending, []
-        return self._decoded(pending)
+        return self._new(self._decoded(pending))
+
+    def _new(self, piece: str) -> str:
+        """A piece without what the prompt had of it."""
+        if piece and self._prompt_text:
+            pairs = zip(piece, self._prompt_text, strict=False)
+            piece = piece[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+            self._prompt_text = ""
+        return piece
 
     def _step(self, token: int) -> str:
         try:
@@ -112,14 +134,16 @@ class TextStream:
         text = self._decoded(self._before + self._pending)[len(self._decoded(self._before)) :]
         return "" if text.endswith("\ufffd") else text
 
-    def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, from the start of a character on: bytes that are cut spoil
-        all that follow."""
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The last tokens of the prompt, from the start of a character to the end of one (bytes
+        that are cut spoil all that follow), and those after that end."""
         for size in range(_CONTEXT, _CONTEXT + 4):
             context = list(prompt[-size:])
-            if not self._decoded(context).startswith("\ufffd"):
-                return context
-        return []
+            for end in range(len(context), max(0, len(context) - _PART_TOKENS - 1), -1):
+                text = self._decoded(context[:end])
+                if not (text.startswith("\ufffd") or text.endswith("\ufffd")):
+                    return context[:end], context[end:]
+        return [], list(prompt[-_PART_TOKENS:])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(
