@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,9 @@ class Sampling:
     banned_words: strings or token id sequences that must not appear.
     min_new_tokens: no end token before so many. max_new_tokens: None leaves it to the call.
     max_length: tokens of prompt and text together, where no max_new_tokens is given.
-    stop: strings that end the text; they are not part of it. stop_tokens: end tokens; None takes
-    the model's own.
+    stop: strings that end the text and are not part of it; min_new_tokens holds back end tokens
+    alone, not these. stop_tokens: end tokens instead of the model's own; None takes those.
+    stop_token_ids: end tokens in addition to these (as vLLM's option of this name).
     seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
     logprobs: report the log-probability of each new token under the unprocessed model.
     top_logprobs: and of so many of the likeliest tokens in its place, up to 20.
@@ -87,6 +88,7 @@ class Sampling:
     max_length: int | None = None
     stop: Sequence[str] = ()
     stop_tokens: Sequence[int] | None = None
+    stop_token_ids: Sequence[int] = ()
     seed: int = 0
     logprobs: bool = False
     top_logprobs: int = 0
@@ -104,8 +106,7 @@ class Sampling:
                 continue
             if not sound(value):
                 raise BadInput(f"{name} was {value!r:.100}; it must be {wanted}")
-            if isinstance(getattr(Sampling, name, None), float):
-                object.__setattr__(self, name, float(value))       # kernels read them as floats
+            object.__setattr__(self, name, _plain(value, getattr(Sampling, name, None)))
         if self.top_logprobs and not self.logprobs:
             raise BadInput(f"top_logprobs was {self.top_logprobs} without logprobs; ask for both")
 
@@ -130,6 +131,25 @@ def _is_list(value: object) -> bool:
 def is_whole(value: object) -> bool:
     """Whether something is a whole number: a token id, a count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any, default: object) -> Any:
+    """A checked value as Python's own numbers: kernels and grammars read neither numpy's numbers
+    nor whole numbers where a float is meant.
+
+    Args:
+        value: a number, ids, or a mapping of ids to numbers, as the caller wrote it.
+        default: the option's default, which tells a float from a whole number.
+    """
+    if isinstance(default, float):
+        return float(value)
+    if is_whole(value):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {int(token): float(bias) for token, bias in value.items()}
+    if _is_list(value) and len(value) and all(map(is_whole, value)):
+        return tuple(map(int, value))
+    return value
 
 
 def _is_text(value: object) -> bool:
@@ -162,10 +182,13 @@ def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _number(low: float, high: float = 1e30, whole: bool = False) -> Callable[[Any], bool]:
     """Whether something is a number, from low to high; larger ones are lost in float32."""
-    kinds = int if whole else (int, float)
-    return lambda value: (
-        isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-    )
+    kind = Integral if whole else Real
+
+    def check(value: Any) -> bool:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        return is_number and bool(low <= value <= high)
+
+    return check
 
 
 def _count(low: int = 0, high: int = 10**9) -> tuple[Callable[[Any], bool], str]:
@@ -192,7 +215,7 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (
         _are_stops, f"a list of at most {MOST_STOPS:,} strings, none empty or longer than "
         f"{LONGEST_STOP:,} characters"),
-    "stop_tokens": (_all(is_whole), "a list of token ids"),
+    **dict.fromkeys(("stop_tokens", "stop_token_ids"), (_all(is_whole), "a list of token ids")),
     **dict.fromkeys(("processors", "stop_when"), (_all(callable), "a list of functions")),
     "banned_words": (
         _are_banned, f"a list of at most {MOST_BANNED_WORDS:,} strings or lists of token ids, none "

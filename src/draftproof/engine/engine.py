@@ -210,7 +210,7 @@ class Engine:
         if wanted.min_new_tokens:
             wanted = replace(wanted, min_new_tokens=capacity, max_new_tokens=None)
         else:
-            wanted = replace(wanted, stop_tokens=())
+            wanted = replace(wanted, stop_tokens=(), stop_token_ids=())
         for length, script in scripts:
             decoder, text = self._decoder(_Script(script), rows, capacity), [0] * length
             params = self.requests.params(wanted, text, capacity)

@@ -117,6 +117,7 @@ class RequestReader:
         if sampling.stop:
             self._codec("a stop string")
         ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
+        ends = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
         banned = set[tuple[int, ...]]()
         for word in sampling.banned_words:
             if isinstance(word, str):
