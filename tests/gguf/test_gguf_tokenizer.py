@@ -1,0 +1,195 @@
+"""Tokenizers read from GGUF files: the ids of the tokenizer that the file was made of."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from draftproof.errors import UnsupportedModel
+from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.tokenizer import tokenizer_of
+
+TEXTS = [
+    "the cat sat on the mat, and THE CAT'S hat isn't here", "  two  spaces\tand\n\n\nlines \n x",
+    "def f(x):\n    return x ** 2  # 1234567 and 3.14\n", "café déjà vu, naïve: Ünïcödé",
+    "한국어 파일", "日本語のテキスト 漢字", "٣ ½ ² Ⅷ", "🦜👩‍👩‍👧 emoji", "a\r\nb\r\n", " ", "",
+    "path/to/file.c // x += 1;", "<|end|>inside<|end|> <think> and <|endoftext|>",
+]  # fmt: skip
+TEXTS += [unicodedata.normalize("NFD", text) for text in TEXTS]
+SPECIAL = {"<|endoftext|>": 3, "<|end|>": 3, "<think>": 4}
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> Any:
+    """As tokenizer.json files split by a regular expression."""
+    return pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+
+
+PUBLISHED = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]),
+    "llama-bpe": split(LLAMA3),
+    "qwen2": split(LLAMA3.replace("{1,3}", "")),
+    "tekken": split(TEKKEN),
+}
+
+
+def published(pre: str) -> Tokenizer:
+    """A small tokenizer of the kind that a name stands for, trained on the texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = PUBLISHED[pre]
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, show_progress=False, initial_alphabet=alphabet,
+        special_tokens=[token for token, kind in SPECIAL.items() if kind == 3],
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.add_tokens([token for token, kind in SPECIAL.items() if kind == 4])
+    return tokenizer
+
+
+def as_file(tokenizer: Tokenizer, path: Path, pre: str, **metadata: Any) -> GGUFFile:
+    import json
+
+    vocab = tokenizer.get_vocab()
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    values: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [SPECIAL.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": False,
+    }  # fmt: skip
+    if pre:
+        values["tokenizer.ggml.pre"] = pre
+    values |= {f"tokenizer.{key}": value for key, value in metadata.items()}
+    gguf_files.write(path, {"x": np.ones(32)}, values)
+    return GGUFFile.open(path)
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_byte_level_vocabularies_have_the_ids_of_their_tokenizer_json(
+    pre: str, tmp_path: Path
+) -> None:
+    wanted = published(pre)
+    read = tokenizer_of(as_file(wanted, tmp_path / "model.gguf", pre)).tokenizer
+    assert read.get_vocab() == wanted.get_vocab()
+    for text in TEXTS:
+        ids = wanted.encode(text).ids
+        assert read.encode(text).ids == ids, text
+        back = read.decode(ids, skip_special_tokens=False)
+        assert back == (unicodedata.normalize("NFC", text) if pre == "qwen2" else text)
+
+
+def test_special_tokens_templates_and_ends(tmp_path: Path) -> None:
+    chat = {"chat_template": "{{ messages }}", "chat_template.tool_use": "{{ tools }}"}
+    file = as_file(
+        published("gpt-2"), tmp_path / "model.gguf", "gpt-2", **chat,
+        **{"ggml.add_bos_token": True, "ggml.add_eos_token": True}
+    )  # fmt: skip
+    read = tokenizer_of(file)
+    assert read.roles == {"bos": 0, "eos": 1} and read.end_tokens == (1, 0)
+    assert read.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    ids = read.tokenizer.encode("the cat").ids
+    assert ids[0] == 0 and ids[-1] == 1
+    plain = read.tokenizer.encode("the cat", add_special_tokens=False).ids
+    assert ids[1:-1] == plain
+    text = "a <|end|> b <think> c"
+    ids = read.tokenizer.encode(text, add_special_tokens=False).ids
+    assert read.tokenizer.decode(ids) == "a  b <think> c"
+
+
+def test_a_splitting_that_is_not_known_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    tokenizer = published("gpt-2")
+    for pre in ("brand-new", ""):
+        file = as_file(tokenizer, tmp_path / f"{pre}model.gguf", pre)
+        with pytest.raises(UnsupportedModel, match=r"split by .* --tokenizer FOLDER"):
+            tokenizer_of(file)
+    file = as_file(tokenizer, tmp_path / "bert.gguf", "x", **{"ggml.model": "bert"})
+    with pytest.raises(UnsupportedModel, match=r"of the kind 'bert', .* --tokenizer FOLDER"):
+        tokenizer_of(file)
+
+
+def sentencepiece(text: str, scores: dict[str, float], prefix: bool) -> list[str]:
+    """The rule of SentencePiece, one merge after another: the best score first, then the left."""
+    text = ("▁" if prefix and text else "") + text.replace(" ", "▁")
+    pieces = list(text)
+    while True:
+        pairs = [(-scores[pieces[at] + pieces[at + 1]], at) for at in range(len(pieces) - 1)
+                 if pieces[at] + pieces[at + 1] in scores]
+        if not pairs:
+            break
+        at = min(pairs)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return [part for piece in pieces for part in (
+        [piece] if piece in scores else [f"<0x{byte:02X}>" for byte in piece.encode()]
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_vocabularies_with_scores_merge_as_sentencepiece_does(
+    prefix: bool, tmp_path: Path
+) -> None:
+    words = ["the", "▁the", "▁cat", "at", "▁c", "he", "th", "▁t", "ca", "▁s", "sat", "▁sat", "▁▁"]
+    letters = sorted(set("".join(text for text in TEXTS[:3])) - {" "} | {"▁"})
+    pieces = words + letters
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    chance = np.random.default_rng(2)
+    scores = [0.0] * 259 + list(chance.permutation(len(pieces)) * -1.0)
+    types = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    values = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [float(score) for score in scores],
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values)
+    file = GGUFFile.open(tmp_path / "model.gguf")
+    by_piece = dict(zip(pieces, scores[259:], strict=True))
+    for _ in range(2):                              # derived, and then read from the cache
+        read = tokenizer_of(file, tmp_path / "cache").tokenizer
+        for text in TEXTS[:12]:
+            assert read.encode(text).tokens == ["<s>", *sentencepiece(text, by_piece, prefix)]
+            assert read.decode(read.encode(text).ids) == text
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    for kept in (tmp_path / "cache").iterdir():     # damaged: derived again
+        kept.write_bytes(b"damaged")
+    again = tokenizer_of(file, tmp_path / "cache").tokenizer
+    assert again.encode("the cat").ids == read.encode("the cat").ids
+
+
+@pytest.mark.parametrize("name", ["qwen-coder-0.5b", "gemma-3-270m"])
+def test_real_files_have_the_ids_of_their_folders(name: str) -> None:
+    root = Path(os.environ.get("REAL_MODELS", "no such folder"))
+    if not (root / name).is_dir():
+        pytest.skip("needs REAL_MODELS, a folder of models and GGUF files")
+    from transformers import AutoTokenizer
+
+    read = tokenizer_of(GGUFFile.open(root / f"{name}.gguf")).tokenizer
+    folder = AutoTokenizer.from_pretrained(root / name)
+    for text in TEXTS:
+        assert read.encode(text).ids == list(folder(text).input_ids), text
