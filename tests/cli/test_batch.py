@@ -129,13 +129,15 @@ BAD = {
 } | {json.dumps({"prompt": "a", **asked}): why for why, asked in (
     ("max_new_tokens", {"max_new_tokens": 0}), ("'top'", {"sampling": {"top": 1}}),
     ("whole", {"sampling": {"top_k": 2.5}}), ("temperature", {"temperature": "hot"}),
-    ("list of strings", {"sampling": {"stop": 5}}), ("token ids", {"stop_tokens": [True]}),
+    ("strings", {"sampling": {"stop": 5}}), ("token ids", {"stop_tokens": [True]}),
     ("object", {"logit_bias": [5]}), ("1e30", {"temperature": 10**400}), ("seed", {"seed": True}),
     ("max_length", {"max_length": 1}), ("top_logprobs", {"logprobs": 21}),
     ("tools", {"tools": [1]}), ("another seed", {"n": 2}),
     ("beside the prompt", {"sampling_params": {"n": 3}}),
     ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
-    ("object of sampling", {"sampling": [1]}),
+    ("object of sampling", {"sampling": [1]}), ("eos_token_id", {"eos_token_id": 0}),
+    ("same option", {"max_tokens": 3, "max_new_tokens": 4}), ("--chat", {"system": "Be brief."}),
+    ("into the prompt", {"input": "more"}), ("numbers", {"logit_bias": [[5, False]]}),
 )}  # fmt: skip
 """Rows, and a word of why they cannot be completed."""
 

@@ -12,6 +12,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from draftproof.engine.foreign_options import (
+    HARMLESS,
+    OFF,
+    OTHER_NAMES,
+    UNSUPPORTED,
+    refuse_unknown,
+    refuse_unsupported,
+)
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -22,32 +30,8 @@ NOT_DATA = ("processors", "stop_when", "logits_rules")
 """Fields of a sampling that no file or request can hold."""
 PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
 """Fields a prompt is looked for in; of turns, the first is taken."""
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
-    "max_output_tokens": "max_new_tokens", "n_predict": "max_new_tokens",
-    "min_tokens": "min_new_tokens", "stop_token_ids": "stop_tokens", "stop_strings": "stop",
-    "stop_sequences": "stop", "bad_words": "banned_words", "bad_words_ids": "banned_words",
-    "no_repeat_ngram_size": "no_repeat_ngram", "random_seed": "seed",
-}  # fmt: skip
-"""What OpenAI, vLLM, TGI, llama.cpp and transformers call an option."""
-NOT_HONOURED = (
-    "tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding", "grammar",
-    "json_schema", "prompt_embeds", "modalities", "audio", "echo", "suffix", "best_of", "num_beams",
-    "use_beam_search", "length_penalty", "num_return_sequences", "typical_p", "top_h", "top_a",
-    "epsilon_cutoff", "eta_cutoff", "mirostat", "repeat_penalty", "encoder_repetition_penalty",
-    "guidance_scale", "penalty_alpha", "watermark", "logits_processors", "allowed_token_ids",
-    "eos_token_id", "lora_request", "prompt_logprobs", "truncate", "chat_template",
-    "truncate_prompt_tokens", "include_stop_str_in_output", "extra_body", "reasoning_effort",
-    "top_n_tokens", "decoder_input_details", "return_full_text", "chat_template_kwargs",
-    "continue_final_message", "suppress_tokens", "forced_eos_token_id",
-)  # fmt: skip
-"""Fields that would change the text or what is reported of it, and that nothing here does."""
-NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", ["text"], {"type": "text"})
-ONE_IS_NEUTRAL = (
-    "best_of", "num_beams", "num_return_sequences", "length_penalty", "typical_p", "repeat_penalty",
-    "guidance_scale", "encoder_repetition_penalty",
-)  # fmt: skip
+SWITCHES = ("n", "do_sample", "ignore_eos")
+"""What a row may ask for beside the fields of a sampling."""
 
 
 class Request(NamedTuple):
@@ -90,15 +74,18 @@ def understood(text: bytes, base: Sampling, chat: bool) -> Request:
 
 
 def refuse_unhonoured(row: Mapping[str, Any]) -> None:
-    """Raise BadInput for a field that would change the text and is not honoured."""
+    """Raise BadInput for a field that would change the answer and is not honoured."""
     if (n := _nested(row).get("n")) not in (None, 1):
         raise BadInput(f'"n" was {n!r} among the sampling options; give it beside the prompt')
     for options in (row, _nested(row)):
-        for name in NOT_HONOURED:
-            value = options.get(name)
-            one = name in ONE_IS_NEUTRAL and value == 1 and value is not True
-            if value not in NEUTRAL and not one:
-                raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
+        refuse_unsupported(options)
+
+
+def refuse_unrecognized(row: Mapping[str, Any], base: Sampling) -> None:
+    """Raise BadInput for any name that is not known: a file's row may have fields that are the
+    user's own, a request may not."""
+    refuse_unhonoured(row)
+    refuse_unknown(row, (*_sampling_fields(base), *SWITCHES, "sampling", "sampling_params"))
 
 
 def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
@@ -107,15 +94,32 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     if name is None:
         raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")
     given = row[name]
+    if row.get("input") and isinstance(row["input"], str):
+        raise BadInput(f'"input" was given beside "{name}"; put it into the prompt')
+    system = row.get("system") or None
     if name == "messages":
-        return messages_of(given)
+        return _with_system(messages_of(given), system)
     if name == "turns" and isinstance(given, list) and given:
         given = given[0]
-    if isinstance(given, list) and given and all(type(token) is int for token in given):
+    are_ids = isinstance(given, list) and given and all(type(token) is int for token in given)
+    if are_ids and system is None:
         return [int(token) for token in given]
     if not isinstance(given, str) or (chat and not given):
         raise BadInput(f'"{name}" must be text, and of a chat at least one word')
-    return [{"role": "user", "content": given}] if chat else given
+    if chat:
+        return _with_system([{"role": "user", "content": given}], system)
+    if system is not None:
+        raise BadInput(f'"system" was given beside "{name}"; it needs --chat, or "messages"')
+    return given
+
+
+def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str, Any]]:
+    """Messages that begin with the row's own system message, if it has one."""
+    if system is None:
+        return messages
+    if not isinstance(system, str) or messages[0]["role"] == "system":
+        raise BadInput('"system" must be one text, and no message of "messages" beside it')
+    return [{"role": "system", "content": system}, *messages]
 
 
 def messages_of(given: object) -> list[dict[str, Any]]:
@@ -161,26 +165,39 @@ def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
 
 
 def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
-    """`base` with what the row asks for."""
-    kinds = {field.name: str(field.type) for field in fields(base) if field.name not in NOT_DATA}
-    nested, params = _nested(row), dict[str, Any]()
+    """`base` with what the row asks for, under our names or those of another engine.
+
+    `stop_token_ids` are end tokens in addition to the model's own, and `ignore_eos` drops the
+    model's own alone, as in vLLM.
+    """
+    kinds, nested = _sampling_fields(base), _nested(row)
+    unsupported = {name for names in UNSUPPORTED.values() for name in names}
     for name in nested:
-        if OTHER_NAMES.get(name, name) not in (*kinds, "n", "do_sample", "ignore_eos",
-                                               *NOT_HONOURED):
-            raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(kinds)}")
-    asked = {**row, **nested}
-    for name, value in asked.items():
         ours = OTHER_NAMES.get(name, name)
-        if ours in kinds and value is not None:
-            params[ours] = _typed(ours, kinds[ours], value)
-            if ours == "logprobs" and type(value) is int:       # so many of the likeliest
-                params["top_logprobs"] = value
-    if asked.get("ignore_eos"):
-        params["stop_tokens"] = ()
-    wanted, drawn = replace(base, **params), asked.get("do_sample")
-    if drawn is not None and bool(drawn) != (wanted.temperature > 0):
+        if not (ours in kinds or name in SWITCHES or name in unsupported or name in HARMLESS):
+            raise BadInput(f"there is no sampling option {name!r}; there are {', '.join(kinds)}")
+    params, names, options = dict[str, Any](), dict[str, str](), {**row, **nested}
+    for name, value in options.items():
+        ours = OTHER_NAMES.get(name, name)
+        if ours not in kinds or value is None or (ours == "seed" and value == -1):
+            continue
+        typed = _typed(ours, kinds[ours], value)
+        if ours in params and params[ours] != typed:
+            raise BadInput(f'"{names[ours]}" and "{name}" are the same option; give one of them')
+        params[ours], names[ours] = typed, name
+        if ours == "logprobs" and type(value) is int:       # so many of the likeliest
+            params["top_logprobs"] = value
+    sampling, drawn = replace(base, **params), options.get("do_sample")
+    if options.get("ignore_eos") and sampling.stop_tokens is None:
+        sampling = replace(sampling, stop_tokens=())
+    if drawn is not None and bool(drawn) != (sampling.temperature > 0):
         raise BadInput(f"do_sample was {drawn!r}; say it by temperature, where 0 is greedy")
-    return wanted
+    return sampling
+
+
+def _sampling_fields(base: Sampling) -> dict[str, str]:
+    """The options of a sampling that JSON can hold, and the type of each."""
+    return {field.name: str(field.type) for field in fields(base) if field.name not in NOT_DATA}
 
 
 def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,13 +213,19 @@ def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed(name: str, kind: str, value: Any) -> Any:
     """A value as its option wants it: JSON has no token ids as keys, others write 8.0 or 1."""
+    off, ours = OFF.get(name, (None, None))
+    if off is not None and type(value) is int and value == off:
+        return ours
     if kind.startswith("int") and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "logprobs" and type(value) is int:
         return True
     if name == "logit_bias":
         try:
-            return {int(token): float(bias) for token, bias in dict(value).items()}
+            pairs = dict(value).items()
+            if any(isinstance(bias, bool) for _, bias in pairs):    # llama.cpp's false bans a token
+                raise TypeError
+            return {int(token): float(bias) for token, bias in pairs}
         except (TypeError, ValueError) as error:
             wanted = "an object of token ids and numbers"
             raise BadInput(f"logit_bias was {value!r}; it must be {wanted}") from error

@@ -1,0 +1,101 @@
+"""Rows of files of prompts: options in the words of other engines mean what they mean there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import draftproof as dp
+from draftproof.engine.foreign_options import HARMLESS, NEUTRAL, UNSUPPORTED, is_neutral
+from draftproof.engine.rows import refuse_unrecognized, understood
+from draftproof.errors import BadInput
+
+NAMES = sorted({name for names in UNSUPPORTED.values() for name in names})
+BASE = dp.Sampling(top_k=40, max_new_tokens=9)
+
+
+def sampling(**row: Any) -> dp.Sampling:
+    """What a row asks for, beside a model's own defaults."""
+    return understood(json.dumps({"prompt": "Once", **row}).encode(), BASE, False).sampling
+
+
+@pytest.fixture(scope="module")
+def engine() -> dp.Engine:
+    return dp.load("demo", drafter="none")
+
+
+@pytest.mark.parametrize(("row", "others", "own"), [
+    ({"stop_token_ids": [5]}, {5}, True),
+    ({"sampling_params": {"stop_token_ids": [5, 6]}}, {5, 6}, True),
+    ({"stop_token_ids": []}, set(), True),
+    ({"ignore_eos": True}, set(), False),
+    ({"ignore_eos": True, "stop_token_ids": [5]}, {5}, False),
+    ({"stop_tokens": [7], "stop_token_ids": [5]}, {5, 7}, False),
+    ({"stop_tokens": [7], "ignore_eos": True}, {7}, False),
+])  # fmt: skip
+def test_where_texts_end_in_the_words_of_vllm(
+    engine: dp.Engine, row: dict[str, Any], others: set[int], own: bool
+) -> None:
+    """stop_token_ids add to the model's own end tokens; ignore_eos drops the model's own alone."""
+    ends = engine.requests.params(sampling(**row), [1, 2], 5).stop_tokens
+    assert set(ends) == others | (set(engine.stop_tokens) if own else set())
+
+
+def test_values_that_mean_off_elsewhere_are_off_here() -> None:
+    """Rows made from dumps of vLLM's SamplingParams."""
+    row = {"top_k": -1, "max_tokens": -1, "min_p": 0, "top_p": 1, "seed": -1, "stop": [],
+           "stop_token_ids": [], "skip_special_tokens": True, "detokenize": True, "n": 1,
+           "spaces_between_special_tokens": True, "logprobs": None, "min_tokens": 0,
+           "ignore_eos": False, "include_stop_str_in_output": False, "bad_words": [],
+           "truncate_prompt_tokens": None, "output_kind": 2, "guided_decoding": None}
+    found = sampling(**row)
+    assert sampling(sampling_params=row) == found
+    assert found.top_k == 0 and found.max_new_tokens is None and found.seed == BASE.seed
+    assert not (found.stop or found.banned_words or found.stop_token_ids)
+    assert found.stop_tokens is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_nothing_here_does_is_refused(name: str) -> None:
+    """In a file and in a request; the values that ask for nothing pass."""
+    strange: Any = next(one for one in (7, True, "7") if not is_neutral(name, one))
+    for row in ({name: strange}, {"sampling_params": {name: strange}}):
+        with pytest.raises(BadInput, match=name):
+            sampling(**row)
+        with pytest.raises(BadInput, match=name):
+            refuse_unrecognized(row, BASE)
+    for neutral in (None, *NEUTRAL.get(name, ())):
+        assert sampling(**{name: neutral}) == BASE
+        refuse_unrecognized({name: neutral}, BASE)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("eos_token_id", 0), ("eos_token_id", False), ("enable_thinking", False), ("think", False),
+    ("skip_special_tokens", False), ("add_generation_prompt", False), ("echo", 0), ("best_of", 0),
+    ("truncate_prompt_tokens", 0), ("best_of", True), ("mirostat", True),
+])  # fmt: skip
+def test_zero_is_not_false_and_false_may_ask_for_something(name: str, value: Any) -> None:
+    with pytest.raises(BadInput, match=name):
+        sampling(**{name: value})
+
+
+def test_fields_of_the_users_own_pass_in_files_and_not_in_requests() -> None:
+    own = {"category": "math", "answer": "42", "id": 3, "choice": ["a"]}
+    assert sampling(**own) == BASE
+    for name in own:
+        with pytest.raises(BadInput, match=f"^Unrecognized request argument: {name}$"):
+            refuse_unrecognized({name: 1}, BASE)
+    refuse_unrecognized(dict.fromkeys(HARMLESS, 1), BASE)
+    refuse_unrecognized({"max_tokens": 3, "n_predict": 3, "n": 2, "ignore_eos": True}, BASE)
+
+
+def test_a_system_message_beside_a_prompt() -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    for row in ({"prompt": "Hi"}, {"messages": said[1:]}):
+        text = json.dumps({**row, "system": "Be brief."}).encode()
+        assert understood(text, BASE, True).prompt == said
+    both = json.dumps({"messages": said, "system": "Be brief."}).encode()
+    with pytest.raises(BadInput, match="system"):
+        understood(both, BASE, True)
