@@ -1,0 +1,40 @@
+"""Tensors of a file in the order and with the values that Hugging Face's checkpoints have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.gguf.blocks import BlockTensor, dequantize
+from draftproof.gguf.config import Stored, paired_rows
+from draftproof.gguf.file import GGUFFile
+
+
+def blocks_of(file: GGUFFile, stored: Stored) -> BlockTensor:
+    """A matrix in its blocks, with rows in Hugging Face's order. No value changes.
+
+    Args:
+        file: The file.
+        stored: Where the matrix is. Its numbers are not shifted.
+    """
+    tensor = file.tensors[stored.name]
+    if not stored.heads:
+        return tensor
+    return tensor.rows(paired_rows(len(tensor.data), stored.heads))
+
+
+def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor as numbers.
+
+    Args:
+        file: The file.
+        stored: Where the tensor is.
+        dtype: Of the result. Values are computed in float32 and rounded once.
+    """
+    tensor = file.tensors[stored.name]
+    if len(tensor.shape) > 1 and not stored.shift:
+        return dequantize(blocks_of(file, stored), dtype)
+    numbers = dequantize(tensor)
+    if stored.heads:
+        numbers = numbers[paired_rows(len(numbers), stored.heads)]
+    return (numbers - stored.shift).to(dtype)

@@ -1,0 +1,95 @@
+"""Configurations and maps of tensors: a file gives the logits of the model it was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import model_files
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from draftproof.errors import ModelNotFound, UnsupportedModel
+from draftproof.gguf.config import model_of
+from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.weights import blocks_of, numbers_of
+
+
+def through_transformers(file: GGUFFile) -> Any:
+    """The model that a file describes, in transformers' class."""
+    model = model_of(file)
+    assert model is not None
+    settings = {key: value for key, value in model.config.items() if key != "architectures"}
+    config = transformers.AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        loaded = getattr(transformers, model.config["architectures"][0])(config).eval()
+    state = {name: numbers_of(file, stored) for name, stored in model.tensors.items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    loaded.load_state_dict(state, assign=True)
+    fresh = type(loaded)(config)
+    loaded.model.rotary_emb = fresh.model.rotary_emb
+    if hasattr(loaded.model.embed_tokens, "embed_scale"):
+        loaded.model.embed_tokens.embed_scale = fresh.model.embed_tokens.embed_scale
+    return loaded
+
+
+@pytest.mark.parametrize("name", model_files.FAMILIES)
+def test_a_file_gives_the_logits_of_its_model(name: str, tmp_path: Path) -> None:
+    original = model_files.tiny(name)
+    file = GGUFFile.open(model_files.save(original, tmp_path / "model.gguf"))
+    model = model_of(file)
+    assert model is not None and model.unused == []
+    read = through_transformers(file)
+    tokens = torch.randint(0, 96, (2, 90), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted, logits = original(tokens).logits, read(tokens).logits
+    assert (wanted - logits).abs().max() <= 1e-5 * wanted.abs().max()
+    for key in ("rms_norm_eps", "vocab_size", "eos_token_id", "head_dim", "layer_types"):
+        if hasattr(original.config, key) and key in model.config:
+            assert model.config[key] == getattr(original.config, key)
+
+
+def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> None:
+    original = model_files.tiny("llama")
+    file = GGUFFile.open(model_files.save(original, tmp_path / "model.gguf", "Q8_0"))
+    model = model_of(file)
+    assert model is not None
+    stored = model.tensors["model.layers.1.self_attn.k_proj.weight"]
+    blocks = blocks_of(file, stored)
+    assert blocks.type == "Q8_0" and blocks.shape == (32, 64)
+    wanted = original.model.layers[1].self_attn.k_proj.weight.detach()
+    assert (numbers_of(file, stored) - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
+def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    weight = {"x": np.ones(32)}
+    for kind, architecture, words in (
+        ("adapter", "llama", "a LoRA adapter"), ("imatrix", "llama", "an importance matrix"),
+        ("mmproj", "clip", "the vision part"), ("model", "clip", "the vision part"),
+    ):  # fmt: skip
+        path = gguf_files.write(tmp_path / "x.gguf", weight, {"general.type": kind}, architecture)
+        with pytest.raises(UnsupportedModel, match=words):
+            model_of(GGUFFile.open(path))
+    path = gguf_files.write(tmp_path / "x.gguf", weight, {"general.type": "model"}, "unheard-of")
+    assert model_of(GGUFFile.open(path)) is None
+
+
+def test_missing_settings_and_tensors_are_named(tmp_path: Path) -> None:
+    original = model_files.tiny("qwen2")
+    path = model_files.save(original, tmp_path / "model.gguf", **{".block_count": 3})
+    with pytest.raises(ModelNotFound, match=r"lacks the tensor blk\.2\."):
+        model_of(GGUFFile.open(path))
+    path = model_files.save(original, tmp_path / "model.gguf", **{".block_count": 1 << 31})
+    with pytest.raises(ModelNotFound, match=r"has 2147483648 layers"):
+        model_of(GGUFFile.open(path))
+    path = model_files.save(original, tmp_path / "model.gguf", **{".attention.head_count": 0})
+    with pytest.raises(ModelNotFound, match=r"has 0 heads"):
+        model_of(GGUFFile.open(path))
+    scaled = {".rope.scaling.type": "unheard-of"}
+    path = model_files.save(original, tmp_path / "model.gguf", **scaled)
+    with pytest.raises(UnsupportedModel, match=r"scales positions by 'unheard-of'"):
+        model_of(GGUFFile.open(path))
