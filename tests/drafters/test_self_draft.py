@@ -18,6 +18,7 @@ from draftproof.model.packed_linear import pack_linears
 from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import Int8Linear
 from draftproof.model.target import Target
+from draftproof.model.variants import first_layers
 
 DRAFTS = [pytest.param({"quantize": "int8"}, id="int8"),
           pytest.param({"quantize": "int4"}, id="int4"),
@@ -55,7 +56,7 @@ def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
 def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
     """Logits of N layers are the target's head and norm behind its hidden state at layer N."""
     own = target(family)
-    short = own.first_layers(1)
+    short = first_layers(own, 1)
     tree = TokenTree.shaped(torch.tensor([[3, 1, 4, 1, 5]]),
                             TreeShape.from_digits(["0", "1", "10", "11"]))
     with torch.inference_mode():

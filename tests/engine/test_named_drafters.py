@@ -16,14 +16,15 @@ from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.engine.named_drafters import SHIPPED, weights_key
 from draftproof.model.loading import resolve
 from draftproof.model.target import Target
+from draftproof.model.variants import quantized
 
 
 def test_weights_have_one_name_in_any_precision() -> None:
     model = fresh("llama").to(torch.bfloat16)
     torch.nn.init.normal_(model.model.norm.weight)
     key = weights_key(model)
-    quantized = Target(model.float()).quantized("int8").model
-    assert key == weights_key(model) == weights_key(quantized) != ""
+    packed = quantized(Target(model.float()), "int8").model
+    assert key == weights_key(model) == weights_key(packed) != ""
     model.model.norm.weight.data[3] += 1
     assert weights_key(model) != key
 

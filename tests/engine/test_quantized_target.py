@@ -19,6 +19,7 @@ from draftproof.errors import BadInput
 from draftproof.model import loading
 from draftproof.model.quantize import is_quantized
 from draftproof.model.target import Target
+from draftproof.model.variants import quantized
 from draftproof.native.kernels import kernels
 
 WAYS = [pytest.param("int8", None, id="int8"), pytest.param("int4", None, id="int4"),
@@ -32,7 +33,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 18}
 def quantised(weights: str | None, cache: str | None, family: str = "llama") -> Target:
     """A tiny target in few bits; everything else in float64."""
     own = Target(model(family), kv_cache=cache)
-    return own if weights is None else own.quantized(weights)
+    return own if weights is None else quantized(own, weights)
 
 
 @pytest.mark.parametrize(("weights", "cache"), WAYS)
@@ -106,7 +107,7 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(
     assert eight and drafts("demo-draft", quantize_draft="none") == (False, written)
     assert drafts(whole) == (False, written) and not is_quantized(whole)
     assert not drafts("demo-draft", dtype="float32")[0]
-    monkeypatch.setattr("draftproof.model.target.DRAFT_KL_LIMIT", 0.0)
+    monkeypatch.setattr("draftproof.model.variants.DRAFT_KL_LIMIT", 0.0)
     assert drafts("demo-draft") == (False, written)
 
 

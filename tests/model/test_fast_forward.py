@@ -11,7 +11,7 @@ from tiny import of_family
 from torch import Tensor
 
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.model.fast_forward import FastForward
+from draftproof.model.module_decoder import fits
 from draftproof.model.packed_linear import PackedLinear, pack_linears
 from draftproof.model.target import Target
 
@@ -88,16 +88,16 @@ def test_fast_forward_reads_what_the_model_reads(family: str) -> None:
 
 def test_a_fast_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "draftproof.model.layers.norm_of", lambda norm: lambda inputs: inputs * norm.weight
+        "draftproof.model.module_decoder.norm_of", lambda norm: lambda inputs: inputs * norm.weight
     )
     assert Target(model("llama")).fast is None
 
 
 def test_float64_and_hooked_models_keep_their_own_forward() -> None:
-    assert not FastForward.fits(model("llama", torch.float64))
+    assert not fits(model("llama", torch.float64))
     hooked = model("llama")
     hooked.lm_head.register_forward_hook(lambda *_: None)
-    assert not FastForward.fits(hooked)
+    assert not fits(hooked)
 
 
 @pytest.mark.parametrize("tied", [True, False])

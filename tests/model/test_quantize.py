@@ -30,6 +30,7 @@ from draftproof.model.quantize import (
 )
 from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.model.target import Target
+from draftproof.model.variants import quantized as quantized_target
 from draftproof.verify.small_models import tiny
 
 LAYERS = {"int8": Int8Linear, "int4": Int4Linear}
@@ -51,7 +52,7 @@ def test_every_family_is_quantised_and_the_original_is_not(kind: str, family: st
     assert made.get_input_embeddings().weight is own.get_input_embeddings().weight
     assert loss.kl > 0 and 0 <= loss.agreement <= 1 and loss.tokens == 32
     assert loss.after == weight_bytes(made) < loss.before == weight_bytes(own)
-    target = Target(own).quantized(kind)
+    target = quantized_target(Target(own), kind)
     assert target.reads_trees == Target(own).reads_trees
     tree = TokenTree.chain(text[None, :6])
     with torch.inference_mode():

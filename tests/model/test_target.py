@@ -16,10 +16,9 @@ from transformers import (
 
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
-from draftproof.model.encoder_decoder import target_of
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.layout import context_of
-from draftproof.model.target import Target
+from draftproof.model.target import Target, target_of
 
 SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])
 LEADS = (9, 3, 14)

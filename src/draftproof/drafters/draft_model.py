@@ -28,6 +28,7 @@ from draftproof.core.prefix import Paths, Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.model import variants
 from draftproof.model.kv_cache import CHUNKS, KVCache, chunk_of
 from draftproof.model.quantize import KINDS
 from draftproof.model.target import Target
@@ -44,10 +45,12 @@ class Model(Protocol):
     """What the drafter needs of a language model; `model.target.Target` is one."""
 
     name: str
-    vocab_size: int
     context: int
-    reads_trees: bool
 
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def reads_trees(self) -> bool: ...
     def new_cache(self, rows: int, capacity: int) -> KVCache: ...
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
@@ -252,8 +255,8 @@ class SelfDraft(DraftModel):
         self, target: Target, *, layers: int | None = None, quantize: str | None = None,
         shape: TreeShape | None = None,
     ) -> None:  # fmt: skip
-        draft = target if layers is None else target.first_layers(layers)
-        draft = draft if quantize is None else draft.quantized(quantize)
+        draft = target if layers is None else variants.first_layers(target, layers)
+        draft = draft if quantize is None else variants.quantized(draft, quantize)
         super().__init__(draft, target.vocab_size, shape)
 
 

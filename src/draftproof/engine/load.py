@@ -34,16 +34,16 @@ from draftproof.errors import (
     UnsupportedModel,
     reject_unknown_options,
 )
-from draftproof.model import loading
+from draftproof.model import loading, variants
 from draftproof.model.draft_layers import layer_count
-from draftproof.model.encoder_decoder import EncoderDecoder, target_of
+from draftproof.model.encoder_decoder import EncoderDecoder
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay, compiled
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ALONE, ProcessGroup, form_group, load_sharded
 from draftproof.model.quantize import PASSAGE
-from draftproof.model.target import Target
+from draftproof.model.target import Target, target_of
 from draftproof.model.tokenizer import Codec
 
 log = logging.getLogger("draftproof")
@@ -80,7 +80,7 @@ def build(config: EngineConfig) -> Engine:
     if config.quantize is not None:
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         named = isinstance(config.model, (str, Path))
-        target = target.quantized(config.quantize, passage, give_up=named)
+        target = variants.quantized(target, config.quantize, passage, give_up=named)
     if drafter is None:
         drafter = itself(target) if itself is not None else _drafter(config, target, codec)
     if config.compile:
@@ -224,9 +224,9 @@ def _draft_reader(
     """What reads a draft model: in few bits as asked; in 8 if nobody says and it then predicts
     nearly the same; else as it is."""
     if quantize is not None and quantize != "none":
-        return target_of(draft).quantized(quantize, give_up=named)
+        return variants.quantized(target_of(draft), quantize, give_up=named)
     if named and codec is not None and quantize is None:
-        lighter = target_of(draft).lighter(codec.encode(PASSAGE))
+        lighter = variants.lighter(target_of(draft), codec.encode(PASSAGE))
         if lighter is not None:
             return lighter
     if named:

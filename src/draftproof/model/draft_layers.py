@@ -70,7 +70,7 @@ class DraftLayers:
         """[B, N, H] what a whole layer makes of `hidden`; keys and values go into the cache."""
         out = self.layers[number](
             hidden, position_embeddings=angles, attention_mask=mask(self.windows[number]),
-            **{self._cache_argument: cache},
+            **{self._cache_argument: _for_module(cache)},
         )  # fmt: skip
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
@@ -80,7 +80,7 @@ class DraftLayers:
         """[B, N, H] what the attention of a layer alone makes of `inputs`."""
         out = self.layers[number].self_attn(
             hidden_states=inputs, position_embeddings=angles,
-            attention_mask=mask(self.windows[number]), **{self._cache_argument: cache},
+            attention_mask=mask(self.windows[number]), **{self._cache_argument: _for_module(cache)},
         )  # fmt: skip
         return cast(Tensor, out[0])
 
@@ -197,3 +197,8 @@ def masks(
         return made[window]
 
     return mask
+
+
+def _for_module(cache: Any) -> Any:
+    """A cache as transformers' layers take it."""
+    return cache.for_module() if isinstance(cache, KVCache) else cache

@@ -21,9 +21,9 @@ from draftproof.errors import BadInput, UnsupportedModel, first_line
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import KVLayer, LayerShape
 from draftproof.model.layout import FAILURES, UNLIMITED, Layout, cache_argument
+from draftproof.model.module_target import ModuleTarget
 from draftproof.model.patches import patch_encoder_decoder
 from draftproof.model.source_cache import SourceCache
-from draftproof.model.target import Target
 
 
 class EncoderOutput(BaseModelOutput):
@@ -72,7 +72,7 @@ class Source:
         return output
 
 
-class EncoderDecoder(Target):
+class EncoderDecoder(ModuleTarget):
     """A target whose rows are about a source, which `begin` gives them.
 
     encoder: runs once for each source; a draft model may have the target's. Where that reads text,
@@ -139,17 +139,6 @@ class EncoderDecoder(Target):
         )
         self.encoder = other.encoder if same else self.encoder
         return same
-
-    def quantized(self, kind: str, text: Tensor | None = None, *, give_up: bool = False) -> Target:
-        raise UnsupportedModel(
-            f"{self.name} is an encoder-decoder, which is not quantised here; leave that out"
-        )
-
-    def first_layers(self, count: int) -> Target:
-        raise UnsupportedModel(
-            f"{self.name} is an encoder-decoder, which does not draft with its first layers; name "
-            "another drafter"
-        )
 
     @property
     def source_context(self) -> int:
@@ -235,13 +224,3 @@ class EncoderDecoder(Target):
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         states: list[Any] = [() for _ in shapes]
         return Layout(shapes, states, windows, logits.shape[-1], own[0].keys.dtype)
-
-
-def target_of(model: PreTrainedModel, **options: Any) -> Target:
-    """The model as the decoder sees it, whichever kind it is."""
-    if not hasattr(model, "config"):
-        raise BadInput(
-            f"the model was {model!r:.60}; give a folder, a hub id or a transformers model"
-        )
-    encodes = getattr(model.config, "is_encoder_decoder", False)
-    return EncoderDecoder(model, **options) if encodes else Target(model, **options)

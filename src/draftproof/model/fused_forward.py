@@ -18,6 +18,7 @@ from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import Int8Layer, KVLayer
+from draftproof.model.token_table import TokenTable
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way
 
@@ -38,15 +39,20 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, fast: FastForward) -> Tables | None:
         """Of a model that our kernels read."""
-        head = fast.native_head if fast.fused is not None else None
-        return None if head is None else cls(fast.embed.weight, head, fast)
+        head, weight = fast.native_head, fast.embed.weight
+        if fast.fused is None or head is None or weight is None:
+            return None
+        return cls(weight, head, fast)
 
 
 class FusedForward:
     """Reads up to `NODES` nodes per row with the layers of a `FastForward`."""
 
     def __init__(self, fast: FastForward, found: Kernels, head: Native) -> None:
-        self.fast, self.kernels, self.head, self._embeddings = fast, found, head, fast.embed.weight
+        decoder = fast.decoder
+        self.fast, self.kernels, self.head = fast, found, head
+        self.table = fast.embed
+        self._rows: Tensor | None = None                    # of a table in blocks, while in use
         # cosines and sines [reach, D] of each kind
         self._ways, self._reach = (Way * len(fast.kinds))(), 0
         self._angles = list[tuple[Tensor, Tensor]]()
@@ -56,24 +62,31 @@ class FusedForward:
             layers[number] = Layer(*layer.natives, *places, layer.kind)
         widest = max(one.inner.outputs + one.output.size + 3 * one.down.size for one in layers)
         # numbers a token needs on its way through a layer
-        self._work = 2 * fast.hidden_size + widest
+        self._work = 2 * decoder.hidden_size + widest
         self._held = (layers, head)
         self._model = Model(
-            ctypes.addressof(layers), len(layers), len(self._embeddings), fast.gelu,
-            fast.norm_weight.data_ptr(), self._embeddings.data_ptr(), ctypes.addressof(head),
-            Norm(fast.epsilon, fast.residual_scale), fast.embed_scale
+            ctypes.addressof(layers), len(layers), self.table.shape[0], decoder.gelu,
+            decoder.norm_weight.data_ptr(), _place_of(self.table), ctypes.addressof(head),
+            Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
 
     @staticmethod
     def of(fast: FastForward) -> FusedForward | None:
         """For a model the kernels can serve, on a machine that has them."""
-        sizes = (fast.hidden_size, fast.head_dim, *(layer.inner_size for layer in fast.layers))
-        fits = fast.native and fast.dtypes == {torch.bfloat16}
+        sizes = (
+            fast.decoder.hidden_size, fast.head_dim, *(layer.inner_size for layer in fast.layers)
+        )
+        fits = fast.native and fast.decoder.dtypes == {torch.bfloat16}
         fits &= not any(size % 16 for size in sizes)
         fits &= fast.device.type == "cpu" and fast.head_dim <= WIDEST
         fits &= all(kind.window is None or kind.window > NODES for kind in fast.kinds)
         found, head = kernels() if fits else None, fast.native_head
         return FusedForward(fast, found, head) if found is not None and head is not None else None
+
+    @property
+    def chains(self) -> bool:
+        """Whether whole chains can be drafted in one call: tokens are embedded within it."""
+        return self.table.weight is not None
 
     def takes(self, nodes: int, cache: KVCache) -> bool:
         """Whether a read of so many nodes into this cache can be done here."""
@@ -99,11 +112,11 @@ class FusedForward:
         self, read: ctypes.Structure, tokens: Tensor, cache: KVCache, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        fast, weight, (rows, width) = self.fast, self._embeddings, tokens.shape
-        count = len(fast.layers)
+        (rows, width), count = tokens.shape, len(self.fast.layers)
         assert cache.stores is not None
-        last = weight.new_empty(rows, width, fast.hidden_size)
-        logits = None if last_only else weight.new_empty(rows, width, self.head.outputs)
+        last = _bfloat16(rows, width, self.fast.decoder.hidden_size)
+        logits = None if last_only else _bfloat16(rows, width, self.head.outputs)
+        model, tokens = self._with_embeddings(tokens)
         kept, places = {count: last}, (ctypes.c_void_p * count)()
         for number in hidden_layers:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
@@ -111,14 +124,23 @@ class FusedForward:
             if number < count:
                 places[number] = state.data_ptr()
         self.kernels(
-            "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
-            weight.new_empty(rows * width * self._work)
+            "forward", read, model, cache.stores.places, tokens, last, logits, places,
+            _bfloat16(rows * width * self._work)
         )
         if logits is None:
             logits = self.kernels.multiply(self.head, last[:, -1:])
         if not hidden_layers:
             return logits, None
         return logits, torch.stack([kept[number % (count + 1)] for number in hidden_layers], 2)
+
+    def _with_embeddings(self, tokens: Tensor) -> tuple[ctypes.Structure, Tensor]:
+        """The model, and tokens of its table; a table in blocks is unpacked as far as they need."""
+        if self.table.weight is not None:
+            return self._model, tokens
+        rows = self.table.rows(tokens.flatten().clamp(0, self.table.shape[0] - 1)).contiguous()
+        model = Model.from_buffer_copy(self._model)
+        model.vocab, model.embeddings, self._rows = len(rows), rows.data_ptr(), rows
+        return model, torch.arange(len(rows))
 
     def chain(
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
@@ -134,7 +156,7 @@ class FusedForward:
             # the kernel makes parents of its own
             "chain", self._read(rows, text, 0, cache), self._model, cache.stores.places, text,
             text.shape[1], positions, cache.lengths, width, steps, nodes, *draft_sampling, ABSENT,
-            tokens, ranks, read, self._embeddings.new_empty(rows * each)
+            tokens, ranks, read, _bfloat16(rows * each)
         )
         cache.reserve(1 + done)
         return Chains(tokens[:, : 1 + done], ranks[:, : 1 + done], read)
@@ -161,12 +183,21 @@ class FusedForward:
         """Have cosines and sines of so many positions, for each kind of attention."""
         self._reach, places, self._angles = positions, torch.arange(positions)[None], []
         for number, kind in enumerate(self.fast.kinds):
-            angles = self.fast.angles(kind, self._embeddings[:1, None], places)
+            angles = self.fast.angles(kind, places)
             cos, sin = (one[0].contiguous() for one in angles)
             self._ways[number] = Way(
                 kind.window or 0, kind.rotary_dim, cos.data_ptr(), sin.data_ptr()
             )
             self._angles.append((cos, sin))
+
+
+def _bfloat16(*size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.bfloat16)
+
+
+def _place_of(table: TokenTable) -> int | None:
+    """Where a dense table lies."""
+    return None if table.weight is None else table.weight.data_ptr()
 
 
 class _Present(NamedTuple):

@@ -21,6 +21,7 @@ from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.device import Device
 from draftproof.model.inspection import CHECK_TREE, CheckedRead
 from draftproof.model.kv_cache import KVCache
+from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 
 NODES = 64
@@ -33,12 +34,12 @@ def compiled(target: Target, backend: str = "inductor") -> Target:
     inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast
     forward, or if compiled it does not agree with the model's own.
     """
-    if target.fast is None or target.fast.native:
+    if not isinstance(target, ModuleTarget) or target.fast is None or target.fast.native:
         raise UnsupportedModel(
             f"{target.name} is read by kernels that are compiled already, or by the model's own "
             "forward, which is not compiled; leave --compile out"
         )
-    other = target.around(target.model)
+    other = target.with_model(target.model)
     assert other.fast is not None
     other.fast.compile(backend)
     with torch.inference_mode():
@@ -58,7 +59,7 @@ class _Graph(NamedTuple):
     reading: Reading
 
 
-class GraphReplay(Target):
+class GraphReplay(ModuleTarget):
     """A target whose reads are replayed. A reading lies where the last one of its shape lay: use it
     at once."""
 

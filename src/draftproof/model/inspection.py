@@ -3,6 +3,7 @@ what does not agree is refused. The verdict on files is kept for the next start.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,14 +12,14 @@ from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
-from draftproof.model.fast_forward import FastForward
+from draftproof.model.facts import Facts
 from draftproof.model.kept import Kept, kept
 from draftproof.model.layout import FAILURES
 from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
-    from draftproof.model.target import Target
+    from draftproof.model.module_target import ModuleTarget
 
 CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 """The tree read at load."""
@@ -28,31 +29,35 @@ ROUNDS = ((3, (3, 3)), (1, (1, 1)), (4, (2, 4)), (4, (4, 1)), (1, (1, 1)), (5, (
 """Nodes read of each of two rows, and how many of them are committed; the others are astray."""
 
 
-def check(target: Target) -> None:
-    """Find out what a target stores, whether it reads trees exactly, and by which forward."""
-    alone = target.group.alone
-    target.layout = target.find_layout()
-    target.vocab_size = target.layout.vocab
-    fits = alone and FastForward.fits(target.model)
-    fast = FastForward(target.model, target.layout.windows, target.context) if fits else None
+def inspect(target: ModuleTarget) -> Facts:
+    """Find out whether a target reads trees exactly, and by which forward.
+
+    Args:
+        target: One that reads by its model's own forward, with its layout alone known.
+
+    Returns:
+        What was found, or was found before of the same files.
+
+    Raises:
+        UnsupportedModel: It does not even read chains exactly.
+    """
+    alone, facts = target.group.alone, target.facts
     own = alone and not target.encodes
-    known = kept(target.model, "check", changed=True) if own else Kept()
-    found = known.read()
-    if found is not None:
-        target.reads_trees, target.steps = found["reads_trees"], found["steps"]
-        target.fast = fast if found["fast"] else None
-        if target.fast is not None and not found["fused"]:
-            target.fast.fused = None
+    place = kept(target.model, "check", changed=True) if own else Kept()
+    known = place.read()
+    if known is not None:
+        facts = replace(facts, **known)
     else:
-        with known.if_slow() as facts:
-            examine(target, fast)
-            facts |= {"reads_trees": target.reads_trees, "steps": target.steps,
-                      "fast": target.fast is not None, "fused": target.skips_absent}
-    if (target.has_states or target.encodes) and not alone:
+        with place.if_slow() as verdict:
+            facts = examine(target)
+            verdict |= {name: getattr(facts, name)
+                        for name in ("reads_trees", "single_steps", "fast", "fused")}
+    if (facts.has_states or target.encodes) and not alone:
         what = "an encoder's output" if target.encodes else "states"
         raise UnsupportedModel(
             f"{target.name} keeps {what}, and nothing shards that here; run it on one device"
         )
+    return facts
 
 
 def tolerance_of(model: PreTrainedModel) -> float:
@@ -61,13 +66,14 @@ def tolerance_of(model: PreTrainedModel) -> float:
     return TOLERANCES[torch.bfloat16 if rough else model.dtype]
 
 
-def examine(target: Target, fast: FastForward | None) -> None:
-    """Let a target read by `fast` if that agrees with the model's own forward on a tree as closely
-    as a read through the cache does, and by the model's own if not; refuse one that reads not even
-    chains exactly.
+def examine(target: ModuleTarget) -> Facts:
+    """Compare what a target reads with the model's own forward without a cache.
+
+    Our forward reads where it agrees on a tree as closely as a read through the cache does, with
+    and without kernels, and the model's own if not; what reads not even chains exactly is refused.
     """
     model, tolerance = target.model, target.tolerance
-    target.fast = None
+    stock = target.with_facts(replace(target.facts, reads_trees=True, fast=False, fused=False))
     # activations rounded to 8 bits make steps of last bits; the original was examined when loaded
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         tolerance *= 4
@@ -78,7 +84,8 @@ def examine(target: Target, fast: FastForward | None) -> None:
             "those read beside it; load it with llm_int8_threshold=0, or in 4 bits"
         )
     text = target.check_text(10)
-    on_chain = CheckedRead.of(target, text, TreeShape.chain(4), together=False).error(target)
+    chain = CheckedRead.of(stock, text, TreeShape.chain(4), together=False)
+    on_chain = chain.error(stock)
     if not on_chain <= 6 * tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__} places tokens, or masks them, by what its own cache holds, "
@@ -86,19 +93,21 @@ def examine(target: Target, fast: FastForward | None) -> None:
             "exactly; run it with transformers' generate"
         )
     if target.has_states:
-        target.reads_trees = False
-        _check_states(target)
-        return
-    tree = CheckedRead.of(target, text, CHECK_TREE, together=True)
-    on_tree = tree.error(target)
+        single = _reads_single_steps(stock)
+        return replace(stock.facts, reads_trees=False, single_steps=single)
+    tree = CheckedRead.of(stock, text, CHECK_TREE, together=True)
+    on_tree = tree.error(stock)
     # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
     # precision blurs
-    target.reads_trees = bool(target.group.number(on_tree <= max(tolerance, 3 * on_chain)))
-    enough, target.fast = max(tolerance, 3 * on_tree), fast
-    if fast is not None and fast.fused is not None and not tree.error(target) <= enough:
-        fast.fused = None
-    if fast is not None and fast.fused is None and not tree.error(target) <= enough:
-        target.fast = None
+    trees = bool(target.group.number(on_tree <= max(tolerance, 3 * on_chain)))
+    facts, enough = replace(stock.facts, reads_trees=trees), max(tolerance, 3 * on_tree)
+    for fused in (True, False):
+        short = target.with_facts(replace(facts, fast=True, fused=fused))
+        if short.fast is None:
+            break
+        if (short.skips_absent or not fused) and tree.error(short) <= enough:
+            return short.facts
+    return facts
 
 
 class CheckedRead(NamedTuple):
@@ -111,7 +120,7 @@ class CheckedRead(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: Target, text: Tensor, shape: TreeShape, *, together: bool
+        cls, target: ModuleTarget, text: Tensor, shape: TreeShape, *, together: bool
     ) -> CheckedRead:
         """together: read all paths side by side, which is quicker and shows less of what rounding
         does."""
@@ -127,7 +136,7 @@ class CheckedRead(NamedTuple):
         last = [row[len(path) - 1] for row, path in zip(read, paths, strict=True)]
         return cls(lead[None], tree, torch.stack(last).double())
 
-    def error(self, target: Target) -> float:
+    def error(self, target: ModuleTarget) -> float:
         """How far the target's read is from the model's own forward, relative to its logits."""
         cache = target.check_cache(32)
         try:
@@ -140,15 +149,18 @@ class CheckedRead(NamedTuple):
         return float(((logits - self.logits).abs().max() / self.logits.abs().max()).detach())
 
 
-def _check_states(target: Target) -> None:
-    """Refuse a target whose rows cannot go on from states; find out whether it may read single
-    tokens from them: no family rounds those much worse, but by rounding their time step
-    otherwise."""
-    target.steps = False
+def _reads_single_steps(target: ModuleTarget) -> bool:
+    """Whether a target may read single tokens from its states: no family rounds those much worse,
+    but by rounding their time step otherwise. Refuses one whose rows cannot go on from states."""
+    single = False
     try:
-        worst, target.steps = _error_behind_states(target), True
+        worst = _error_behind_states(
+            target.with_facts(replace(target.facts, single_steps=False))
+        )
         enough = max(4 * worst, 0.3 * target.tolerance)
-        target.steps = _error_behind_states(target) <= enough
+        single = _error_behind_states(
+            target.with_facts(replace(target.facts, single_steps=True))
+        ) <= enough
     except FAILURES:
         worst = float("inf")
     if not worst <= 6 * target.tolerance:
@@ -156,9 +168,10 @@ def _check_states(target: Target) -> None:
             f"{type(target.model).__name__} gives other logits when it goes on from the states it "
             "kept than on its own; run it with transformers' generate"
         )
+    return single
 
 
-def _error_behind_states(target: Target) -> float:
+def _error_behind_states(target: ModuleTarget) -> float:
     """The largest difference of logits in rounds of two rows, read at once and node by node,
     relative to the largest."""
     length = sum(max(counts) for _, counts in ROUNDS)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
-import transformers
 from torch import Tensor
 
 from draftproof.core.tree import TokenTree
-from draftproof.model.kv_layer import EmptyLayer, IndexedLayer, KVLayer, LayerShape, write
+from draftproof.model.kv_layer import IndexedLayer, KVLayer, LayerShape, write
 from draftproof.native.kernels import Stores
 
 SPAN = 64
@@ -49,7 +48,7 @@ class Layer(Protocol):
     def point_at(self, slots: Tensor, span: int) -> None: ...
 
 
-class KVCache(transformers.Cache):
+class KVCache:
     """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with
     its parent.
 
@@ -61,11 +60,12 @@ class KVCache(transformers.Cache):
     def __init__(
         self, layers: Sequence[Layer], lengths: Tensor, capacity: int, reach: _Reach | None = None
     ) -> None:
-        super().__init__(layers=list(layers))
+        self.layers: list[Any] = list(layers)
         self.lengths = lengths                           # [B] int64
         self.capacity = capacity                         # positions per row, scratch included
         self._reach = reach or _Reach()                  # of a cache and all its views
         self._views: dict[tuple[int, int], KVCache] = {}
+        self._for_module: Any = None
 
     @classmethod
     def empty(
@@ -75,6 +75,14 @@ class KVCache(transformers.Cache):
         """Storage for `rows` rows of `capacity` positions, in layers of this class."""
         layers = [empty_layer(shape, rows, capacity, dtype, device, layer) for shape in shapes]
         return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device), capacity)
+
+    def for_module(self) -> Any:
+        """The cache as a transformers module takes it: the same layers."""
+        if self._for_module is None:
+            from draftproof.model.module_cache import module_cache
+
+            self._for_module = module_cache(self)
+        return self._for_module
 
     @property
     def nbytes(self) -> int:
@@ -183,6 +191,8 @@ def empty_layer(
 ) -> Layer:
     """Storage of one layer; `layer`: the class of those that store keys and values alone."""
     if not shape.heads:
+        from draftproof.model.module_cache import EmptyLayer
+
         return EmptyLayer()
     kind = IndexedLayer if shape.index_dim else layer
     return kind.empty(shape, rows, capacity, dtype, device)

@@ -1,6 +1,7 @@
 """What one attention layer stores of a running batch, as the model computes it or in 8 bits.
 
-The layer class is the seam to transformers: a model writes through it wherever `slots` says.
+The layer class is the seam to transformers, whose cache layers have these methods: a model writes
+through it wherever `slots` says.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 
 class LayerShape(NamedTuple):
@@ -24,19 +24,20 @@ class LayerShape(NamedTuple):
     index_dim: int = 0
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer:
     """One layer: keys [B, heads, capacity, key_dim] and values, written at the slots its cache
     points to."""
 
     is_compileable = True
+    is_croppable = False
     is_sliding = False
+    supports_early_init = True
     names: tuple[str, ...] = ("keys", "values")
     """Of what is stored, in the order of `stores`."""
     keys: Tensor
     values: Tensor
 
     def __init__(self, *stores: Tensor) -> None:
-        super().__init__()
         for name, store in zip(self.names, stores, strict=True):
             setattr(self, name, store)
         self.is_initialized = True
@@ -107,18 +108,6 @@ class IndexedLayer(KVLayer):
         assert self.slots is not None
         write(self.indexer_keys, self.slots, indexer_key_states[:, None])
         return self.indexer_keys[:, 0, : self.span]
-
-
-class EmptyLayer(DummyLayer):
-    """A layer that stores nothing: it has no attention, or takes the keys of another."""
-
-    stores: tuple[Tensor, ...] = ()
-
-    def rows(self, start: int, stop: int) -> Self:
-        return self
-
-    def point_at(self, slots: Tensor, span: int) -> None:
-        """Nothing is written."""
 
 
 class Int8Layer(KVLayer):

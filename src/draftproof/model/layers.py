@@ -6,14 +6,16 @@ part of a head or none, windows, several rotary bases, multipliers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftproof.model.packed_linear import JointLinear, PackedSlice
+from draftproof.model.token_table import TokenTable
 from draftproof.native.structures import Native
 
 Linear = Callable[[Tensor], Tensor]
@@ -32,6 +34,8 @@ class AttentionKind(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
+    """One layer: what it calls, and its weights as our kernels read them."""
+
     input_norm: Linear
     qkv: Linear
     head_norm: Linear | None        # over each head of queries and keys
@@ -52,66 +56,49 @@ class DecoderLayer(NamedTuple):
     natives: tuple[Native | None, ...]
 
 
-def attention_kind(body: Any, number: int, windows: Mapping[str, int | None]) -> AttentionKind:
-    config, rotary = body.config, body.rotary_emb
-    kinds = getattr(config, "layer_types", None)
-    name = str(kinds[number]) if kinds else ""
-    window = windows[name] if name in windows else next(iter(windows.values()))
-    several = not hasattr(rotary, "inv_freq")
-    unrotated = not getattr(body.layers[number].self_attn, "use_rope", True)
-    frequencies = getattr(rotary, f"{name}_inv_freq") if several else rotary.inv_freq
-    return AttentionKind(
-        name if several else None, 0 if unrotated else 2 * len(frequencies), window
-    )
+Angles = Callable[[AttentionKind, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+"""Cosines and sines [B, W, rotary_dim] of positions [B, W]."""
 
 
-def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    mlp_norm, post_attention, post_mlp = layer.post_attention_layernorm, None, None
-    if hasattr(layer, "pre_feedforward_layernorm"):             # Gemma norms what it adds as well
-        post_attention, mlp_norm = mlp_norm, layer.pre_feedforward_layernorm
-        post_mlp = layer.post_feedforward_layernorm
-    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    norms = (layer.input_layernorm, mlp_norm, *head_norms, post_attention, post_mlp)
-    qkv = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-    gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-    heads = int(attention.config.num_attention_heads)
-    key_heads = (sum(one.out_features for one in qkv) // head_dim - heads) // 2
-    return DecoderLayer(
-        input_norm=norm_of(layer.input_layernorm), qkv=_together(*qkv),
-        head_norm=_head_norm(attention, heads, key_heads) if head_norms[0] is not None else None,
-        output=bare(attention.o_proj),
-        post_attention=norm_of(post_attention) if post_attention is not None else None,
-        mlp_norm=norm_of(mlp_norm), gate_up=_together(*gate_up), down=bare(mlp.down_proj),
-        post_mlp=norm_of(post_mlp) if post_mlp is not None else None, heads=heads,
-        key_heads=key_heads, inner_size=sum(one.out_features for one in gate_up) // 2,
-        scale=attention.scaling, kind=kind,
-        weights=tuple(None if one is None else norm_weight(one) for one in norms),
-        natives=tuple(
-            native_of(one) for one in (qkv[0], attention.o_proj, gate_up[0], mlp.down_proj)
-        )
-    )
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder as our forward reads it, whatever it was built from.
 
+    Attributes:
+        context: Positions the model knows.
+        embed_scale: What embeddings are multiplied by.
+        residual_scale: What each layer's contribution is multiplied by.
+        gelu: Gates are GELU by tanh, or else SiLU.
+        norm: The final norm; `norm_weight` is its weight, [H] float32.
+        kinds: The kinds of attention that layers refer to.
+        head: Logits of hidden states after the final norm; `native_head` as our kernels read it.
+        dtypes: Of embeddings and norms; our kernels want bfloat16 alone.
+    """
 
-def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[Any]:
-    """Layers that read the same inputs: the one of this name where the family has them as one."""
-    return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+    head_dim: int
+    context: int
+    embed: TokenTable
+    embed_scale: float
+    residual_scale: float
+    gelu: bool
+    norm: Linear
+    norm_weight: Tensor
+    epsilon: float
+    kinds: list[AttentionKind]
+    layers: Sequence[DecoderLayer]
+    head: Linear
+    native_head: Native | None
+    angles: Angles
+    dtypes: set[torch.dtype]
 
 
 def native_of(module: nn.Module) -> Native | None:
     """A layer, or the whole it is a part of, as our kernels read it."""
     whole = module.whole if isinstance(module, PackedSlice) else module
     return whole.native if isinstance(whole, JointLinear) else None
-
-
-def _together(*linears: nn.Module) -> Linear:
-    """The outputs of several layers side by side; one multiplication where they were packed as one.
-    """
-    first = linears[0]
-    if isinstance(first, PackedSlice):
-        return bare(first.whole)
-    several = [bare(linear) for linear in linears]
-    return lambda inputs: torch.cat([linear(inputs) for linear in several], -1)
 
 
 def bare(module: nn.Module) -> Linear:
@@ -123,31 +110,7 @@ def bare(module: nn.Module) -> Linear:
     return forward
 
 
-def norm_weight(norm: Any) -> Tensor:
-    """[.] float32, what a norm multiplies by; Gemma's count from one."""
-    weight: Tensor = norm.weight.detach().float()
-    return 1.0 + weight if type(norm).__name__.startswith("Gemma") else weight
-
-
-def epsilon_of(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
-
-
-def norm_of(norm: Any) -> Linear:
-    """Root-mean-square norm over the last dimension."""
-    return _rms_norm(norm_weight(norm), norm.weight.dtype, norm.weight.shape[-1], epsilon_of(norm))
-
-
-def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
-    """The norms of queries and keys, each head with the weight of its kind, as one."""
-    query, key = attention.q_norm, attention.k_norm
-    weight = torch.cat(
-        [norm_weight(query).expand(heads, -1), norm_weight(key).expand(key_heads, -1)]
-    )[:, None]
-    return _rms_norm(weight, query.weight.dtype, weight.shape[-1], epsilon_of(query))
-
-
-def _rms_norm(weight: Tensor, dtype: torch.dtype, size: int, epsilon: float) -> Linear:
+def rms_norm(weight: Tensor, dtype: torch.dtype, size: int, epsilon: float) -> Linear:
     """x / sqrt(mean x² + epsilon) * weight, in `dtype`, in few operators: sqrt(|x|² + n epsilon) is
     a hypotenuse."""
     if weight.device.type != "cpu" and weight.dim() == 1:

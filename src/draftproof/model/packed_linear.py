@@ -6,7 +6,7 @@ Without kernels nothing is packed, and layers are torch's own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -76,13 +76,19 @@ class PackedLinear(JointLinear):
     """bfloat16 linear layers for our kernels. A token's outputs are the same bits whatever is read
     beside it."""
 
-    def __init__(self, *linears: nn.Linear) -> None:
-        weights, biases = [one.weight.detach() for one in linears], [one.bias for one in linears]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = torch.cat([one.detach() for one in biases]) if biases[0] is not None else None
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Pack weights [outputs, inputs], whose outputs are joined in order, and their bias."""
+        weight = torch.cat([*weights]) if len(weights) > 1 else weights[0]
         super().__init__(weight.shape[1], len(weight), bias)
         self.weight = interleaved(weight, 2)
         self.connect()
+
+    @classmethod
+    def joining(cls, *linears: nn.Linear) -> PackedLinear:
+        """Layers that read the same inputs, as one."""
+        biases = [linear.bias for linear in linears]
+        bias = torch.cat([one.detach() for one in biases]) if biases[0] is not None else None
+        return cls([linear.weight.detach() for linear in linears], bias)
 
     def dense(self) -> Tensor:
         return plain(self.weight, self.in_features, self.out_features)
@@ -124,7 +130,7 @@ def pack_linears(model: nn.Module) -> int:
             groups = together(single, lambda linear: (linear.in_features, linear.bias is None))
         for group in groups:
             widths = {name: linear.out_features for name, linear in group.items()}
-            put(module, widths, PackedLinear(*group.values()))
+            put(module, widths, PackedLinear.joining(*group.values()))
             for layer in group.values():
                 release(layer.weight, read_again=owners[id(layer.weight)] > 1)
             packed += len(group)

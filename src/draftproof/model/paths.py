@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from draftproof.model.fast_forward import FAMILIES
 from draftproof.model.fused_forward import NODES
+from draftproof.model.native_config import ARCHITECTURES
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels, library
@@ -45,6 +45,6 @@ def _layers(target: Target) -> str:
     if target.dtype != torch.bfloat16:
         dtype = str(target.dtype).removeprefix("torch.")
         return f"{own}: our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
-    if name not in FAMILIES:
+    if name not in ARCHITECTURES:
         return f"{own}: {name} is none of the families that our kernels read whole"
     return f"{own}: its layers are not packed, or of odd sizes; give the model by name"

@@ -96,7 +96,7 @@ class SourceCache(KVCache):
         rows, longest = slice(self.first, self.first + len(self.lengths)), self.longest_source
         seen = [store[rows, :, :longest] for store in self.sources.stores]
         layers = [SourceLayer(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)]
-        return EncoderDecoderCache(self, transformers.Cache(layers=layers))
+        return EncoderDecoderCache(self.for_module(), transformers.Cache(layers=layers))
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)

@@ -19,7 +19,8 @@ from torch import Tensor
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.model.kv_cache import KVCache, Layer, empty_layer
 from draftproof.model.kv_layer import KVLayer, LayerShape
-from draftproof.model.state_layer import HybridLayer, StateLayer, StateShape
+from draftproof.model.state_layer import HybridLayer, StateLayer
+from draftproof.model.state_shape import StateShape
 
 BLOCK = 16
 """Tokens of a row that are read in one pass, if a draft is not longer: those that wait, the root,

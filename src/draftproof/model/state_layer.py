@@ -6,7 +6,7 @@ on copies, which `StateCache` takes over where all that was read is committed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,19 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from draftproof.model.kv_layer import KVLayer
 from draftproof.model.patches import HandedStates
-
-
-class StateShape(NamedTuple):
-    """One state of a layer, of one row: "conv" or "recurrent", its number in the layer."""
-
-    kind: str
-    number: int
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, rows: int, device: torch.device) -> Tensor:
-        """The state before the first token."""
-        return torch.zeros(rows, *self.size, dtype=self.dtype, device=device)
+from draftproof.model.state_shape import StateShape
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

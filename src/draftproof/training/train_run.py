@@ -24,7 +24,7 @@ from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.model import loading
+from draftproof.model import loading, variants
 from draftproof.model.device import Device, versions
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.quantize import is_quantized
@@ -177,7 +177,7 @@ class _Run:
         """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
         out, objective = self.run.out, self.config.objective
         if not self.run.joint:
-            reader = self.target.quantized(self.packed) if self.packed else None
+            reader = variants.quantized(self.target, self.packed) if self.packed else None
             frozen = FrozenTarget(self.head, self.target, objective, reader)
             return [self._stage(frozen, out)]
         self.packed = None

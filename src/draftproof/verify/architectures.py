@@ -21,8 +21,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.completion import first_difference
 from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
-from draftproof.model.encoder_decoder import target_of
-from draftproof.model.target import Target
+from draftproof.model.target import Target, target_of
 from draftproof.verify.report import Section, Tick, failed, silent
 from draftproof.verify.small_models import VOCAB, architectures, prompts, tiny, variants
 

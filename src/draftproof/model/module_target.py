@@ -1,0 +1,239 @@
+"""A target that is a transformers module: read by our forward where that agrees with the module's
+own, and by the module's own where it does not."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftproof.core.messages import Features, Reading
+from draftproof.core.tree import TokenTree
+from draftproof.errors import BadInput
+from draftproof.model import inspection
+from draftproof.model.copies import Snapshot
+from draftproof.model.facts import Facts
+from draftproof.model.fast_forward import FastForward
+from draftproof.model.kv_cache import KVCache, key_depths, tree_mask
+from draftproof.model.kv_layer import KVLayer
+from draftproof.model.layout import STATES, Layout
+from draftproof.model.module_decoder import decoder_of, fits
+from draftproof.model.module_layout import layout_of
+from draftproof.model.parallel import ALONE, ProcessGroup
+from draftproof.model.patches import Place, forget_handed, patch_decoder, placed
+from draftproof.model.state_cache import StateCache
+from draftproof.model.target import Target
+
+
+class ModuleTarget(Target):
+    """A target around a transformers module, which stays the user's: it may be trained on.
+
+    What is read is checked at load: a small tree is compared with the model's own forward.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(
+        self, model: PreTrainedModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
+    ) -> None:
+        super().__init__(model.eval(), kv_cache=kv_cache, group=group)
+        self.tolerance = inspection.tolerance_of(model)
+        self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_place = patch_decoder(model)
+        self._seen = Snapshot.of(model)
+        with torch.inference_mode():
+            # until it is inspected, it is read by its own forward
+            self._adopt(Facts(self.find_layout(), reads_trees=True), None)
+            facts = inspection.inspect(self)
+        self._adopt(facts, self.fast_forward(facts))
+        self._seen = Snapshot.of(model)
+
+    def fast_forward(self, facts: Facts) -> FastForward | None:
+        """Our forward of the module, where it fits and these facts say so."""
+        if not (facts.fast and self.group.alone and fits(self.model)):
+            return None
+        decoder = decoder_of(self.model, facts.layout.windows, self.context)
+        return FastForward(decoder, use_kernels=facts.fused)
+
+    def with_facts(self, facts: Facts) -> ModuleTarget:
+        """This target, read as other facts say."""
+        other = self._copy()
+        other._adopt(facts, self.fast_forward(facts))
+        return other
+
+    def find_layout(self) -> Layout:
+        """What each layer stores."""
+        return layout_of(self.model)
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """[B, S, V] of the model's own forward without a cache: what is exact."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def check_text(self, size: int) -> Tensor:
+        """[size] random tokens, for the check at load."""
+        dice = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (size,), generator=dice).to(self.device)
+
+    def check_cache(self, size: int) -> KVCache:
+        """Of one row, for the check at load."""
+        return self.plain_cache(1, size)
+
+    def with_model(self, model: PreTrainedModel) -> ModuleTarget:
+        other = self._copy()
+        other.model, other._seen = model, Snapshot.of(model)
+        if self.fast is not None:
+            decoder = decoder_of(model, self.layout.windows, self.context)
+            other.fast = self.fast.with_decoder(decoder)
+        return other
+
+    def refresh(self) -> None:
+        """Take up weights that somebody changed: by a step of training, a merged adapter, a loaded
+        state. Raises BadInput for a model that was cast, moved, or put in training mode."""
+        model, now = self.model, Snapshot.of(self.model)
+        if model.training:
+            raise BadInput(
+                f"{self.name} was put in training mode, in which dropout changes what it writes; "
+                "call its eval() first"
+            )
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise BadInput(
+                f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
+                f"{model.dtype} on {model.device} now; load it here again"
+            )
+        if self._seen.same(now):
+            return
+        self.__dict__.pop("native", None)
+        if self.fast is not None:
+            if fits(model) and now.modules == self._seen.modules:
+                decoder = decoder_of(model, self.layout.windows, self.context)
+                self.fast = self.fast.with_decoder(decoder)
+            else:
+                with torch.inference_mode():
+                    facts = inspection.examine(self)
+                self._adopt(facts, self.fast_forward(facts))
+        self._seen = now
+
+    @property
+    def weights(self) -> object:
+        return self._seen
+
+    def read(
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Reading:
+        if isinstance(cache, StateCache):
+            return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
+        if self.fast is not None:
+            return self._read_fast(tree, cache, first, last_only, hidden_layers)
+        tokens = tree.tokens[:, first:] if first else tree.tokens
+        span, lengths = cache.write_at(first, tree.tokens.shape[1]), cache.lengths
+        positions, place = tree.positions(lengths, self.context)[:, first:], None
+        masks = self._masks(tree, lengths, span, first)
+        if self._takes_place:
+            keys = lengths[:, None] + key_depths(tree, lengths, span)[1]
+            place = Place(positions, keys, self.context)
+        with placed(place):
+            return self._forward(tokens, masks, positions, cache, int(last_only), hidden_layers)
+
+    def _read_behind_states(
+        self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
+        hidden_layers: tuple[int, ...]
+    ) -> Reading:
+        """As `read`: a block of every row is read, and what was asked for is taken from it."""
+        block = cache.block(tree, first)
+        chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
+        positions = chain.positions(block.start, self.context)
+        masks = self._masks(chain, block.start, cache.reserve(width), 0)
+        asked = torch.arange(tree.tokens.shape[1] - first)
+        place = (block.skipped[:, None] + asked).clamp(max=width - 1)
+        last = place[:, -1:] if last_only else place
+        kept = width - int(last.min()) if self._trims else width
+        try:
+            reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
+        finally:
+            forget_handed()
+        cache.was_read(block, first)
+        last = last - (width - reading.logits.shape[1])
+        return reading.gather(last.to(self.device), place.to(self.device))
+
+    def _inputs(
+        self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
+    ) -> dict[str, Any]:
+        """What the model's own forward is given for a read."""
+        return {"input_ids": tokens, "attention_mask": masks, "position_ids": positions,
+                self.layout.cache_name: cache.for_module()}
+
+    def _forward(
+        self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
+        hidden_layers: tuple[int, ...]
+    ) -> Reading:
+        """The model's own forward; last: how many of the last tokens' logits are wanted; 0: all."""
+        out: Any = self.model(
+            **self._inputs(tokens.clamp(0, self.vocab_size - 1), masks, positions, cache),
+            use_cache=True, output_hidden_states=bool(hidden_layers),
+            **({"logits_to_keep": last} if last and self._trims else {})
+        )
+        hidden = out.decoder_hidden_states if self.encodes else out.hidden_states
+        states = [hidden[layer] for layer in hidden_layers]
+        logits = out.logits[:, -last:] if last else out.logits
+        return Reading(logits, torch.stack(states, 2) if states else None)
+
+    def features(
+        self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
+        logits: bool = False
+    ) -> Features:
+        """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on
+        the right.
+
+        weights: [B, S] passed through. hidden_layers: as in `read`. logits: return those behind
+        every token as well.
+        """
+        out: Any = self.model(
+            input_ids=tokens.clamp(0, self.vocab_size - 1), use_cache=False,
+            output_hidden_states=True,
+            **({"logits_to_keep": 1} if not logits and self._trims else {})
+        )
+        hidden = torch.stack([out.hidden_states[layer] for layer in hidden_layers], 2)
+        return Features(tokens, hidden, weights, out.logits if logits else None)
+
+    def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
+        """[..., H] the model's own token embeddings, without what some families do to them
+        afterwards; raw: as their table has them."""
+        table: Any = self.model.get_input_embeddings()
+        tokens = tokens.clamp(0, self.vocab_size - 1)
+        return torch.nn.functional.embedding(tokens, table.weight) if raw else table(tokens)
+
+    def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
+        """[..., V] logits of hidden states behind the final norm, scaled or capped where the
+        model's own are; raw: as the head has them."""
+        # packed weights know no gradients
+        packed = self.fast if torch.is_inference_mode_enabled() else None
+        head = packed.head if packed is not None else self.model.get_output_embeddings()
+        # DeepSpeed's want three dimensions
+        wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])
+        logits = head(wide) if raw else self._scaling.apply(head(wide))
+        return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+    def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
+        if not self.has_states:
+            return super().plain_cache(rows, size, layer)
+        layout, single = self.layout, self.facts.single_steps
+        return StateCache.for_states(
+            layout.shapes, layout.states, rows, size, layout.dtype, self.device, layer, single
+        )
+
+    def _masks(
+        self, tree: TokenTree, lengths: Tensor, span: int, first: int
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        kinds: dict[str, Tensor | None] = {
+            kind: tree_mask(tree, lengths, span, self.dtype, first, window,
+                            kind == "chunked_attention")
+            for kind, window in self.layout.windows.items()
+        }
+        if len(kinds) < 2:
+            return next(iter(kinds.values()), None)
+        return kinds | dict.fromkeys(STATES) if self.has_states else kinds

@@ -1,0 +1,268 @@
+"""A model built from a configuration and a source of tensors, without transformers' class of it.
+
+The families and what distinguishes them: which matrices have a bias and which are stored as one,
+whether heads are normed, and what Gemma norms in addition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import UnsupportedModel
+from draftproof.model.facts import Facts
+from draftproof.model.fast_forward import FastForward
+from draftproof.model.kv_layer import LayerShape
+from draftproof.model.layers import AttentionKind, Decoder, DecoderLayer, Linear, rms_norm
+from draftproof.model.layout import Layout, context_of
+from draftproof.model.native_config import GELU, NativeConfig, why_not_native
+from draftproof.model.packed_linear import JointLinear
+from draftproof.model.rope import RotaryTable
+from draftproof.model.tensor_source import TensorSource
+
+log = logging.getLogger("draftproof")
+
+EMBEDDING = "model.embed_tokens"
+
+
+class NativeModel:
+    """A decoder of a known family, read by our own forward alone.
+
+    It stands where a transformers module stands for other targets (`target.model`).
+
+    Args:
+        settings: The configuration in Hugging Face's format.
+        source: Where the weights come from.
+        dtype: What activations, keys and values are computed in.
+        name: Where it was read from: a folder or file.
+
+    Attributes:
+        config: The completed configuration, with the attributes of config.json.
+        forward: The forward over its layers.
+        linears: Every packed matrix once.
+
+    Raises:
+        UnsupportedModel: A family, or a setting, that our forward does not know.
+    """
+
+    device = torch.device("cpu")
+    training = False
+
+    def __init__(
+        self, settings: dict[str, Any], source: TensorSource, *, dtype: torch.dtype, name: str = ""
+    ) -> None:
+        if (why := why_not_native(settings)) is not None:
+            raise UnsupportedModel(f"{name or 'the model'} cannot be built natively: {why}")
+        self.config, self.source, self.dtype = NativeConfig(settings, name), source, dtype
+        self.linears = list[JointLinear]()
+        self.decoder = _Builder(self.config, source, dtype, self.linears).decoder()
+        self.forward = FastForward(self.decoder)
+
+    @property
+    def name(self) -> str:
+        return self.config.name_or_path or str(self.config.architectures[0])
+
+    @property
+    def architecture(self) -> str:
+        """The transformers class that the configuration names."""
+        return str(self.config.architectures[0])
+
+    @property
+    def facts(self) -> Facts:
+        """What a target is built from; nothing has to be tried."""
+        layer = self.decoder.layers[0]
+        shape = LayerShape(layer.key_heads, self.decoder.head_dim, self.decoder.head_dim)
+        count = len(self.decoder.layers)
+        windows = {kind: self.config.window_of(number)
+                   for number, kind in enumerate(self.config.layer_types)}
+        layout = Layout([shape] * count, [()] * count, windows, self.vocab_size, self.dtype)
+        checked = "built by draftproof; its tests compare the family with transformers' forward"
+        return Facts(layout, reads_trees=True, fast=True, fused=self.forward.fused is not None,
+                     checked=checked)
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per token."""
+        return self.linears[-1].out_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights; embeddings that are tied to the head count once."""
+        table = self.decoder.embed.weight
+        vectors = sum(weight.nbytes for layer in self.decoder.layers for weight in layer.weights
+                      if weight is not None)
+        own = table is not None and not self.config.tie_word_embeddings
+        embeddings = table.nbytes if own and table is not None else 0
+        return sum(one.nbytes for one in self.linears) + vectors + embeddings
+
+    @property
+    def weight_count(self) -> int:
+        """Numbers in the matrices that are multiplied for each token."""
+        return sum(one.in_features * one.out_features for one in self.linears)
+
+    def first_layers(self, count: int) -> NativeModel:
+        """The same model with its first `count` layers alone; weights are shared."""
+        other = object.__new__(NativeModel)
+        vars(other).update(vars(self))
+        settings = {**self.config.settings, "num_hidden_layers": count}
+        if "layer_types" in settings:
+            settings["layer_types"] = settings["layer_types"][:count]
+        other.config = NativeConfig(settings, self.config.name_or_path)
+        fields = {**vars(self.decoder), "layers": self.decoder.layers[:count]}
+        other.decoder = Decoder(**fields)
+        other.linears = [*self.linears[: 4 * count], self.linears[-1]]
+        other.forward = self.forward.with_decoder(other.decoder)
+        return other
+
+
+class _Names(NamedTuple):
+    """The modules of a layer that are multiplied as one."""
+
+    qkv: Sequence[str]
+    gate_up: Sequence[str]
+
+
+SEPARATE = _Names(
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+)
+JOINED = _Names(("self_attn.qkv_proj",), ("mlp.gate_up_proj",))
+
+
+class _Builder:
+    """Builds the parts of one decoder, layer by layer."""
+
+    def __init__(
+        self, config: NativeConfig, source: TensorSource, dtype: torch.dtype,
+        linears: list[JointLinear],
+    ) -> None:
+        self.config, self.source, self.dtype, self.linears = config, source, dtype, linears
+        kind = config.model_type
+        self.names = JOINED if kind == "phi3" else SEPARATE
+        self.gemma, self.norms_heads = kind == "gemma3_text", kind in ("qwen3", "gemma3_text")
+        biased = kind not in ("mistral", "ministral", "phi3") and config.attention_bias
+        self.qkv_bias = kind == "qwen2" or bool(biased)
+        self.output_bias = bool(biased) and kind != "qwen2"
+        if kind == "seed_oss":
+            self.output_bias = bool(config.attention_out_bias)
+        self.mlp_bias = kind in ("llama", "granite", "smollm3", "seed_oss") and config.mlp_bias
+        self.tables = dict[str | None, RotaryTable]()
+        self.kinds = list[AttentionKind]()
+
+    def decoder(self) -> Decoder:
+        config = self.config
+        embed = self.source.embedding(EMBEDDING)
+        layers = list(self._layers())
+        norm_weight = self._norm_weight("model.norm")
+        head = "lm_head" if not config.tie_word_embeddings else EMBEDDING
+        logits = self._linear([head], bias=False)
+        return Decoder(
+            dtype=self.dtype, device=torch.device("cpu"), hidden_size=config.hidden_size,
+            head_dim=config.head_dim, context=context_of(config), embed=embed,
+            embed_scale=self._embed_scale(),
+            residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
+            gelu=config.hidden_act == GELU, norm=self._norm(norm_weight),
+            norm_weight=norm_weight, epsilon=config.rms_norm_eps, kinds=self.kinds, layers=layers,
+            head=logits.forward, native_head=logits.native, angles=partial(_angles, self.tables),
+            dtypes={self.dtype},
+        )  # fmt: skip
+
+    def _layers(self) -> Iterator[DecoderLayer]:
+        for number in range(self.config.num_hidden_layers):
+            yield self._layer(number)
+
+    def _layer(self, number: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{number}."
+        names = [[prefix + name for name in group] for group in self.names]
+        qkv = self._linear(names[0], self.qkv_bias)
+        output = self._linear([prefix + "self_attn.o_proj"], self.output_bias)
+        gate_up = self._linear(names[1], self.mlp_bias)
+        down = self._linear([prefix + "mlp.down_proj"], self.mlp_bias)
+        middle = "post_attention_layernorm"
+        weights = {
+            "input": self._norm_weight(prefix + "input_layernorm"),
+            "mlp": self._norm_weight(prefix + (
+                "pre_feedforward_layernorm" if self.gemma else middle)),
+            "query": self._norm_weight(prefix + "self_attn.q_norm") if self.norms_heads else None,
+            "key": self._norm_weight(prefix + "self_attn.k_norm") if self.norms_heads else None,
+            "attended": self._norm_weight(prefix + middle) if self.gemma else None,
+            "fed": self._norm_weight(prefix + "post_feedforward_layernorm")
+            if self.gemma else None,
+        }
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        norm = self._norm
+        return DecoderLayer(
+            input_norm=norm(weights["input"]), qkv=qkv.forward,
+            head_norm=self._head_norm(weights["query"], weights["key"]), output=output.forward,
+            post_attention=norm(weights["attended"]) if self.gemma else None,
+            mlp_norm=norm(weights["mlp"]), gate_up=gate_up.forward, down=down.forward,
+            post_mlp=norm(weights["fed"]) if self.gemma else None, heads=heads,
+            key_heads=key_heads, inner_size=config.intermediate_size, scale=self._scale(),
+            kind=self._kind(number), weights=tuple(weights.values()),
+            natives=(qkv.native, output.native, gate_up.native, down.native),
+        )  # fmt: skip
+
+    def _kind(self, number: int) -> int:
+        """The index of a layer's kind of attention, noted at first sight."""
+        config = self.config
+        name, rope = config.rope_of(number)
+        rotated = 0
+        if rope is not None:
+            if name not in self.tables:
+                self.tables[name] = RotaryTable.of(
+                    rope, config.head_dim, config.max_position_embeddings
+                )
+            rotated = 2 * len(self.tables[name].inv_freq)
+        kind = AttentionKind(name, rotated, config.window_of(number))
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        return self.kinds.index(kind)
+
+    def _linear(self, names: Sequence[str], bias: bool) -> JointLinear:
+        layer = self.source.linear(names, bias)
+        self.linears.append(layer)
+        return layer
+
+    def _norm_weight(self, name: str) -> Tensor:
+        """[.] float32, what a norm multiplies by; Gemma's count from one."""
+        weight = self.source.tensor(f"{name}.weight").float()
+        return 1.0 + weight if self.gemma else weight
+
+    def _norm(self, weight: Tensor | None) -> Linear:
+        assert weight is not None
+        return rms_norm(weight, self.dtype, len(weight), self.config.rms_norm_eps)
+
+    def _head_norm(self, query: Tensor | None, key: Tensor | None) -> Linear | None:
+        """The norms of queries and keys, each head with the weight of its kind, as one."""
+        if query is None or key is None:
+            return None
+        heads, key_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        weight = torch.cat([query.expand(heads, -1), key.expand(key_heads, -1)])[:, None]
+        return rms_norm(weight, self.dtype, weight.shape[-1], self.config.rms_norm_eps)
+
+    def _scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        config = self.config
+        if config.model_type == "granite":
+            return float(config.attention_multiplier)
+        return float((config.query_pre_attn_scalar if self.gemma else config.head_dim) ** -0.5)
+
+    def _embed_scale(self) -> float:
+        """Gemma's is rounded as its embeddings are."""
+        if self.gemma:
+            return float(torch.tensor(self.config.hidden_size**0.5).to(self.dtype))
+        return float(getattr(self.config, "embedding_multiplier", 1.0))
+
+
+def _angles(
+    tables: dict[str | None, RotaryTable], kind: AttentionKind, positions: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not kind.rotary_dim:
+        nothing = torch.empty(*positions.shape, 0, dtype=dtype)
+        return nothing, nothing
+    return tables[kind.rope].angles(positions, dtype)

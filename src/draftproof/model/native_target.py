@@ -1,0 +1,75 @@
+"""A target read by our own forward alone: built from a configuration and tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.core.messages import Features, Reading
+from draftproof.core.tree import TokenTree
+from draftproof.errors import UnsupportedModel
+from draftproof.model.kv_cache import CHUNKS, KVCache
+from draftproof.model.native_model import NativeModel
+from draftproof.model.parallel import ALONE, ProcessGroup
+from draftproof.model.target import Target
+
+
+class NativeTarget(Target):
+    """A target that is no transformers module. Its weights never change."""
+
+    model: NativeModel
+
+    def __init__(
+        self, model: NativeModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
+    ) -> None:
+        super().__init__(model, kv_cache=kv_cache, group=group)
+        if not group.alone:
+            raise UnsupportedModel(
+                f"{self.name} was built natively, which is not sharded; give its name to load"
+            )
+        self.name = model.name
+        self._adopt(model.facts, model.forward)
+
+    @property
+    def weights(self) -> object:
+        return self.model.linears
+
+    def with_model(self, model: NativeModel) -> Target:
+        other = self._copy()
+        other.model = model
+        other._adopt(model.facts, model.forward)
+        return other
+
+    def read(
+        self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Reading:
+        return self._read_fast(tree, cache, first, last_only, hidden_layers)
+
+    def features(
+        self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
+        logits: bool = False,
+    ) -> Features:
+        rows, size = tokens.shape
+        cache = self.plain_cache(rows, size)
+        readings = list[Reading]()
+        for start in range(0, size, CHUNKS[-1]):
+            chunk = TokenTree.chain(tokens[:, start : start + CHUNKS[-1]])
+            readings.append(self.read(
+                chunk, cache, last_only=not logits, hidden_layers=hidden_layers
+            ))
+            cache.keep(None, torch.full_like(cache.lengths, chunk.tokens.shape[1]))
+        hidden = torch.cat([one.hidden for one in readings if one.hidden is not None], 1)
+        every = torch.cat([one.logits for one in readings], 1) if logits else None
+        return Features(tokens, hidden, weights, every)
+
+    def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
+        decoder = self.model.decoder
+        rows = decoder.embed.rows(tokens.clamp(0, self.vocab_size - 1))
+        # Gemma's own table scales, the others' bodies do
+        scales = not raw and self.model.config.model_type == "gemma3_text"
+        return rows * decoder.embed_scale if scales else rows
+
+    def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
+        logits = self.model.decoder.head(hidden)
+        return logits if raw else self._scaling.apply(logits)

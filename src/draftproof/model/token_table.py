@@ -1,0 +1,44 @@
+"""The table of token embeddings, dense or in blocks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class TokenTable(Protocol):
+    """The embeddings of all tokens, [vocab, size]."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The whole table in the model's dtype, contiguous, if it lies in memory or in a mapped
+        file; None if its rows are stored in blocks and made when they are looked up."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Look up embeddings.
+
+        Args:
+            tokens: [...] int64, each in 0..vocab - 1.
+
+        Returns:
+            [..., size] in the model's dtype.
+        """
+
+
+class DenseTable:
+    """Token embeddings as a plain tensor, in memory or in a mapped file."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
