@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
-import model_files
+import gguf_models
 import numpy as np
 import pytest
 import torch
@@ -37,10 +37,10 @@ def through_transformers(file: GGUFFile) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize("name", model_files.FAMILIES)
+@pytest.mark.parametrize("name", gguf_models.FAMILIES)
 def test_a_file_gives_the_logits_of_its_model(name: str, tmp_path: Path) -> None:
-    original = model_files.tiny(name)
-    file = GGUFFile.open(model_files.save(original, tmp_path / "model.gguf"))
+    original = gguf_models.tiny(name)
+    file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf"))
     model = model_of(file)
     assert model is not None and model.unused == []
     read = through_transformers(file)
@@ -54,8 +54,8 @@ def test_a_file_gives_the_logits_of_its_model(name: str, tmp_path: Path) -> None
 
 
 def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> None:
-    original = model_files.tiny("llama")
-    file = GGUFFile.open(model_files.save(original, tmp_path / "model.gguf", "Q8_0"))
+    original = gguf_models.tiny("llama")
+    file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf", "Q8_0"))
     model = model_of(file)
     assert model is not None
     stored = model.tensors["model.layers.1.self_attn.k_proj.weight"]
@@ -79,17 +79,17 @@ def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_settings_and_tensors_are_named(tmp_path: Path) -> None:
-    original = model_files.tiny("qwen2")
-    path = model_files.save(original, tmp_path / "model.gguf", **{".block_count": 3})
+    original = gguf_models.tiny("qwen2")
+    path = gguf_models.save(original, tmp_path / "model.gguf", **{".block_count": 3})
     with pytest.raises(ModelNotFound, match=r"lacks the tensor blk\.2\."):
         model_of(GGUFFile.open(path))
-    path = model_files.save(original, tmp_path / "model.gguf", **{".block_count": 1 << 31})
+    path = gguf_models.save(original, tmp_path / "model.gguf", **{".block_count": 1 << 31})
     with pytest.raises(ModelNotFound, match=r"has 2147483648 layers"):
         model_of(GGUFFile.open(path))
-    path = model_files.save(original, tmp_path / "model.gguf", **{".attention.head_count": 0})
+    path = gguf_models.save(original, tmp_path / "model.gguf", **{".attention.head_count": 0})
     with pytest.raises(ModelNotFound, match=r"has 0 heads"):
         model_of(GGUFFile.open(path))
     scaled = {".rope.scaling.type": "unheard-of"}
-    path = model_files.save(original, tmp_path / "model.gguf", **scaled)
+    path = gguf_models.save(original, tmp_path / "model.gguf", **scaled)
     with pytest.raises(UnsupportedModel, match=r"scales positions by 'unheard-of'"):
         model_of(GGUFFile.open(path))
