@@ -64,14 +64,16 @@ def tiny(name: str) -> Any:
     return model
 
 
-def save(model: Any, path: Path, types: str | None = None, **metadata: Any) -> Path:
+def save(model: Any, path: Path, types: str | None = None, parts: int = 0,
+         **metadata: Any) -> Path:  # fmt: skip
     """Write a model.
 
     Args:
         model: Of `tiny`, or of its families.
         path: Where to.
         types: The type of matrices; None leaves them in float32.
-        metadata: Further keys, such as `tokenizer_ggml_model`, with "_" for each ".".
+        parts: Tensors of each part of a split file; 0 writes one file.
+        metadata: Further keys.
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -85,7 +87,8 @@ def save(model: Any, path: Path, types: str | None = None, **metadata: Any) -> P
         tensors[name] = stored(architecture, config, key, weight.float()).numpy()
     keys = settings(architecture, config, tensors)
     matrices = {name: types for name, tensor in tensors.items() if tensor.ndim > 1 and types}
-    return gguf_files.write(path, tensors, {**keys, **metadata}, architecture, matrices)
+    return gguf_files.write(path, tensors, {**keys, **metadata}, architecture, matrices,
+                            split_max_tensors=parts)  # fmt: skip
 
 
 def stored(architecture: str, config: Any, key: str, weight: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,7 @@ def _is_model(drafter: object) -> TypeGuard[str | Path]:
     folder = loading.resolve(drafter)
     named = Path(folder, "config.json").is_file() and not is_head(folder)
     named = named and _published(folder) is None
-    return folder.endswith(".gguf") or named
+    return folder.lower().endswith(".gguf") or named
 
 
 def _model(

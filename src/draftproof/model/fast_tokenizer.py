@@ -118,15 +118,17 @@ class FastTokenizer:
         return getattr(self.transformers, name)
 
 
-def gguf_tokenizer(path: str | Path) -> FastTokenizer:
-    """The tokenizer of a GGUF file.
+def gguf_tokenizer(path: str | Path) -> FastTokenizer | None:
+    """The tokenizer of a GGUF file; None if it has none.
 
     Raises:
         UnsupportedModel: It is of a kind that is not known here.
         ModelNotFound: The file cannot be read.
     """
-    cache = None
+    file, cache = GGUFFile.open(path), None
+    if file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        return None
     if os.environ.get(CACHE_SWITCH) != "0":
         with suppress(OSError):                         # nobody's folder keeps nothing
             cache = cache_folder()
-    return FastTokenizer(tokenizer_of(GGUFFile.open(path), cache), str(path))
+    return FastTokenizer(tokenizer_of(file, cache), str(path))

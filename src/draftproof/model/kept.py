@@ -83,7 +83,7 @@ def came_from(model: nn.Module, name: str) -> None:
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = (".json", ".safetensors", ".bin", ".gguf", ".py")
     sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
-             for one in files if one.suffix in kinds]
+             for one in files if one.suffix.lower() in kinds]
     setattr(model, _SOURCE, (str(place.resolve()), sizes, Snapshot.of(model)))
 
 

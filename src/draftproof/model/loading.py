@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
-    GgufConfig,
 )
 from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
@@ -28,7 +27,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
+from draftproof.gguf.config import model_of
+from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
+from draftproof.model.fast_tokenizer import FastTokenizer, gguf_tokenizer
+from draftproof.model.gguf_model import config_object, transformers_source, unpacked
 from draftproof.model.kept import came_from
 
 log = logging.getLogger("draftproof")
@@ -70,31 +73,27 @@ def load_model(
                 f"{name} holds an adapter (LoRA) that is not merged into its model; merge it with "
                 "peft's merge_and_unload, save that, and name its folder"
             )
-        folder, options = _source(name, trust_remote_code)
-        config = AutoConfig.from_pretrained(folder, **options)
-        kind, place = _kind_of(name, config), Device.found(device)
-        wanted = _dtype(dtype) or "auto"
+        place, wanted = Device.found(device), _dtype(dtype) or "auto"
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
-        # blocks are unpacked, to what the file's floats have
-        if "gguf_file" in options:
-            options["quantization_config"] = GgufConfig(dequantize=True)
-            wanted = place.dtype_for(torch.bfloat16) if wanted == "auto" else wanted
-        elif getattr(config, "quantization_config", None) is not None:
+        if GGUFFile.recognises(name):
+            if sharding is not None:
+                raise UnsupportedModel(f"{name} is a GGUF file; only folders are sharded")
+            return _load_gguf(name, wanted, place)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(name, **options)
+        kind = _kind_of(name, config)
+        if getattr(config, "quantization_config", None) is not None:
             _check_quantiser(name, config.quantization_config)
             if util.find_spec("accelerate"):
                 options["device_map"] = {"": str(place.where)}
         if sharding is not None:
             options |= {"distributed_config": sharding, "device_map": None}
         loaded, report = kind.from_pretrained(
-            folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         _check_report(name, type(loaded).__name__, report)
         if sharding is None:
             _drop_towers(loaded)
-        if "gguf_file" in options:
-            vars(loaded).pop("hf_quantizer", None)          # it is an ordinary model now
-            vars(loaded.config).pop("quantization_config", None)
-            loaded.config.name_or_path = name
         # neither to move nor to cast
         if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
             return loaded.eval()
@@ -109,19 +108,50 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model, without its weights."""
     name = resolve(model)
     with _clear_errors(name):
-        folder, options = _source(name, trust_remote_code)
-        return AutoConfig.from_pretrained(folder, **options)
+        if not GGUFFile.recognises(name):
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        file = GGUFFile.open(name)
+        described = model_of(file)
+        if described is not None:
+            return config_object(described)
+        source = transformers_source(file)
+        return AutoConfig.from_pretrained(file.path.parent, gguf_file=source["gguf_file"])
+
+
+def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrainedModel:
+    """The model of a GGUF file, unpacked; the architectures that only transformers' reader knows
+    are read by it."""
+    file = GGUFFile.open(name)
+    wanted = place.dtype_for(torch.bfloat16) if isinstance(dtype, str) else dtype
+    described = model_of(file)
+    if described is not None:
+        loaded = unpacked(file, described, wanted)
+    else:
+        source, folder = transformers_source(file), str(file.path.parent)
+        kind = _kind_of(name, AutoConfig.from_pretrained(folder, gguf_file=source["gguf_file"]))
+        loaded, report = kind.from_pretrained(
+            folder, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **source
+        )
+        _check_report(name, type(loaded).__name__, report)
+        _drop_towers(loaded)
+        vars(loaded).pop("hf_quantizer", None)              # it is an ordinary model now
+        vars(loaded.config).pop("quantization_config", None)
+        loaded.config.name_or_path = name
+    loaded = loaded.to(place.where).eval()
+    came_from(loaded, name)
+    return loaded
 
 
 def load_tokenizer(
     model: str | Path, *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
+) -> PreTrainedTokenizerBase | FastTokenizer | None:
     """The tokenizer beside a model, or in its GGUF file; None if there is none."""
     name = resolve(model)
-    folder, options = _source(name, trust_remote_code)
+    if GGUFFile.recognises(name):
+        return gguf_tokenizer(name)
     try:
         with _quiet(True):
-            return AutoTokenizer.from_pretrained(folder, **options)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     # tokenizers raises no narrower class
     except Exception as error:
         files = ("tokenizer.json", "tokenizer_config.json")
@@ -130,16 +160,6 @@ def load_tokenizer(
                 f"the tokenizer in {name} cannot be read: {first_line(error)}"
             ) from error
         return None
-
-
-def _source(name: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
-    """What transformers is given to find a model: a folder or hub id, and options."""
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if not (name.endswith(".gguf") and Path(name).is_file()):
-        return name, options
-    if util.find_spec("gguf") is None:
-        raise BadInput(f"{name} is read by the package gguf: pip install 'draftproof[gguf]'")
-    return str(Path(name).parent), {**options, "gguf_file": Path(name).name}
 
 
 def _kind_of(name: str, config: Any) -> Any:
@@ -227,7 +247,7 @@ def _clear_errors(name: str) -> Iterator[None]:
     except Exception as error:
         why = first_line(error)
         if isinstance(error, OSError) and not Path(name).exists():
-            if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf"):
+            if name.startswith((".", "/", "~")) or "\\" in name or name.lower().endswith(".gguf"):
                 said = f"there is no folder {name}; give a folder, 'demo', or a hub id: org/model"
             else:
                 said = (
