@@ -143,7 +143,7 @@ MISTAKES: tuple[tuple[Any, str], ...] = (
     ({"prompt": [99999]}, "99999"),
     ({"prompt": "\ud800"}, "surrogate"),
     ({"prompt": "word " * 400}, "tokens"),
-    ({"prompt": "a", "max_tokens": -1}, "max_new_tokens"),
+    ({"prompt": "a", "max_tokens": -2}, "max_new_tokens"),
     ({"prompt": "a", "sampling_params": {"n": 3}}, "beside the prompt"),
     ({"prompt": "a", "n": 10**7}, "10000000"),
     ({"prompt": ["a"] * 41}, "41 prompts"),

@@ -3,6 +3,8 @@ tokenizers."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -40,21 +42,56 @@ class Codec:
             )
         return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
-    def encode_chat(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Token ids of a chat in the model's own template, ready for the assistant's answer.
 
-        tools: functions it may call, as OpenAI's clients describe them."""
+        Args:
+            messages: The chat, as OpenAI's clients write it.
+            tools: Functions the model may call, as OpenAI's clients describe them.
+            options: What else the template is to read: `enable_thinking`, `documents`.
+
+        Raises:
+            BadInput: If there is no template, or it refuses these messages, or never reads one of
+                the options.
+        """
+        return self.encode(self.chat_text(messages, tools, options), special=False)
+
+    def chat_text(
+        self, messages: Messages, tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None, answer: bool = True,
+    ) -> str:  # fmt: skip
+        """A chat as the template writes it, as `encode_chat` reads it.
+
+        answer: whether to end with what begins the assistant's answer."""
+        self._refuse_unread(tools, options or {})
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            return str(self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer,
+                **(options or {}),
+            ))
         # templates are programs: they raise anything
         except Exception as error:
             why = f"the chat template of {self.name} refuses these messages: {error}"
             if not self.tokenizer.chat_template:
                 why = f"{self.name} has no chat template; give plain text, or a chat model"
             raise BadInput(why) from error
-        return self.encode(str(text), special=False)
+
+    def _refuse_unread(self, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> None:
+        """Raise BadInput for an option that the template never reads: it would change nothing."""
+        if not options or not self.tokenizer.chat_template:
+            return
+        template = str(self.tokenizer.get_chat_template(None, list(tools) if tools else None))
+        reserved = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, "messages"}
+        for name in options:
+            if (name in reserved and name != "documents") or not re.search(
+                rf"\b{re.escape(name)}\b", template
+            ):
+                raise BadInput(
+                    f"the chat template of {self.name} does not read {name!r:.60}; leave it out"
+                )
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         """A stream of the text behind `prompt`."""

@@ -104,7 +104,7 @@ class Answer:
                 asked = "draftproof" in self.asked.model_fields_set
                 seen = {"draftproof": self._seen(progress)} if asked else {}
                 yield _event(self._body([self._choice(index, progress)], **seen))
-            if (self.asked.stream_options or {}).get("include_usage"):
+            if self.asked.stream_options and self.asked.stream_options.include_usage:
                 yield _event(self._body([], usage=self._usage()))
         except DraftproofError as error:
             failed = problem(str(error), getattr(error, "status", 500))

@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
-from draftproof.engine.rows import messages_of, refuse_unhonoured, sampling_of
+from draftproof.engine.rows import messages_of, refuse_unrecognized, sampling_of
 from draftproof.errors import BadInput, DraftproofError, Unavailable
-from draftproof.server import schema
+from draftproof.server import constraints, schema
 from draftproof.server.answer import Answer, Service, problem
 from draftproof.server.grammar import Grammars
 from draftproof.server.metrics import Metrics
@@ -117,19 +117,21 @@ class Server:
 
     def _read(self, body: schema.Completion | schema.Chat) -> Answer:
         """A request's samples, checked; a grammar among their rules if it asks for one."""
-        rest, form = body.model_extra or {}, None
-        refuse_unhonoured(rest)
+        (asked, rest), form = constraints.split(body.model_extra or {}), None
+        refuse_unrecognized(rest, self.engine.sampling)
         sampling = sampling_of(self.engine.sampling, rest)
-        if sampling.temperature and rest.get("seed") is None:   # another text each time
+        if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
-        rule = self.grammars.response(body.response_format)
+        rule = constraints.constraint(body.response_format, asked, self.grammars)
         if isinstance(body, schema.Completion):
             prompts: Any = body.prompt or ""
         else:
             prompts = messages_of(body.messages)
             tools, form = offered(body, self.engine.codec)
-            if form is not None and self.engine.codec is not None:
-                prompts = [self.engine.codec.encode_chat(prompts, tools)]
+            options = body.template_options()
+            if (form is not None or options) and self.engine.codec is not None:
+                prompts = [self.engine.codec.encode_chat(prompts, tools or None, options)]
+            if form is not None:
                 rule = call_rule(body, form, self.grammars) or rule
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
         prompts, n = self.engine.requests.several(prompts), body.n or 1
@@ -180,6 +182,8 @@ def _misread(error: RequestValidationError) -> str:
     if first["type"] == "json_invalid" or not where:
         why = first.get("ctx", {}).get("error", "an object, with Content-Type: application/json")
         return f"the body must be JSON: {why}"
+    if first["type"] == "extra_forbidden":
+        return f"Unrecognized request argument: {where}"
     if first["type"] == "missing":
         return f'"{where}" is missing'
     same = [one for one in (first, *others) if one["loc"][1] == first["loc"][1]]

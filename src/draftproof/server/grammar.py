@@ -53,9 +53,11 @@ class Grammars:
         """The rule of a request's `response_format`; None where any text will do."""
         if asked is None or asked.type == "text":
             return None
-        if asked.type == "json_object":
-            return self.lark(f"start: {json_rule({'type': 'object'})}")
         schema = asked.json_schema.get("schema")
+        if schema is None:                      # beside the type, as llama.cpp has it
+            schema = (asked.model_extra or {}).get("schema")
+        if schema is None and asked.type == "json_object":
+            schema = {"type": "object"}
         if not isinstance(schema, dict):
             raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
         return self.lark(f"start: {json_rule(schema)}")

@@ -34,8 +34,20 @@ class ResponseFormat(Body):
     json_schema: dict[str, Any] = {}
 
 
-class Own(Body):
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk tells what was read and written. The others change no answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class Own(BaseModel):
     """drafter: "none" writes without drafts. trees: streamed chunks tell what was drafted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     drafter: str = ""
     trees: bool = False
@@ -47,7 +59,7 @@ class Request(Body):
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     draftproof: Own = Own()
 
@@ -65,3 +77,13 @@ class Chat(Request):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is to read beside messages and tools."""
+        options = {"documents": self.documents or None, "enable_thinking": self.enable_thinking,
+                   "reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
+        return {name: value for name, value in options.items() if value is not None}

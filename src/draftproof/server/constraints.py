@@ -1,0 +1,113 @@
+"""What a request says its text must be: `response_format`, and the spellings of vLLM, SGLang and
+llama.cpp, as one grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from draftproof.core.params import LogitsRule
+from draftproof.engine.foreign_options import is_neutral
+from draftproof.errors import BadInput, first_line
+from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.schema import ResponseFormat
+
+SPELLINGS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "guided_json_object": "json_object", "json_schema": "json",
+    "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+}  # fmt: skip
+"""Fields of a request, and the field of vLLM's `structured_outputs` that means the same."""
+
+
+def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a request that say what the text must be, and all others."""
+    names = {*SPELLINGS, "structured_outputs"}
+    asked = {name: value for name, value in options.items()
+             if name in names and not is_neutral(name, value)}
+    return asked, {name: value for name, value in options.items() if name not in asked}
+
+
+def constraint(
+    response: ResponseFormat | None, asked: dict[str, Any], grammars: Grammars
+) -> LogitsRule | None:
+    """The rule that a text keeps to, or None where any text will do.
+
+    Args:
+        response: OpenAI's field.
+        asked: Fields of other engines, from `split`.
+        grammars: Compiles it.
+
+    Raises:
+        BadInput: If it cannot be followed, or if two things are asked for.
+    """
+    wanted = [(SPELLINGS[name], value) for name, value in asked.items() if name in SPELLINGS]
+    outputs = asked.get("structured_outputs", {})
+    if not isinstance(outputs, dict):
+        raise BadInput(f'"structured_outputs" was {outputs!r:.99}; it must be an object')
+    wanted += [(name, value) for name, value in outputs.items() if not is_neutral(name, value)]
+    rule = grammars.response(response)
+    if len(wanted) + (rule is not None) > 1:
+        names = ", ".join([*asked, *(["response_format"] if rule is not None else [])])
+        raise BadInput(f"several constraints were asked for ({names}); give one")
+    if not wanted:
+        return rule
+    ((kind, value),) = wanted
+    if kind not in _GRAMMARS:
+        raise BadInput(f'"structured_outputs" has {kind!r}, which is not honoured; it may have one '
+                       f"of {', '.join(_GRAMMARS)}")
+    return grammars.lark(_GRAMMARS[kind](value))
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"the JSON schema is not JSON: {first_line(error)}") from None
+    if not isinstance(schema, dict):
+        raise BadInput(f"the JSON schema was {schema!r:.99}; it must be an object")
+    return f"start: {json_rule(schema)}"
+
+
+def _regex(pattern: Any) -> str:
+    """A regular expression that the whole text matches."""
+    text = _text(pattern, "regular expression").removeprefix("^")
+    text = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", text)            # all of it matches, anyway
+    text = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", text, flags=re.DOTALL)
+    escaped = text.replace("\n", "\\n")
+    return f"start: TEXT\nTEXT: /{escaped}/"
+
+
+def _choice(choices: Any) -> str:
+    texts = choices if isinstance(choices, list) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise BadInput(f"the choices were {choices!r:.99}; give a list of strings")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in texts)
+
+
+def _grammar(value: Any) -> str:
+    """A grammar in llguidance's Lark or in llama.cpp's GBNF."""
+    text = _text(value, "grammar")
+    try:
+        from llguidance.gbnf_to_lark import any_to_lark
+    except ImportError:
+        return text                 # compiling it says what to install
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:      # its parser raises anything
+        raise BadInput(f"the grammar cannot be read: {first_line(error)}") from None
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadInput(f"the {what} was {value!r:.99}; it must be text")
+    return value
+
+
+_GRAMMARS: dict[str, Callable[[Any], str]] = {
+    "json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar,
+    "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
+}  # fmt: skip

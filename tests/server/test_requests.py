@@ -1,0 +1,108 @@
+"""What a request may hold: every field is honoured, refused by name, or known to be harmless."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from asking import PROMPTS
+
+from draftproof.engine.foreign_options import HARMLESS
+
+BODY = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a"],
+          "properties": {"a": {"enum": ["x", "y"]}}}
+UNKNOWN: dict[str, Any] = {
+    "regexp": "[0-9]", "max_token": 3, "dry_multiplier": 0.8, "samplers": ["top_k"], "lora": [1],
+    "eos_token_id": 0, "skip_special_tokens": False, "add_special_tokens": False, "answer": "42",
+    "truncate_prompt_tokens": 5, "stop_regex": "a", "documents": [{"text": "a"}],
+    "draftproof": {"tree": True}, "stream_options": {"usage": True}, "enable_thinking": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_field_that_nobody_reads_is_refused_by_name(http: httpx.Client, name: str) -> None:
+    answer = http.post("/v1/completions", json={**BODY, name: UNKNOWN[name]})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert name in message and "\n" not in message
+
+
+def test_fields_that_change_no_answer_pass(http: httpx.Client) -> None:
+    harmless = dict.fromkeys(HARMLESS, 1)
+    neutral = {"top_k": -1, "skip_special_tokens": True, "n_probs": 0, "best_of": 1, "echo": False,
+               "stop_token_ids": [], "mirostat": 0, "logit_bias": None, "ignore_eos": False}
+    answer = http.post("/v1/completions", json={**BODY, **harmless, **neutral})
+    plain = http.post("/v1/completions", json=BODY)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(("asked", "pattern"), [
+    ({"regex": "[0-9]{3}/[a-c]"}, "[0-9]{3}/[a-c]"),
+    ({"guided_regex": "^(yes|no)$"}, "yes|no"),
+    ({"structured_outputs": {"regex": r"a\/\$"}}, r"a/\$"),
+    ({"ebnf": 'root ::= "a" ("b" | "c") "d"'}, "a[bc]d"),
+    ({"grammar": 'root ::= [0-9] "!"'}, "[0-9]!"),
+    ({"guided_grammar": 'start: "q" | "r"'}, "q|r"),
+    ({"guided_choice": ['red "fish"', "blü"]}, 'red "fish"|blü'),
+    ({"structured_outputs": {"choice": ["one"]}}, "one"),
+    ({"json_schema": SCHEMA}, '{"a": "[xy]"}'),
+    ({"guided_json": json.dumps(SCHEMA)}, '{"a": "[xy]"}'),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": "[xy]"}'),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": "[xy]"}'),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"a": "[xy]"}'),
+])  # fmt: skip
+def test_constraints_in_the_spellings_of_others(
+    http: httpx.Client, asked: dict[str, Any], pattern: str
+) -> None:
+    pytest.importorskip("llguidance")
+    answer = http.post("/v1/completions", json={**BODY, **asked, "max_tokens": 40})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert re.fullmatch(pattern, choice["text"]), choice
+
+
+@pytest.mark.parametrize(("asked", "why"), [
+    ({"regex": "("}, "regex"), ({"regex": 5}, "text"), ({"guided_choice": "a"}, "list"),
+    ({"structured_outputs": {"tag": 1}}, "'tag'"), ({"structural_tag": {"a": 1}}, "structural_tag"),
+    ({"structured_outputs": 5}, "object"), ({"guided_json": "{"}, "JSON"), ({"ebnf": "=="}, "read"),
+    ({"regex": "a", "ebnf": "b"}, "give one"), ({"json_schema": [1]}, "object"),
+    ({"regex": "a", "response_format": {"type": "json_object"}}, "give one"),
+])  # fmt: skip
+def test_constraints_that_cannot_be_followed(
+    http: httpx.Client, asked: dict[str, Any], why: str
+) -> None:
+    pytest.importorskip("llguidance")
+    answer = http.post("/v1/completions", json={**BODY, **asked})
+    assert answer.status_code == 400 and why in answer.json()["error"]["message"]
+
+
+def test_what_a_chat_template_reads_is_passed_on_to_it(
+    server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it never reads is refused: it would change nothing, silently."""
+    template = ("{% for m in messages %}{{ m.content }}{% endfor %}"
+                "{% if enable_thinking is false %} no{% endif %}"
+                "{% for d in documents or [] %} {{ d.text }}{% endfor %}")
+    monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", template)
+    body = {"messages": [{"role": "user", "content": "The dog"}]}
+    decode = server.engine.codec.tokenizer.decode
+    for more, text in (
+        ({}, "The dog"), ({"enable_thinking": False}, "The dog no"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "The dog no"),
+        ({"documents": [{"text": "ran"}]}, "The dog ran"),
+    ):
+        found = http.post("/tokenize", json={**body, **more})
+        assert found.status_code == 200 and text == decode(found.json()["tokens"]).strip()
+    for more, name in (
+        ({"chat_template_kwargs": {"thinking": True}}, "thinking"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ):
+        refused = http.post("/v1/chat/completions", json={**body, **more})
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"]
