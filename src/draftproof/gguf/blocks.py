@@ -128,8 +128,11 @@ def dequantize(tensor: BlockTensor, dtype: torch.dtype = torch.float32) -> Tenso
         stored = tensor.data[start : start + step].numpy()
         result[start : start + step] = torch.from_numpy(_unpacked(stored, tensor.type))
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(convert, range(0, rows, step)))
+    if rows <= step:                                    # a few rows: no threads to wait for
+        convert(0)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(convert, range(0, rows, step)))
     assert math.prod(tensor.shape) == result.numel()
     return result.view(tensor.shape)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.gguf.blocks import dequantize
 from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.tokenizer import end_tokens
 
 GELU = "gelu_pytorch_tanh"
 
@@ -128,9 +129,11 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "rope_parameters": _rope(file, head_dim), "dtype": "bfloat16",
     }  # fmt: skip
-    for key, role in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+    for key, role in (("bos", "bos"), ("pad", "padding")):
         token = metadata.integer(f"tokenizer.ggml.{role}_token_id", -1)
         config[f"{key}_token_id"] = token if token >= 0 else None
+    ends = list(end_tokens(file))
+    config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     return config
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +53,13 @@ class GGUFFile:
         parts: All files, in order; only `path` if it is not split.
         metadata: Of the first part.
         tensors: By name, in the order of the table, as views of the mapped files.
+        opened_as: Its `identity` when it was read.
     """
 
     def __init__(self, path: Path, parts: list[Path], metadata: Metadata,
                  tensors: dict[str, BlockTensor]) -> None:  # fmt: skip
         self.path, self.parts, self.metadata, self.tensors = path, parts, metadata, tensors
+        self.opened_as = self.identity()
 
     @staticmethod
     def recognises(path: str | Path) -> bool:
@@ -75,10 +79,15 @@ class GGUFFile:
             UnsupportedModel: It has a version or a type of tensors that is not known here.
         """
         path = Path(path)
+        if path in _LAST and _LAST[path].identity() == _LAST[path].opened_as:
+            return _LAST[path]
         metadata, tensors = _read(path)
         parts = _parts(path, metadata)
         if len(parts) == 1:
-            return cls(path, parts, metadata, tensors)
+            file = cls(path, parts, metadata, tensors)
+            _LAST.clear()
+            _LAST[path] = file
+            return file
         tensors, first = {}, metadata
         for number, part in enumerate(parts):
             metadata, more = _read(part)
@@ -113,9 +122,21 @@ class GGUFFile:
 
     def identity(self) -> str:
         """A digest that changes whenever a part is replaced, moved or written to."""
-        stats = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns)
-                 for part in self.parts]
+        stats = [
+            (str(part.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            for part in self.parts if (stat := _stat(part))
+        ]
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:24]
+
+
+_LAST = dict[Path, GGUFFile]()
+"""The file that was opened last: its model and its tokenizer are asked for one after the other."""
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.stat()
+    return None
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, BlockTensor]]:

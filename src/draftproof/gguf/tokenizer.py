@@ -78,20 +78,35 @@ def tokenizer_of(file: GGUFFile, cache: Path | None = None) -> GGUFTokenizer:
     builder = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}.get(kind)
     if builder is None:
         raise _unknown(file, f"of the kind {kind!r}" if kind else "missing")
+    vocabulary = _vocabulary(file)
+    tokenizer, adds_bos = builder(vocabulary, cache)
+    _add_special(tokenizer, vocabulary)
+    _add_ends(tokenizer, vocabulary, adds_bos)
+    return GGUFTokenizer(
+        tokenizer, vocabulary.roles, _end_tokens(vocabulary), _templates(file)
+    )
+
+
+def end_tokens(file: GGUFFile) -> tuple[int, ...]:
+    """Every token that ends an answer; none for a file without a vocabulary."""
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        token = file.metadata.integer("tokenizer.ggml.eos_token_id", -1)
+        return (token,) if token >= 0 else ()
+    return _end_tokens(_vocabulary(file))
+
+
+def _vocabulary(file: GGUFFile) -> _Vocabulary:
+    metadata = file.metadata
     tokens = list(metadata.strings("tokenizer.ggml.tokens"))
     types = metadata.numbers("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if len(types) < len(tokens):
+        raise _unknown(file, f"damaged: {len(tokens)} tokens have {len(types)} types")
     roles = {}
     for role, name in _ROLES.items():
         token = metadata.integer(f"tokenizer.ggml.{name}_token_id", -1)
         if 0 <= token < len(tokens):
             roles[role] = token
-    if len(types) < len(tokens):
-        raise _unknown(file, f"damaged: {len(tokens)} tokens have {len(types)} types")
-    vocabulary = _Vocabulary(file, tokens, [int(kind) for kind in types[: len(tokens)]], roles)
-    tokenizer, adds_bos = builder(vocabulary, cache)
-    _add_special(tokenizer, vocabulary)
-    _add_ends(tokenizer, vocabulary, adds_bos)
-    return GGUFTokenizer(tokenizer, roles, _end_tokens(vocabulary), _templates(file))
+    return _Vocabulary(file, tokens, [int(kind) for kind in types[: len(tokens)]], roles)
 
 
 def _byte_level(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokenizer, bool]:
