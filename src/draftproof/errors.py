@@ -6,11 +6,31 @@ from collections.abc import Collection, Iterable
 
 
 class DraftproofError(Exception):
-    """Base of all errors raised on purpose; the command line prints it as one sentence."""
+    """Base of all errors raised on purpose; the command line prints it as one sentence.
+
+    Attributes:
+        code: What a client of the server recognises the error by, in OpenAI's words, or None.
+    """
+
+    code: str | None = None
 
 
 class BadInput(DraftproofError, ValueError):
     """A request that cannot be honoured as given."""
+
+
+class ContextTooLong(BadInput):
+    """A prompt that leaves no room for a new token in the model's context.
+
+    Attributes:
+        tokens: Tokens of the prompt.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
 
 
 class ModelNotFound(DraftproofError):
@@ -34,11 +54,15 @@ class RankLost(DraftproofError):
 
 
 class Unavailable(DraftproofError):
-    """A server cannot take or finish a request. status: of HTTP."""
+    """A server cannot take or finish a request.
 
-    def __init__(self, message: str, status: int = 503) -> None:
+    Attributes:
+        status: The HTTP status.
+    """
+
+    def __init__(self, message: str, status: int = 503, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

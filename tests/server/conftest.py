@@ -17,6 +17,7 @@ from asking import KEY
 import draftproof as dp
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.server.api import Server
+from draftproof.server.guard import Access
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,8 @@ def server() -> Iterator[Any]:
     """Running; its address is `server.url`."""
     engine = dp.load("demo", assistant_model="demo-draft", budget=4)
     engine.prefixes = PrefixCache(8 << 20)
-    made: Any = Server(engine, "demo", rows=4, queue=40, length=256, key=KEY, price=1.0)
+    made: Any = Server(engine, "demo", rows=4, queue=40, length=256, price=1.0,
+                       access=Access([KEY], origins=["https://chat.example"]))
     listener = uvicorn.Server(uvicorn.Config(made.app(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))
     thread.start()

@@ -4,7 +4,9 @@ client sends breaks it."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 import re
 import signal
@@ -21,6 +23,11 @@ import httpx
 import openai
 import pytest
 from asking import KEY, PROMPTS, alone
+
+import draftproof as dp
+from draftproof.engine.stats import RoundStats
+from draftproof.server.api import default_sampling
+from draftproof.server.metrics import Metrics
 
 JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[2]
@@ -176,9 +183,14 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
     cut = http.post(route, content=b"{", headers=JSON)
     assert cut.status_code == 400 and "must be JSON" in cut.json()["error"]["message"]
     assert "/v1/none" in http.get("/v1/none").json()["error"]["message"]
-    assert http.post(route, content=iter([b"{}"])).status_code == 413
     assert http.post(route, content=b" " * (9 << 20)).status_code == 413
     assert http.get("/health").json() == {"status": "ok"} and "</html>" in http.get("/").text
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo"):
+        head, whole = http.head(path), http.get(path)
+        assert head.status_code == whole.status_code == 200 and head.content == b""
+    assert http.get("/v1/models/demo").json() == http.get("/v1/models").json()["data"][0]
+    parts = (part for part in (b'{"prompt": "The dog", ', b'"max_tokens": 2}'))
+    assert http.post(route, content=parts, headers=JSON).status_code == 200
     assert http.post("/tokenize", json={"prompt": "The dog"}).json()["count"] == 2
     assert http.post("/tokenize", json={"prompt": PROMPTS}).status_code == 400
     wrong = http.post("/tokenize", json={"messages": 5})
@@ -187,6 +199,85 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
             "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert http.post("/v1/chat/completions", json=chat).status_code == 400      # no chat template
     assert route in http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code"), [
+    ("completions", {"prompt": "word " * 400}, 400, "context_length_exceeded"),
+    ("completions", {"prompt": "word " * 4000}, 400, "context_length_exceeded"),
+    ("completions", {"prompt": "a", "model": "org/gpt"}, 404, "model_not_found"),
+    ("models/org/gpt", None, 404, "model_not_found"),
+    ("embeddings", {"input": "a", "model": "demo"}, 400, None),
+])  # fmt: skip
+def test_programs_can_tell_errors_apart(
+    http: httpx.Client, path: str, body: Any, status: int, code: str | None
+) -> None:
+    answer = http.post(f"/v1/{path}", json=body) if body else http.get(f"/v1/{path}")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    if code == "context_length_exceeded":               # the limit of the server, not the model's
+        assert "256" in error["message"] and "--max-model-len" in error["message"]
+
+
+def test_pages_elsewhere_may_ask_if_they_are_named(server: Any, http: httpx.Client) -> None:
+    asked = {"Access-Control-Request-Method": "POST",
+             "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, known in (("https://chat.example", True), ("http://localhost:3000", True),
+                          ("https://evil.example", False)):
+        preflight = httpx.options(f"{server.url}/v1/completions",
+                                  headers={"Origin": origin, **asked})
+        allowed = preflight.headers.get("Access-Control-Allow-Origin")
+        assert preflight.is_success == known and (allowed == origin) == known
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1},
+                           headers={"Origin": origin})
+        assert answer.status_code == (200 if known else 403)
+        assert (answer.headers.get("Access-Control-Allow-Origin") == origin) == known
+
+
+def test_the_page_runs_what_is_in_it_and_nothing_else(http: httpx.Client) -> None:
+    answer = http.get("/")
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    for tag in ("script", "style"):
+        inside = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", answer.text, re.DOTALL)
+        assert len(inside) == 1
+        digest = base64.b64encode(hashlib.sha256(inside[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"""<[^>]* (style|on\w+)=["']""", answer.text)
+
+
+def test_without_a_limit_the_text_goes_on_to_the_end_of_the_context(http: httpx.Client) -> None:
+    body = {"prompt": [5, 6, 7], "temperature": 0, "logit_bias": {"0": -100}}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == 256
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_a_temperature_it_is_one_unless_the_model_says(
+    server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 20, "seed": 3}
+
+    def text(**more: Any) -> str:
+        answer = http.post("/v1/completions", json={**body, **more}).json()
+        return str(answer["choices"][0]["text"])
+
+    assert text() == text(temperature=1) != text(temperature=0)
+    engine, config = server.engine, server.engine.target.model.generation_config
+    assert default_sampling(engine).temperature == 1
+    monkeypatch.setattr(engine, "sampling", dp.Sampling(temperature=0.6))
+    assert default_sampling(engine).temperature == 0.6
+    monkeypatch.setattr(engine, "sampling", dp.Sampling())
+    monkeypatch.setattr(config, "do_sample", False)
+    assert default_sampling(engine).temperature == 0
+
+
+def test_whoever_leaves_is_not_among_the_latencies() -> None:
+    metrics = Metrics("m")
+    for reason, counted in (("stop", 1), ("length", 2), ("cancelled", 2), ("error", 2)):
+        metrics.ended(dp.Completion("", [1], reason, None, RoundStats()), 0.5)
+        told = metrics.text().decode()
+        assert f'request_latency_seconds_count{{model_name="m"}} {counted}.0' in told
+        assert f'finished_reason="{reason}"' in told
 
 
 def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
@@ -258,7 +349,7 @@ def test_who_takes_too_long_gets_504(
 def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[int]) -> None:
     answers = list[httpx.Response]()
     command = [sys.executable, "-m", "draftproof", "serve", "demo", "--drafter", "none",
-               "--max-model-len", "900", "--port", "0"]
+               "--max-model-len", "900", "--port", "0", "--shutdown-timeout", "250"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
@@ -269,7 +360,7 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[
                 break
             except httpx.ConnectError:
                 time.sleep(0.1)
-        body = {"prompt": PROMPTS[0], "max_tokens": 850, "temperature": 0,
+        body = {"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0,
                 "logit_bias": {"0": -100}}
 
         def ask() -> None:
@@ -284,8 +375,8 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[
         for one in signals:
             process.send_signal(one)
             with contextlib.suppress(httpx.TransportError):
-                while len(signals) == 2:                # until it has heard the first
-                    httpx.get(f"{url}/health")
+                while len(signals) == 2 and httpx.get(f"{url}/health").status_code == 200:
+                    time.sleep(0.02)                    # until it has heard the first
         thread.join()
         if len(signals) == 2:
             assert process.wait(30) == 1 and not answers and "Error" not in process.stderr.read()

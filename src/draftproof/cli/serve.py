@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import socket
 import sys
+from logging.config import dictConfig
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +16,14 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import alone_engine, config_of
 from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+    from draftproof.server.api import Server
+    from draftproof.server.guard import Access
+
+KEY_VARIABLE = "DRAFTPROOF_API_KEY"
+LEVELS = ("debug", "info", "warning", "error")
 
 
 def _option(text: str | None = None, **more: Any) -> Any:
@@ -27,52 +36,114 @@ MaxBatch = Annotated[int, _option("Rows that run at a time.", min=1, metavar="B"
 MaxQueue = Annotated[int, _option("Requests that may wait; more get 429.", min=1, metavar="N")]
 MaxLength = Annotated[int, _option("Tokens of a prompt and its answer.", min=2, metavar="N")]
 Timeout = Annotated[float | None, _option("Seconds that a request may take.", min=0, metavar="S")]
-Key = Annotated[str | None, _option("Clients must send it.", envvar="DRAFTPROOF_API_KEY")]
+Drain = Annotated[float, _option("Seconds that running requests may go on after SIGTERM or "
+                                 "Ctrl-C.", min=0, metavar="S")]
+Key = Annotated[str | None, _option(f"Key that clients must send, or {KEY_VARIABLE}.")]
+Keys = Annotated[Path | None, _option("File of such keys, one a line.", metavar="FILE")]
+Origins = Annotated[list[str] | None, _option(
+    "Web pages that may use the server, beside those of this machine: https://NAME, or '*'; "
+    "repeatable.", metavar="ORIGIN")]
+Hosts = Annotated[list[str] | None, _option(
+    "Names that clients know this machine by; repeatable. On a loopback address others are "
+    "refused.", metavar="NAME")]
 Name = Annotated[str | None, _option("What clients call the model.", metavar="NAME")]
 Prefixes = Annotated[int, _option("Memory for beginnings of prompts.", min=0, metavar="MiB")]
-Price = Annotated[float | None, _option("Of this machine; gives cost per token.", min=0)]
+Price = Annotated[float | None, _option("Price of an hour of this machine: the metrics then have "
+                                        "the cost of a token.", min=0)]
+LogLevel = Annotated[str, _option(f"What is logged: {', '.join(LEVELS)}.", metavar="LEVEL")]
+NoAccessLog = Annotated[bool, _option("No line for each request.")]
 
 
 @opt.with_options(engine=None)
 def serve(
     model: opt.Model, host: Host = "127.0.0.1", port: Port = 8000, max_batch: MaxBatch = 8,
     max_queue: MaxQueue = 256, max_model_len: MaxLength = 4096, timeout: Timeout = None,
-    api_key: Key = None, served_model_name: Name = None, price_per_hour: Price = None,
-    prefix_cache: Prefixes = 512, bf16: opt.Bf16 = False, *, engine: dict[str, Any],
+    shutdown_timeout: Drain = 60, api_key: Key = None, api_keys: Keys = None,
+    allowed_origins: Origins = None, allowed_hosts: Hosts = None,
+    served_model_name: Name = None, price_per_hour: Price = None, prefix_cache: Prefixes = 512,
+    log_level: LogLevel = "info", no_access_log: NoAccessLog = False, bf16: opt.Bf16 = False, *,
+    engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API, in batches, with a page at / to try it."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # while nothing is served yet
     try:
-        import uvicorn
-
         from draftproof.server.api import Server
+        from draftproof.server.guard import Access, is_loopback
+        from draftproof.server.web_server import WebServer, listen, raise_descriptor_limit
     except ImportError as error:
         raise BadInput(f"a server needs {error.name}; pip install 'draftproof[server]'") from error
-    listener, where = _listener(host, port)
+    hosts = None if not (allowed_hosts or is_loopback(host)) else [host, *(allowed_hosts or ())]
+    if log_level not in LEVELS:
+        raise BadInput(f"--log-level was {log_level!r}; choose one of {', '.join(LEVELS)}")
+    access = Access(_keys(api_key, api_keys), hosts, allowed_origins or ())
+    listener, url = listen(host, port)
+    _log(log_level, access_log=not no_access_log)
+    raise_descriptor_limit()
     loaded = alone_engine(config_of(model, engine, bf16), "serve", prefix_cache << 20)
     server = Server(
         loaded, served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
-        length=max_model_len, timeout=timeout, key=api_key, price=price_per_hour,
+        length=max_model_len, timeout=timeout, access=access, price=price_per_hour,
     )  # fmt: skip
-
-    class Uvicorn(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            if self.should_exit:                        # told twice
-                os._exit(1)
-            super().handle_exit(sig, frame)
-
-    show.note(f"serving {server.model} at {where} (page), /v1 (API), /metrics; Ctrl-C ends it")
-    for one in (signal.SIGINT, signal.SIGTERM):         # uvicorn raises it again when all is done
-        signal.signal(one, lambda *_: sys.exit(0))
-    Uvicorn(uvicorn.Config(server.app(), log_level="warning", access_log=False)).run([listener])
+    for line in _facts(server, loaded, access):
+        show.note(line)
+    show.note(f"serving {server.model} at {url} (page), /v1 (API), /metrics; Ctrl-C ends it")
+    for each in (signal.SIGINT, signal.SIGTERM):        # uvicorn raises it again when all is done
+        signal.signal(each, lambda *_: sys.exit(0))
+    WebServer(server.app(), server.lifecycle, shutdown_timeout).run([listener])
 
 
-def _listener(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that nobody can connect to yet, and its address."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _keys(key: str | None, file: Path | None) -> list[str]:
+    """The API keys that clients may send; none if the server is open."""
+    variable = os.environ.get(KEY_VARIABLE)
+    if key is None and variable is not None:
+        key, where = variable, KEY_VARIABLE
+    else:
+        where = "--api-key"
+    if key is not None and not key.strip():
+        raise BadInput(f"{where} was empty, which would let everybody in; give a key, or leave "
+                       "it out")
+    if file is None:
+        return [key.strip()] if key is not None else []
     try:
-        listener.bind((host, port))
-    except OSError as error:
-        why = f"{error.strerror or error}; choose another --port or --host"
-        raise BadInput(f"nothing can listen at {host}:{port}: {why}") from error
-    return listener, f"http://{host}:{listener.getsockname()[1]}/"
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--api-keys {file} cannot be read: {error}") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise BadInput(f"--api-keys {file} has no key; write one a line, or leave it out")
+    return [*keys, *([key.strip()] if key is not None else [])]
+
+
+def _facts(server: Server, engine: Engine, access: Access) -> list[str]:
+    """What runs, on what, and who may use it."""
+    import psutil
+
+    from draftproof.model.paths import paths
+
+    target, drafter = engine.target, engine.drafter.name
+    memory = psutil.Process().memory_info().rss / 2**30
+    dtype = str(target.dtype).removeprefix("torch.")
+    quantised = f", {target.quantization}" if target.quantization is not None else ""
+    drafts = f"drafts up to {engine.budget.most} tokens a round" if engine.budget.most else "none"
+    keys = f"{len(access.keys)} API keys" if access.keys else "no API key: open to everybody"
+    return [
+        f"model: {server.model}, {dtype}{quantised}, {server.scheduler.length} of "
+        f"{target.context} tokens of context, {memory:.1f} GiB of memory in use",
+        f"computed by: {paths(target)['layers']}",
+        f"drafter: {drafter}, {drafts}",
+        f"access: {keys}",
+    ]
+
+
+def _log(level: str, access_log: bool) -> None:
+    """Log lines with the time on stderr; uvicorn's own only where something is wrong."""
+    detailed = "DEBUG" if level == "debug" else "WARNING"
+    loggers = {"draftproof": level.upper(), "uvicorn": "ERROR" if level == "error" else detailed}
+    dictConfig({
+        "version": 1, "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {name: {"handlers": ["stderr"], "level": wanted, "propagate": False}
+                    for name, wanted in loggers.items()},
+    })  # fmt: skip
+    logging.getLogger("draftproof.access").disabled = not access_log

@@ -19,7 +19,7 @@ from draftproof.core.params import (
 from draftproof.engine.batch import Request
 from draftproof.engine.prompts import Prompt, one, several
 from draftproof.engine.sequence import SequenceState
-from draftproof.errors import BadInput, first_line
+from draftproof.errors import BadInput, ContextTooLong, first_line
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec, Messages
 
@@ -104,9 +104,9 @@ class RequestReader:
             raise BadInput(f"{name} was {asked!r:.60}; ask for a whole number, at least 1")
         room = self.target.context - len(tokens)
         if room < 1:
-            raise BadInput(
+            raise ContextTooLong(
                 f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most "
-                f"{self.target.context}, one of them new; shorten the prompt"
+                f"{self.target.context}, one of them new; shorten the prompt", len(tokens)
             )
         return min(asked if asked is not None else NEW_TOKENS, room)
 

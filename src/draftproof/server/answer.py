@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 
 from draftproof.engine.engine import Completion
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import DraftproofError, Unavailable
 from draftproof.model.tokenizer import Codec
+from draftproof.server.problems import problem
 from draftproof.server.scheduler import Progress, Scheduler, Ticket, Tree
 from draftproof.server.schema import Chat
 from draftproof.server.schema import Request as Asked
@@ -107,7 +107,7 @@ class Answer:
             if self.asked.stream_options and self.asked.stream_options.include_usage:
                 yield _event(self._body([], usage=self._usage()))
         except DraftproofError as error:
-            failed = problem(str(error), getattr(error, "status", 500))
+            failed = problem(str(error), getattr(error, "status", 500), error.code)
             yield _event(json.loads(bytes(failed.body)))
         yield "data: [DONE]\n\n"
 
@@ -175,15 +175,6 @@ class Answer:
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new,
                 "total_tokens": self.prompt_tokens + new, "completion_tokens_details": details}
-
-
-def problem(message: str, status: int) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    said = message.encode(errors="replace").decode()
-    error = {"message": said, "type": kind, "param": None, "code": None}
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse({"error": error}, status, headers)
 
 
 def _event(body: dict[str, Any]) -> str:

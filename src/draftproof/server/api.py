@@ -3,47 +3,61 @@ health, metrics, and a page."""
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 import time
+from base64 import b64encode
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.rows import messages_of, refuse_unrecognized, sampling_of
-from draftproof.errors import BadInput, DraftproofError, Unavailable
+from draftproof.errors import BadInput, ContextTooLong, Unavailable
 from draftproof.server import constraints, schema
-from draftproof.server.answer import Answer, Service, problem
+from draftproof.server.access_log import ROWS, AccessLog
+from draftproof.server.answer import Answer, Service
 from draftproof.server.grammar import Grammars
+from draftproof.server.guard import LOOPBACK_ORIGIN, Access, Guard, Lifecycle
 from draftproof.server.metrics import Metrics
+from draftproof.server.problems import HANDLED, refusal
 from draftproof.server.scheduler import Scheduler
 from draftproof.server.tools import call_rule, offered
 
-LARGEST_BODY = 8 << 20
-
 
 class Server:
-    """An engine behind an API.
-
-    model: the name clients use. timeout: seconds of a request, or None. key: required, if given.
-    """
+    """An engine behind an API."""
 
     def __init__(
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
-        timeout: float | None = None, key: str | None = None, price: float | None = None,
+        timeout: float | None = None, access: Access | None = None, price: float | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self.model, self.key, self.created = engine, model, key, int(time.time())
+        """
+        Args:
+            engine: Writes the answers.
+            model: The name that clients use; errors name the model so, too.
+            rows: Rows that run at a time.
+            queue: Requests that may wait.
+            length: Tokens of a prompt and its answer; the model's context bounds them.
+            timeout: Seconds that a request may take, or None.
+            access: Who may use it; None lets everybody.
+            price: Of an hour of the machine, for the metrics.
+        """
+        self.engine, self.model, self.created = engine, model, int(time.time())
+        self.access, self.lifecycle = access or Access(), Lifecycle()
+        engine.target.name = model
+        if engine.codec is not None:
+            engine.codec.name = model
         self.metrics = Metrics(model, price)
         if engine.prefixes is not None:
             self.metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
@@ -55,21 +69,30 @@ class Server:
                                    length=length)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
         self.service = Service(self.scheduler, engine.codec, model, timeout)
+        self.sampling = default_sampling(engine)
 
     def app(self) -> FastAPI:
-        """The routes."""
+        """The routes, behind what guards and logs them."""
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
-        app.add_middleware(Guard, key=self.key)         # an HTTP one would copy what is streamed
-        for kind in (DraftproofError, RequestValidationError, HTTPException):
-            app.exception_handler(kind)(_refusal)
+        # the last one added is the first one asked; HTTP middlewares would copy what is streamed
+        app.add_middleware(Guard, access=self.access, lifecycle=self.lifecycle)
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(self.access.origins), allow_headers=["*"],
+            allow_origin_regex=LOOPBACK_ORIGIN, allow_methods=["GET", "HEAD", "POST"],
+        )  # fmt: skip
+        app.add_middleware(AccessLog)
+        for kind in HANDLED:
+            app.exception_handler(kind)(refusal)
         app.post("/v1/completions", response_model=None)(self.completions)
         app.post("/v1/chat/completions", response_model=None)(self.chat)
+        app.post("/v1/embeddings")(self.embeddings)
         app.post("/tokenize")(self.tokenize)
-        app.get("/v1/models")(self.models)
-        app.get("/health")(self.health)
-        app.get("/metrics", response_class=PlainTextResponse)(self.metrics.text)
-        app.get("/", response_class=HTMLResponse)(self.page)
+        _readable(app, "/v1/models", self.models)
+        _readable(app, "/v1/models/{name:path}", self.named_model)
+        _readable(app, "/health", self.health)
+        _readable(app, "/metrics", self.metrics.text, PlainTextResponse)
+        _readable(app, "/", self.page, HTMLResponse)
         return app
 
     async def completions(self, request: Request, body: schema.Completion) -> Response:
@@ -95,21 +118,48 @@ class Server:
                  "drafter": self.engine.drafter.name, "drafters": list(self.scheduler.lanes)}
         return {"object": "list", "data": [about]}
 
-    async def health(self) -> dict[str, str]:
-        """200 while requests are taken."""
-        return {"status": "ok"}
+    def named_model(self, name: str) -> dict[str, Any]:
+        """The model of a name, if that is this one."""
+        self._must_be_here(name)
+        return dict(self.models()["data"][0])
 
-    async def page(self) -> str:
+    def embeddings(self) -> None:
+        """OpenAI's embeddings, which a model that writes text has not."""
+        raise BadInput(f"{self.model} writes text and makes no embeddings; ask another server")
+
+    async def health(self) -> JSONResponse:
+        """200 while requests are taken; 503 while the last ones are finished."""
+        draining = self.lifecycle.draining
+        status = "draining" if draining else "ok"
+        return JSONResponse({"status": status}, 503 if draining else 200)
+
+    async def page(self) -> HTMLResponse:
         """A page to try it."""
-        return (files("draftproof.server") / "page.html").read_text(encoding="utf-8")
+        text, policy = _page()
+        return HTMLResponse(text, headers={
+            "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        })  # fmt: skip
+
+    def _must_be_here(self, model: str | None) -> None:
+        if model not in (None, self.model):
+            why = f"there is no model {str(model)[:99]!r} here; this is {self.model}"
+            raise Unavailable(why, 404, "model_not_found")
+
+    def _too_long(self, tokens: int) -> ContextTooLong:
+        return ContextTooLong(
+            f"the prompt has {tokens} tokens; this server takes {self.scheduler.length} tokens of "
+            "prompt and answer together (--max-model-len)", tokens
+        )  # fmt: skip
 
     async def _answer(
         self, request: Request, body: schema.Completion | schema.Chat
     ) -> Response:
-        if body.model not in (None, self.model):
-            there = f"there is no model {str(body.model)[:99]!r} here; this is {self.model}"
-            raise Unavailable(there, 404)
+        self._must_be_here(body.model)
         answer = await run_in_threadpool(self._read, body)
+        request.scope[ROWS] = prompts = [ticket.rows for ticket in answer.tickets]
+        if (longest := max(len(rows[0].prompt) for rows in prompts)) >= self.scheduler.length:
+            raise self._too_long(longest)
         answer.start()
         if body.stream:
             return StreamingResponse(answer.events(request), media_type="text/event-stream")
@@ -119,7 +169,7 @@ class Server:
         """A request's samples, checked; a grammar among their rules if it asks for one."""
         (asked, rest), form = constraints.split(body.model_extra or {}), None
         refuse_unrecognized(rest, self.engine.sampling)
-        sampling = sampling_of(self.engine.sampling, rest)
+        sampling = sampling_of(self.sampling, rest)
         if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
         rule = constraints.constraint(body.response_format, asked, self.grammars)
@@ -136,56 +186,41 @@ class Server:
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
         prompts, n = self.engine.requests.several(prompts), body.n or 1
         self.scheduler.check(body.draftproof.drafter, len(prompts), n)
-        with self.engine.lock:
-            rows = self.engine.requests.read(prompts, None, sampling, n)
+        limited = sampling.max_new_tokens is not None or sampling.max_length is not None
+        limit = None if limited else self.scheduler.length
+        try:
+            with self.engine.lock:
+                rows = self.engine.requests.read(prompts, limit, sampling, n)
+        except ContextTooLong as error:
+            raise self._too_long(error.tokens) from None
         return Answer(self.service, body, rows, form)
 
 
-class Guard:
-    """Lets in who has the key, with bodies of a size that is known and allowed."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app, self.key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = self.app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-            wanted = self.key.encode() if self.key is not None else given
-            size = headers.get("content-length", "")
-            if scope["path"].startswith("/v1") and not hmac.compare_digest(given, wanted):
-                why = "the API key is missing or wrong; send it as a bearer token"
-                app = problem(why, 401)
-            elif scope["method"] == "POST" and not (
-                size.isdecimal() and int(size) <= LARGEST_BODY
-            ):
-                why = f"a body needs a Content-Length of at most {LARGEST_BODY} bytes"
-                app = problem(why, 413)
-        await app(scope, receive, send)
+def _readable(
+    app: FastAPI, path: str, answer: Callable[..., Any], kind: type[Response] = JSONResponse
+) -> None:
+    """A route for GET, and for HEAD, whose body is left out."""
+    app.get(path, response_class=kind, response_model=None)(answer)
+    app.head(path, response_class=kind, response_model=None, include_in_schema=False)(answer)
 
 
-async def _refusal(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RequestValidationError):
-        return problem(_misread(error), 400)
-    if isinstance(error, HTTPException):
-        return problem(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
-    status = 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
-    return problem(str(error), status)
+def default_sampling(engine: Engine) -> Sampling:
+    """What a request that names no temperature gets: 1, as OpenAI's clients expect, unless the
+    model's own configuration says otherwise."""
+    config = getattr(engine.target.model, "generation_config", None)
+    says = engine.sampling.temperature > 0 or getattr(config, "do_sample", None) is False
+    return engine.sampling if says else replace(engine.sampling, temperature=1.0)
 
 
-def _misread(error: RequestValidationError) -> str:
-    """Which field is wrong, what it was, and what it may be."""
-    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
-    path = [str(part) for part in first["loc"][1:]]
-    where = ".".join(part for part in path if not re.match(r"[A-Z]|str$|.*\[", part))
-    if first["type"] == "json_invalid" or not where:
-        why = first.get("ctx", {}).get("error", "an object, with Content-Type: application/json")
-        return f"the body must be JSON: {why}"
-    if first["type"] == "extra_forbidden":
-        return f"Unrecognized request argument: {where}"
-    if first["type"] == "missing":
-        return f'"{where}" is missing'
-    same = [one for one in (first, *others) if one["loc"][1] == first["loc"][1]]
-    wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in same)
-    return f'"{where}" was {first["input"]!r:.99}; it must be {", or ".join(wanted)}'
+@cache
+def _page() -> tuple[str, str]:
+    """The page, and the policy that lets a browser run what is in it and nothing else."""
+    text = (files("draftproof.server") / "page.html").read_text(encoding="utf-8")
+    hashes = []
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+        digest = b64encode(sha256(inside.encode()).digest()).decode()
+        hashes.append(f"{tag}-src 'sha256-{digest}'")
+    policy = ["default-src 'none'", *hashes, "img-src data:", "connect-src 'self'",
+              "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"]
+    return text, "; ".join(policy)

@@ -13,6 +13,9 @@ from draftproof.engine.engine import Completion
 prometheus.disable_created_metrics()       # type: ignore[no-untyped-call]
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 180)
 
+FINISHED = ("stop", "length")
+"""Finish reasons of samples that were written to their end."""
+
 
 class Metrics:
     """Counters and histograms of one server; gauges are added by `watch`.
@@ -48,9 +51,17 @@ class Metrics:
         gauge = Gauge(name, about, ("model_name",), registry=self.registry)
         gauge.labels(self.model).set_function(value)
 
-    def ended(self, done: Completion) -> None:
-        """A sample is finished."""
+    def ended(self, done: Completion, seconds: float) -> None:
+        """Count a sample that has ended.
+
+        Args:
+            done: The sample.
+            seconds: From the arrival of its request; counted only if the sample is finished, not
+                if its client has left or it failed.
+        """
         stats, written = done.stats, len(done.tokens)
+        if done.finish_reason in FINISHED:
+            self.latency.observe(seconds)
         self._written += written
         self._ended.labels(self.model, done.finish_reason).inc()
         self.generated.inc(written)

@@ -181,8 +181,7 @@ class Lane:
         if ended:
             del ticket.told[sample]
             done = self.engine.completion(row)
-            self.metrics.ended(done)
-            self.metrics.latency.observe(now - ticket.begun)
+            self.metrics.ended(done, now - ticket.begun)
         if not (ended or (ticket.streams and new)):
             return None
         first = before if ticket.streams else 0

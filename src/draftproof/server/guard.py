@@ -1,0 +1,161 @@
+"""What every request must pass before a route sees it: who asks, from where, and how much.
+
+A web page of a stranger can send requests to a server on its visitor's machine. Two checks stop it:
+the Host header, as a page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) names
+itself there, and the Origin header of requests that change something.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftproof.server.problems import problem
+
+LARGEST_BODY = 8 << 20
+"""Bytes of a request's body."""
+LARGEST_HEAD = 64 << 10
+"""Bytes of its headers."""
+OPEN = ("/", "/health")
+"""Paths that need no API key."""
+SAFE = ("GET", "HEAD", "OPTIONS")
+LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Pages of this machine; they may use the server."""
+
+
+@dataclass
+class Lifecycle:
+    """What the guard and the process that serves tell each other.
+
+    Attributes:
+        running: Requests that were read and whose response is not complete.
+        draining: The server ends when these have ended; it takes no others.
+    """
+
+    running: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use a server.
+
+    Attributes:
+        keys: API keys; without any, everybody may.
+        hosts: Names that the Host header may have beside those of this machine; None takes any.
+        origins: Origins of web pages that may use it beside those of this machine; "*" is any.
+    """
+
+    keys: Sequence[str] = ()
+    hosts: Sequence[str] | None = None
+    origins: Sequence[str] = ()
+
+    def refuses(self, scope: Scope) -> tuple[str, int] | None:
+        """Why a request is refused, and the HTTP status; None if it is not."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.hosts is not None and not self._knows_host(host):
+            return (f"the Host header names {host[:99]!r}, and this server is not known by that "
+                    "name; start it with --allowed-hosts NAME"), 403
+        if scope["method"] not in SAFE and origin is not None and not self._knows(origin, host):
+            return (f"a page of {origin[:99]!r} may not use this server; start it with "
+                    "--allowed-origins ORIGIN"), 403
+        if scope["method"] != "OPTIONS" and scope["path"] not in OPEN and not self._has_key(scope):
+            return "the API key is missing or wrong; send it as a bearer token", 401
+        return None
+
+    def _knows_host(self, host: str) -> bool:
+        name = ""
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+        return "*" in (self.hosts or ()) or is_loopback(name) or name in (self.hosts or ())
+
+    def _knows(self, origin: str, host: str) -> bool:
+        if "*" in self.origins or origin in self.origins or re.fullmatch(LOOPBACK_ORIGIN, origin):
+            return True
+        return origin.partition("://")[2] == host != ""
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Keys are compared as bytes, so that letters beyond ASCII may be sent as UTF-8."""
+        if not self.keys:
+            return True
+        sent = b""
+        for name, value in scope["headers"]:
+            scheme, _, credentials = value.partition(b" ")
+            if name == b"authorization" and scheme.lower() == b"bearer":
+                sent = credentials.strip()
+            elif name == b"x-api-key":                              # Anthropic's clients
+                sent = value.strip()
+        matches = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
+        return any(matches)
+
+
+class Guard:
+    """Refuses requests by `Access`, and reads their bodies, up to a limit, before the routes."""
+
+    def __init__(self, app: ASGIApp, access: Access, lifecycle: Lifecycle) -> None:
+        self.app, self.access, self.lifecycle = app, access, lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        close = {"Connection": "close"}                 # what else was sent is not read
+        head = sum(len(name) + len(value) for name, value in scope["headers"])
+        if head + len(scope.get("raw_path") or b"") > LARGEST_HEAD:
+            why = f"the headers have {head:,} bytes; this server reads at most {LARGEST_HEAD:,}"
+            await problem(why, 431, headers=close)(scope, receive, send)
+        elif refused := self.access.refuses(scope):
+            await problem(*refused, headers=close)(scope, receive, send)
+        elif self.lifecycle.draining and scope["path"] != "/health":
+            await problem("the server is shutting down", 503)(scope, receive, send)
+        elif scope["method"] in SAFE:
+            await self._run(scope, receive, send)
+        else:
+            await self._read_and_run(scope, receive, send)
+
+    async def _read_and_run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size, body = Headers(scope=scope).get("content-length", ""), bytearray()
+        too_large = size.isdecimal() and int(size) > LARGEST_BODY
+        more = not too_large
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            too_large = len(body) > LARGEST_BODY
+            more = message.get("more_body", False) and not too_large
+        if too_large:
+            why = f"the body is larger than the {LARGEST_BODY:,} bytes that this server reads"
+            await problem(why, 413, headers={"Connection": "close"})(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        del body
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._run(scope, replay, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.lifecycle.running += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.lifecycle.running -= 1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -1,0 +1,64 @@
+"""Errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from draftproof.errors import BadInput, DraftproofError
+
+CODES = {401: "invalid_api_key", 408: "request_timeout", 413: "request_too_large",
+         429: "rate_limit_exceeded", 504: "timeout"}
+"""Codes of errors that have none of their own, by HTTP status."""
+HANDLED = (DraftproofError, RequestValidationError, HTTPException)
+"""The exceptions that `refusal` answers."""
+
+
+def problem(
+    message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error response.
+
+    Args:
+        message: One sentence.
+        status: The HTTP status.
+        code: What a program recognises the error by; None takes that of the status.
+        headers: Further headers.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    text = message.encode(errors="replace").decode()
+    error = {"message": text, "type": kind, "param": None, "code": code or CODES.get(status)}
+    retry = {"Retry-After": "1"} if status in (429, 503) else {}
+    return JSONResponse({"error": error}, status, {**retry, **(headers or {})})
+
+
+async def refusal(request: Request, error: Exception) -> JSONResponse:
+    """The response to a request that raised one of `HANDLED`."""
+    if isinstance(error, RequestValidationError):
+        return problem(_misread(error), 400)
+    if isinstance(error, HTTPException):
+        return problem(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    status = 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
+    return problem(str(error), status, getattr(error, "code", None))
+
+
+def _misread(error: RequestValidationError) -> str:
+    """Which field is wrong, what it was, and what it may be."""
+    first, *others = sorted(error.errors(), key=lambda each: each["type"] == "missing")
+    path = [str(part) for part in first["loc"][1:]]
+    where = ".".join(part for part in path if not re.match(r"[A-Z]|str$|.*\[", part))
+    if first["type"] == "json_invalid" or not where:
+        why = first.get("ctx", {}).get("error", "an object, with Content-Type: application/json")
+        return f"the body must be JSON: {why}"
+    if first["type"] == "extra_forbidden":
+        return f"Unrecognized request argument: {where}"
+    if first["type"] == "missing":
+        return f'"{where}" is missing'
+    same = [each for each in (first, *others) if each["loc"][1] == first["loc"][1]]
+    wanted = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in same)
+    return f'"{where}" was {first["input"]!r:.99}; it must be {", or ".join(wanted)}'
