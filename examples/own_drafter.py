@@ -22,11 +22,12 @@ class LastFollower(dp.Drafter):
         return dp.TokenTree.chain(torch.cat([root, follower], 1))
 
 
-prompt = "The cat saw the dog. The dog saw the cat. The cat"
-mine = dp.load("demo", drafter=LastFollower()).generate(prompt, max_new_tokens=40)[0]
-plain = dp.load("demo", drafter="none").generate(prompt, max_new_tokens=40)[0]
-print(prompt + mine.text)
-print(
-    f"the same tokens: {mine.tokens == plain.tokens};",
-    f"tokens per round {mine.stats.tokens_per_round:.2f}",
-)
+if __name__ == "__main__":
+    prompt = "The cat saw the dog. The dog saw the cat. The cat"
+    mine = dp.load("demo", drafter=LastFollower(), budget=1).generate(prompt, max_new_tokens=40)[0]
+    plain = dp.load("demo", drafter="none").generate(prompt, max_new_tokens=40)[0]
+    print(prompt + mine.text)
+    print(
+        f"the same tokens: {mine.tokens == plain.tokens};",
+        f"tokens per round {mine.stats.tokens_per_round:.2f}",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable
 
 
@@ -35,6 +36,10 @@ class ContextTooLong(BadInput):
 
 class ModelNotFound(DraftproofError):
     """No such folder, hub id or checkpoint file, or it cannot be read."""
+
+
+class NoSuchModel(ModelNotFound, BadInput):
+    """The name of a file or folder that does not exist."""
 
 
 class UnsupportedModel(DraftproofError):
@@ -79,6 +84,18 @@ def reject_unknown_options(function: str, options: Iterable[str], known: Collect
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}"
                             f"{did_you_mean(name, known)}")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that memory was lacking."""
+    while error is not None:
+        text = str(error).lower()
+        known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        known = known or "cannot allocate memory" in text or "out of memory" in text
+        if known or (isinstance(error, RuntimeError) and "can't allocate" in text):
+            return True
+        error = error.__cause__
+    return False
 
 
 def first_line(error: BaseException) -> str:

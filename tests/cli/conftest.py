@@ -68,11 +68,12 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
 
 @pytest.fixture
 def refused(call: Callable[..., Said]) -> Callable[..., None]:
-    """``draftproof ARGS`` ends with 1, nothing on stdout and one line that has all the words."""
+    """``draftproof ARGS`` ends with 2 (1 if it was no wrong usage), nothing on stdout and one line
+    that has all the words."""
 
-    def run(*args: str, words: Sequence[str], notes: bool = False) -> None:
+    def run(*args: str, words: Sequence[str], notes: bool = False, code: int = 2) -> None:
         said = call(*args)
-        assert said.code == 1 and said.out == "", said
+        assert said.code == code and said.out == "", said
         *before, last = said.err.splitlines()
         assert last.startswith("draftproof: ") and (notes or not before), said.err
         assert all(word in last for word in words), last

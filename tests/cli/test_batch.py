@@ -111,7 +111,7 @@ def test_results_that_are_there_are_never_overwritten(
     notes = tmp_path / "notes.txt"
     for text in ("dear diary", "dear diary\n"):
         notes.write_text(text)
-        assert call(*args(target, rows, notes)).code == 1
+        assert call(*args(target, rows, notes)).code == 2
         assert notes.read_text() == text
     assert "itself" in call(*args(target, rows, rows)).err
     (empty := tmp_path / "empty.jsonl").write_text("\n\n")

@@ -65,20 +65,56 @@ def test_a_port_in_use_is_one_sentence(refused: Call, target: str) -> None:
         refused("serve", target, "--port", port, words=["nothing can listen", port, "--port"])
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "org/no-such-model", "nowhere"])
+@pytest.mark.parametrize("name", ["org/no-such-model", "nowhere"])
 def test_unknown_models_are_one_sentence(
     refused: Call, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused("run", name, "-p", "a", words=[name])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("run", name, "-p", "a", words=[name, "HF_HUB_OFFLINE is set"], code=1)
+
+
+FOUND_BEFORE_LOADING = {
+    "{there}/smollm2-136m.gguf -p a": ["no file", "near it: ", "smollm2-135m.gguf"],
+    "/nowhere/at/all -p a": ["there is no folder /nowhere/at/all"],
+    "demo -p a --drafter medusaa": ["did you mean medusa?", "module:Class"],
+    "demo -p a --drafter medusa+sufix": ["'sufix'; did you mean suffix?"],
+    "demo -p a --drafter ./heads": ["there is no folder ./heads"],
+    "demo -p a --assistant-model ./none": ["there is no folder ./none"],
+    "demo -p a --temperature -1": ["temperature was -1"],
+    "demo": ["give one prompt"],
+    "demo -p ''": ["the prompt is empty"],
+}
+
+
+@pytest.mark.parametrize("options", FOUND_BEFORE_LOADING)
+def test_mistakes_are_found_before_anything_is_loaded(
+    refused: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: str
+) -> None:
+    (tmp_path / "smollm2-135m.gguf").touch()
+    monkeypatch.delattr("draftproof.engine.load.build")
+    given = shlex.split(options.format(there=tmp_path))
+    refused("run", *given, words=FOUND_BEFORE_LOADING[options])
+
+
+def test_lack_of_memory_is_said_in_one_way(
+    refused: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (MemoryError(), OSError(12, "Cannot allocate memory"),
+                  RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")):
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("draftproof.engine.load.build", fail)
+        refused("run", "demo", "-p", "a", words=["out of memory; use a smaller model"], code=1)
 
 
 def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
     broken = save_model(tmp_path / "broken", broken=True)
-    refused("run", str(broken), "-p", "a", words=["weights are broken"])
+    refused("run", str(broken), "-p", "a", words=["weights are broken"], code=1)
     weights = save_model(tmp_path / "corrupt") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    refused("run", str(weights.parent), "-p", "a", words=[str(weights.parent)])
+    refused("run", str(weights.parent), "-p", "a", words=[str(weights.parent)], code=1)
 
 
 @pytest.mark.parametrize("options", ["run", "run {} --no-such", "run {} --n many", "nonsense"])

@@ -46,7 +46,7 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
     planned, plain = json.loads(planned.out), json.loads(plain.out)
     assert planned["tokens"] == plain["tokens"]
     assert planned["settings"]["drafter"] == "draft-model"
-    assert call(*run, "--plan", str(file), "--drafter", "none").code == 1
+    assert call(*run, "--plan", str(file), "--drafter", "none").code == 2
 
 
 def test_logs_are_planned_for_a_machine_that_is_not_here(

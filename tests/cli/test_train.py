@@ -91,4 +91,4 @@ def test_what_is_missing_is_found_before_the_model_is_loaded(
     given = ("train", "medusa", "/no/model", "--data", texts, "--out")
     refused(*given, str(file / "out"), words=[str(file)])
     monkeypatch.setitem(sys.modules, "peft", None)
-    refused(*given, str(tmp_path / "out"), "--joint", words=["draftproof[train]"])
+    refused(*given, str(tmp_path / "out"), "--joint", words=["pip install peft"])

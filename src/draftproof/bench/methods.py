@@ -26,7 +26,8 @@ def load_methods(
     light = [name for name in drafters if set(name.split("+")) <= {*TRAINING_FREE, *HEADS}]
     if options.get("quantize_draft") is not None and light == names:
         raise BadInput("--quantize-draft is for draft models, and none was named; leave it out")
-    own = {name: options.get(name) for name in ("dtype", "device", "quantize", "kv_cache")}
+    own: dict[str, Any] = {name: options.get(name)
+                           for name in ("dtype", "device", "quantize", "kv_cache")}
     plain = load(model, drafter="none", **own)
     methods = [OurEngine(PLAIN, plain)]
     for name in names or [default_name(plain.target)]:

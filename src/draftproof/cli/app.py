@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Annotated, Any
+import warnings
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -25,7 +26,11 @@ from draftproof.cli.prove import prove
 from draftproof.cli.run import run
 from draftproof.cli.serve import serve
 from draftproof.cli.train import train
-from draftproof.errors import DraftproofError
+from draftproof.errors import BadInput, DraftproofError, is_out_of_memory
+
+OUT_OF_MEMORY = (
+    "out of memory; use a smaller model, --quantize int8, a smaller batch or fewer --max-new-tokens"
+)
 
 
 class Interrupted(Exception):
@@ -74,8 +79,12 @@ def options(
 
 def main() -> None:
     """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
-    # its errors come as exceptions; its log lines only repeat them
+    # Errors of these libraries come as exceptions; their log lines and warnings only repeat them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
@@ -85,21 +94,27 @@ def main() -> None:
     try:
         app(prog_name="draftproof")
     except DraftproofError as error:
-        _leave(str(error), 1)
+        if is_out_of_memory(error):
+            _leave(OUT_OF_MEMORY, 1)
+        _leave(str(error), 2 if isinstance(error, BadInput) else 1)
     except (Interrupted, KeyboardInterrupt) as stop:
         _leave(str(stop) or "interrupted", 130)
     except BrokenPipeError:                             # nobody reads any more: flush into nothing
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        if is_out_of_memory(error):
+            _leave(OUT_OF_MEMORY, 1)
+        wrong_name = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        _leave(text, 2 if wrong_name else 1)
     except (MemoryError, RuntimeError) as error:        # PyTorch raises a RuntimeError for it
-        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        _leave("out of memory; use a smaller model, dtype, batch or --max-new-tokens", 1)
+        _leave(OUT_OF_MEMORY, 1)
 
 
-def _leave(sentence: str, code: int) -> None:
+def _leave(sentence: str, code: int) -> NoReturn:
     """Say why on stderr, on one line, and end."""
     sys.stdout.flush()
     print(f"draftproof: {show.one_line(sentence)}", file=sys.stderr)

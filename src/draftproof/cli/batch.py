@@ -19,7 +19,7 @@ from draftproof.cli import show
 from draftproof.cli.setup import engine_of
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import identity, understood
-from draftproof.errors import BadInput, first_line
+from draftproof.errors import BadInput, DraftproofError, first_line
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
@@ -57,7 +57,8 @@ class Batch:
     ray: int | None = None
 
     def run(self, group: ProcessGroup) -> None:
-        """Complete all rows that are not in `out` yet. Raises BadInput at the end for bad rows."""
+        """Complete all rows that are not in `out` yet. Raises DraftproofError at the
+        end for bad rows."""
         lines, rows = group.from_rank_0(self._begin)
         left = [line for line in lines if line.index not in rows]
         if not left:
@@ -73,7 +74,7 @@ class Batch:
         bad = sum("error" in json.loads(row) for row in rows.values())
         if bad:
             bad_rows = f"{bad} of {len(lines)} rows could not be completed"
-            raise BadInput(f'{bad_rows}; see their "error" in {self.out}')
+            raise DraftproofError(f'{bad_rows}; see their "error" in {self.out}')
 
     def _begin(self) -> tuple[list[Line], dict[int, bytes]]:
         """The rows to answer, and those that `out` holds; before the model is loaded, for much can

@@ -42,7 +42,7 @@ def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[Outc
     try:
         import ray
     except ImportError as error:
-        raise BadInput("--ray needs Ray: pip install 'draftproof[ray]'") from error
+        raise BadInput("--ray needs Ray: pip install ray") from error
     begun = not ray.is_initialized()
     try:
         if begun:

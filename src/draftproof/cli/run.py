@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
-from draftproof.cli.setup import config_of, described, engine_of, lost, main_process_only
+from draftproof.cli.setup import (
+    check_sampling,
+    config_of,
+    described,
+    engine_of,
+    lost,
+    main_process_only,
+)
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
@@ -43,33 +51,51 @@ def run(
     config = config_of(model, engine, bf16)
     if ray is not None and config.parallel is not None:
         raise BadInput("a Ray worker runs a whole model; leave one of --ray and --parallel out")
-    one = [source for source in (text, prompt, prompt_file) if source is not None]
+    sources = [source for source in (text, prompt, prompt_file) if source is not None]
+    is_batch = any(option is not None for option in (prompts, out, batch_size, ray))
+    if is_batch and (prompts is None or out is None or sources or compare or json_ or n != 1):
+        raise BadInput(
+            "a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl, and completes "
+            "each row once: leave out --compare, --json, --n and other prompts"
+        )
+    if not is_batch and len(sources) != 1:
+        raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
+    if n < 1:
+        raise BadInput(f"n was {n}; it must be at least 1")
+    if sampling.get("logprobs") and not (json_ or is_batch):
+        raise BadInput("--logprobs are shown with --json or --out; add one of them")
+    source = sources[0] if sources else ""
+    if source == "" and not is_batch:
+        raise BadInput("the prompt is empty; give at least one character")
+    prompt_text = _prompt(source, may_be_stdin=False)
+    with show.loading("starting PyTorch"):
+        check_sampling(sampling)
     with main_process_only(config) as group:
-        if any(option is not None for option in (prompts, out, batch_size, ray)):
-            if prompts is None or out is None or one or compare or json_ or n != 1:
-                raise BadInput(
-                    "a file of prompts needs both --prompts FILE.jsonl and --out FILE.jsonl, and "
-                    "completes each row once: leave out --compare, --json, --n and other prompts"
-                )
+        if is_batch:
+            assert prompts is not None and out is not None
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run(group)
             return
-        if len(one) != 1:
-            raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
-        if sampling.get("logprobs") and not json_:
-            raise BadInput("--logprobs are shown with --json or --out; add one of them")
-        what = group.from_rank_0(lambda: _prompt(one[0], text is not None))     # stdin is rank 0's
-        _run(config, sampling, prompt_of({"prompt": what}, chat), n, compare, json_)
+        if text == "-":                                 # stdin is rank 0's
+            prompt_text = group.from_rank_0(lambda: _prompt("-", may_be_stdin=True))
+        _run(config, sampling, prompt_of({"prompt": prompt_text}, chat), n, compare, json_)
 
 
 def _prompt(source: str | Path, may_be_stdin: bool) -> str:
-    """The text of a prompt."""
+    """The text of a prompt: of a file, of standard input if that is what - means, or as given."""
+    if isinstance(source, Path):
+        return _decoded(partial(source.read_text, encoding="utf-8-sig"), str(source))
+    if may_be_stdin and source == "-":
+        return _decoded(sys.stdin.read, "standard input")
+    return source
+
+
+def _decoded(read: Callable[[], str], name: str) -> str:
+    """What `read` returns, without its last line break."""
     try:
-        if isinstance(source, Path):
-            return source.read_text(encoding="utf-8-sig").removesuffix("\n")
-        return sys.stdin.read().removesuffix("\n") if may_be_stdin and source == "-" else source
+        return read().removesuffix("\n")
     except UnicodeDecodeError as error:
         where = f"{error.reason} at byte {error.start}"
-        raise BadInput(f"{source} is not UTF-8 text ({where})") from error
+        raise BadInput(f"{name} is not UTF-8 text ({where})") from error
 
 
 def _run(

@@ -71,7 +71,10 @@ def serve(
         from draftproof.server.guard import Access, is_loopback
         from draftproof.server.web_server import WebServer, listen, raise_descriptor_limit
     except ImportError as error:
-        raise BadInput(f"a server needs {error.name}; pip install 'draftproof[server]'") from error
+        raise BadInput(
+            f"a server needs {error.name}: pip install fastapi httptools llguidance "
+            "prometheus-client uvicorn"
+        ) from error
     hosts = None if not (allowed_hosts or is_loopback(host)) else [host, *(allowed_hosts or ())]
     if log_level not in LEVELS:
         raise BadInput(f"--log-level was {log_level!r}; choose one of {', '.join(LEVELS)}")

@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftproof.cli import show
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import NOT_DATA
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
@@ -30,11 +31,19 @@ def config_of(model: str, given: dict[str, Any], bf16: bool) -> EngineConfig:
 
 def engine_of(config: EngineConfig) -> Engine:
     """Load everything and check it against each other; it stays as long as the process does."""
-    from draftproof.engine.load import build
+    with show.loading("starting PyTorch"):
+        from draftproof.engine.load import build
 
-    engine = build(config)
+        engine = build(config)
     gc.freeze()                 # to look through all of it for garbage takes a quarter of a second
     return engine
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Raise BadInput for a value that no model could honour, before one is loaded."""
+    from draftproof.core.params import Sampling
+
+    Sampling(**given)
 
 
 def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:

@@ -7,14 +7,25 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.status import Status
 from rich.table import Table
+
+from draftproof.cli.foreign_bars import no_foreign_bars
+from draftproof.core.progress import listening
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion
@@ -72,6 +83,27 @@ def print_json(value: Any) -> None:
     except LookupError:
         is_utf8 = False
     print(json.dumps(value, ensure_ascii=not is_utf8))
+
+
+@contextmanager
+def loading(text: str) -> Iterator[Callable[[str], None]]:
+    """While the block runs: on a terminal, what is being done and for how long, on stderr.
+
+    Bars of other libraries appear as part of it, or nowhere. Yields a function that sets the text.
+    """
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
+    with bars(*columns) as progress:
+        task = progress.add_task(harmless(text), total=None)
+
+        def doing(what: str) -> None:
+            progress.update(task, description=harmless(what), total=None, completed=0)
+
+        def advance(what: str, done: float, total: float | None) -> None:
+            shown = {"description": harmless(what)} if what else {}
+            progress.update(task, completed=done, total=total, **shown)     # type: ignore[arg-type]
+
+        with listening(doing), no_foreign_bars(advance):
+            yield doing
 
 
 class StreamWriter:

@@ -17,7 +17,15 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
-from draftproof.errors import BadInput
+from draftproof.errors import BadInput, NoSuchModel, did_you_mean
+from draftproof.model.names import (
+    check_model,
+    embedded_names,
+    is_file_name,
+    is_import,
+    near,
+    resolve,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +41,8 @@ MAX_TREE_NODES = 1024
 """Draft tokens per round beyond which a tree is a typing error."""
 TRAINING_FREE = ("none", "portfolio", "prompt-lookup", "suffix", "recycling")
 """Drafters without a model or heads of their own."""
+NAMED = (*TRAINING_FREE, "medusa", "redrafter", "mtp", "self-int8", "self-int4", "self-layers:N")
+"""Drafters known by name; else a drafter is a folder or `module:Class`."""
 RULES = ("match", "rejection", "block")
 """The exact acceptance rules."""
 WEIGHT_KINDS = ("int8", "int4", "fp8")
@@ -72,7 +82,8 @@ class EngineConfig:
 
     model, assistant_model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model;
         with different tokenizers, the tokens that both share are drafted.
-    drafter: a name, a folder of draft heads or of a draft model, or a `Drafter`; "a+b" merges.
+    drafter: a name, a folder of draft heads or of a draft model, `module:Class` of one's own, or a
+        `Drafter`; "a+b" merges.
     budget: draft tokens per round (`--num-assistant-tokens`), or a `Budget`; None measures what
         pays, zero included.
     draft_tree: for a draft model or Medusa heads: children per node and level ("3,2,1"), a
@@ -138,6 +149,7 @@ class EngineConfig:
     shapes: ShapePolicy | None = None
 
     def __post_init__(self) -> None:
+        self._check_names()
         for name, (types, attribute, words) in _KINDS.items():
             value = getattr(self, name)
             if not (isinstance(value, types) or hasattr(value, attribute)
@@ -167,6 +179,29 @@ class EngineConfig:
             branching(self.draft_tree)
         if isinstance(self.lossy, str):
             thresholds(self.lossy)
+
+    def _check_names(self) -> None:
+        """Refuse files and folders that do not exist, and drafters of unknown names."""
+        for model in (self.model, self.assistant_model, self.tokenizer):
+            if isinstance(model, (str, PurePath)) and str(model):
+                check_model(Path(model) if isinstance(model, PurePath) else model)
+        drafter = str(self.drafter) if isinstance(self.drafter, (str, PurePath)) else None
+        if drafter is not None and not Path(resolve(drafter)).exists():
+            for part in drafter.split("+"):
+                self._check_drafter(part)
+
+    def _check_drafter(self, name: str) -> None:
+        known = name in NAMED or name.startswith("self-") or is_import(name)
+        if known or (name and Path(resolve(name)).exists()):
+            return
+        if is_file_name(name) or "/" in name:
+            raise NoSuchModel(f"there is no folder {name}{near(name)}; give the folder of draft "
+                              "heads or of a draft model")
+        raise BadInput(
+            f"drafter was {name!r}{did_you_mean(name, (*NAMED, *embedded_names())) or ';'} Choose "
+            f"{', '.join(NAMED)}, a folder of draft heads or of a draft model, or your own "
+            "module:Class"
+        )
 
     def _choice(self, one: Field[Any]) -> tuple[bool, str]:
         value, choices = getattr(self, one.name), one.metadata["choices"]

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, Unpack
 
 import torch
 
+from draftproof.core.progress import doing
 from draftproof.core.tree import TreeShape
 from draftproof.drafters import dflash, eagle3, mtp, weight_files
 from draftproof.drafters.base import Drafter
@@ -23,7 +24,7 @@ from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.engine.config import EngineConfig, LoadOptions
 from draftproof.engine.engine import Engine
-from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name
+from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name, imported
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.wrappers import SourceText
 from draftproof.errors import (
@@ -40,6 +41,7 @@ from draftproof.model.encoder_decoder import EncoderDecoder
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.graph_replay import GraphReplay, compiled
 from draftproof.model.loading import PreTrainedModel
+from draftproof.model.names import is_import
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ALONE, ProcessGroup, form_group, load_sharded
 from draftproof.model.quantize import PASSAGE
@@ -69,19 +71,23 @@ def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) ->
 def build(config: EngineConfig) -> Engine:
     """Load everything a configuration names, and check it against each other."""
     itself, group = _self_draft(config), _group(config)
+    doing(f"reading {_shown(config.model)}")
     with group.intact():
         packs = not config.compile and config.quantize is None
         loaded = _model(config.model, config, packs=packs, group=group)
+        doing("comparing it with transformers' own forward")
         target = target_of(loaded, kv_cache=config.kv_cache, group=group)
         codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
     drafter: Drafter | None = None
     if itself is not None and itself.keywords["quantize"]:  # of the original, before it is given up
         drafter = itself(target)
     if config.quantize is not None:
+        doing(f"quantising to {config.quantize}")
         passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         named = isinstance(config.model, (str, Path))
         target = variants.quantized(target, config.quantize, passage, give_up=named)
     if drafter is None:
+        doing(f"preparing the drafter {_shown(config.assistant_model or config.drafter or '')}")
         drafter = itself(target) if itself is not None else _drafter(config, target, codec)
     if config.compile:
         target = _wrapped(target, drafter, compiled)
@@ -96,6 +102,10 @@ def build(config: EngineConfig) -> Engine:
         sampling=default_sampling(loaded, config.ignore_generation_config),
         stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
     )  # fmt: skip
+
+
+def _shown(model: Any) -> str:
+    return str(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
 def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
@@ -142,6 +152,8 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
         return _heads(name, target, tree)
+    if is_import(name) and not Path(name).exists():
+        return imported(name, target)
     kind = _published(name)
     if tree is not None and (name == NATIVE or kind is not None):
         raise BadInput(f"a draft tree was given, and {name} shapes its own; leave it out")

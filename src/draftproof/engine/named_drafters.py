@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import pkgutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
+from draftproof.errors import BadInput, first_line
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 
@@ -25,6 +31,34 @@ HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
 SHIPPED = {"88c9fbbe2593e0cb": "qwen2.5-coder-1.5b-redrafter"}
 """Draft heads in the package that drafts of these weights begin with, by `weights_key`."""
+
+
+def imported(name: str, target: Target) -> Drafter:
+    """The drafter of a user's own: `module:Class`; modules of the working directory are found.
+
+    The class or function is called with nothing, or with the target if it takes an argument.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        make: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"drafter was {name!r}, which cannot be imported: {error}") from error
+    if isinstance(make, Drafter):
+        return make
+    try:
+        needed = [parameter for parameter in inspect.signature(make).parameters.values()
+                  if parameter.default is parameter.empty
+                  and parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        drafter = make(target) if needed else make()
+    except TypeError as error:
+        raise BadInput(
+            f"drafter was {name!r}, which could not be called with the target or with nothing: "
+            f"{first_line(error)}"
+        ) from error
+    if not isinstance(drafter, Drafter):
+        raise BadInput(f"{name} made a {type(drafter).__name__}; it must make a draftproof.Drafter")
+    return drafter
 
 
 def default_name(target: Target) -> str:

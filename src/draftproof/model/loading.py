@@ -33,27 +33,19 @@ from draftproof.model.device import Device
 from draftproof.model.fast_tokenizer import FastTokenizer, gguf_tokenizer
 from draftproof.model.gguf_model import config_object, transformers_source, unpacked
 from draftproof.model.kept import came_from
+from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
+from draftproof.model.names import resolve as resolve
 
 log = logging.getLogger("draftproof")
-
-_EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 def embedded(name: str = "demo") -> Path:
     """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
     well."""
-    folder = _EMBEDDED / name
+    folder = EMBEDDED / name
     if not (folder / "config.json").is_file():
-        known = ", ".join(sorted(path.parent.name for path in _EMBEDDED.glob("*/config.json")))
+        known = ", ".join(embedded_names())
         raise ModelNotFound(f"there is no embedded model {name!r}; there are: {known}")
     return folder
-
-
-def resolve(model: str | Path) -> str:
-    """What transformers should load: the folder of an embedded name, a local folder, or a hub id as
-    it is."""
-    if str(model) and (_EMBEDDED / str(model) / "config.json").is_file():
-        return str(_EMBEDDED / str(model))
-    return str(model)
 
 
 def load_model(
@@ -247,13 +239,8 @@ def _clear_errors(name: str) -> Iterator[None]:
     except Exception as error:
         why = first_line(error)
         if isinstance(error, OSError) and not Path(name).exists():
-            if name.startswith((".", "/", "~")) or "\\" in name or name.lower().endswith(".gguf"):
-                said = f"there is no folder {name}; give a folder, 'demo', or a hub id: org/model"
-            else:
-                said = (
-                    f"{name} is not a local folder and cannot be fetched from the hub ({why}); "
-                    "check the name and the network, or give a folder"
-                )
+            check_model(name)
+            said = not_on_the_hub(name, why)
         elif isinstance(error, pickle.UnpicklingError):
             said = (
                 f"the weights of {name} are a pickle that runs code or is broken, and were not "

@@ -120,7 +120,7 @@ def form_group(parallel: str | None) -> ProcessGroup:
     if parallel == "deepspeed" and find_spec("deepspeed") is None:
         raise BadInput(
             "parallel was 'deepspeed', which is not installed: pip install "
-            "'draftproof[deepspeed]', or use 'tensor'"
+            "deepspeed, or use 'tensor'"
         )
     if not dist.is_initialized():
         if not {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -91,8 +91,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise BadInput(
-                "a JSON schema or a forced tool call needs llguidance; pip install "
-                "'draftproof[server]'"
+                "a JSON schema or a forced tool call needs another package: pip install "
+                "llguidance"
             ) from None
         tokenizer = self.codec.tokenizer if self.codec else None
         if tokenizer is None or not tokenizer.is_fast:

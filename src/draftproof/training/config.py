@@ -109,7 +109,7 @@ class TrainRun:
 
     def __post_init__(self) -> None:
         if self.joint and find_spec("peft") is None:
-            raise BadInput("training the backbone needs peft: install draftproof[train]")
+            raise BadInput("training the backbone needs another package: pip install peft")
 
     def settings(self, config: TrainConfig) -> dict[str, Any]:
         """All that decides the result but the weights; `config` as it is for the target."""

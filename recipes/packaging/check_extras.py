@@ -1,0 +1,80 @@
+"""Build the wheel, install it with each extra into an empty environment, run one command of each.
+
+    python recipes/packaging/check_extras.py [--extra gguf] [--torch-index URL]
+
+Needs the network: pip takes the newest versions that the declared ranges allow. Prints a line per
+extra and ends with 1 if a command failed, or if it wrote anything but its own text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""PyTorch without CUDA, a tenth of the size."""
+RUN = ["run", "demo", "-p", "Once upon a time", "--max-new-tokens", "8"]
+COMMANDS: dict[str, list[str]] = {
+    "": RUN,
+    "gguf": ["run", "{gguf}", "-p", "Once upon a time", "--max-new-tokens", "8"],
+    "quantize": [*RUN, "--quantize", "int8"],
+    "server": ["serve", "--help"],
+    "train": ["train", "--help"],
+    "ray": ["run", "--help"],
+}
+"""By extra. Those that need a cluster or a GPU only show their help."""
+IMPORTS = {"server": "draftproof.server.api", "train": "peft", "ray": "ray", "gguf": "gguf",
+           "quantize": "torchao"}
+
+
+def check(wheel: Path, extra: str, index: str, gguf: str | None, folder: Path) -> str | None:
+    """What went wrong with one extra; None if nothing did."""
+    command = COMMANDS[extra]
+    if "{gguf}" in command and gguf is None:
+        command = ["doctor", "--help"]
+    venv.create(folder, with_pip=True)
+    python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    requirement = f"{wheel}[{extra}]" if extra else str(wheel)
+    for packages in (["torch", "--index-url", index], [requirement]):
+        install = [python, "-m", "pip", "install", "--quiet", *packages]
+        if (done := subprocess.run(install, capture_output=True, text=True)).returncode:
+            return f"pip install {packages[0]} failed: {done.stderr.strip()[-300:]}"
+    if extra in IMPORTS:
+        done = subprocess.run([python, "-c", f"import {IMPORTS[extra]}"], capture_output=True,
+                              text=True)
+        if done.returncode:
+            return f"import {IMPORTS[extra]} failed: {done.stderr.strip()[-300:]}"
+    filled = [part.replace("{gguf}", gguf or "") for part in command]
+    done = subprocess.run([python, "-m", "draftproof", *filled], capture_output=True, text=True)
+    if done.returncode:
+        return f"draftproof {' '.join(filled)}: exit code {done.returncode}: {done.stderr[-300:]}"
+    if "Warning" in done.stderr or "it/s" in done.stderr:
+        return f"another library wrote on stderr: {done.stderr[-300:]}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--extra", choices=[*filter(None, COMMANDS)], action="append")
+    parser.add_argument("--torch-index", default=CPU_INDEX)
+    parser.add_argument("--gguf", help="a GGUF file to run; else only its import is tried")
+    given = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as there:
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", there, ROOT]
+        subprocess.run(build, check=True)
+        (wheel,) = Path(there).glob("*.whl")
+        for extra in given.extra or COMMANDS:
+            why = check(wheel, extra, given.torch_index, given.gguf, Path(there, extra or "base"))
+            failed |= why is not None
+            print(f"{extra or 'base':10} {why or 'ok'}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Progress bars of other libraries (tqdm) as part of ours; they write nothing of their own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Advance = Callable[[str, float, "float | None"], None]
+"""``advance(what, done, total)``."""
+
+
+class _Nowhere(io.StringIO):
+    """A terminal that shows nothing, for bars that are disabled in files."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextmanager
+def no_foreign_bars(advance: Advance) -> Iterator[None]:
+    """While the block runs, bars of tqdm call `advance` and write nothing."""
+    import tqdm
+
+    bar: Any = tqdm.tqdm
+    begin, display = bar.__init__, bar.display
+
+    def begin_silently(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args[:4], **{**options, "file": _Nowhere()})
+
+    def show(self: Any, *_: Any, **__: Any) -> bool:
+        advance((self.desc or "").rstrip(": "), self.n, self.total)
+        return True
+
+    bar.__init__, bar.display = begin_silently, show
+    try:
+        yield
+    finally:
+        bar.__init__, bar.display = begin, display

@@ -1,0 +1,88 @@
+"""Names of models and drafters: what they may be, checked before anything is loaded.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from draftproof.errors import NoSuchModel
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+"""Models and draft heads that come with the package, each in a folder."""
+WEIGHTS = ("config.json", "adapter_config.json")
+"""Files by which a folder of a model, of draft heads or of an adapter is known."""
+
+
+def resolve(model: str | Path) -> str:
+    """What is loaded: the folder of an embedded name, a local folder, or a hub id as it is."""
+    if str(model) and (EMBEDDED / str(model) / "config.json").is_file():
+        return str(EMBEDDED / str(model))
+    return str(model)
+
+
+def embedded_names() -> list[str]:
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name can only be a file or folder, and no hub id."""
+    path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+    return path or name.lower().endswith((".gguf", ".safetensors", ".bin"))
+
+
+def is_import(name: str) -> bool:
+    """Whether a drafter's name is `module:Class`."""
+    module, colon, attribute = name.partition(":")
+    parts = [*module.split("."), *attribute.split(".")]
+    return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+def check_model(model: str | Path) -> None:
+    """Raise NoSuchModel for a file or folder that does not exist. Hub ids pass."""
+    name = str(model)
+    if Path(resolve(model)).exists() or not (isinstance(model, Path) or is_file_name(name)):
+        return
+    what = "file" if name.lower().endswith(".gguf") else "folder"
+    raise NoSuchModel(
+        f"there is no {what} {name}{near(name)}; give a folder, a .gguf file, a hub id "
+        f"(org/model), or 'demo'"
+    )
+
+
+def not_on_the_hub(name: str, why: str) -> str:
+    """The sentence for a name that is neither a local folder nor fetched from the hub."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        why = "HF_HUB_OFFLINE is set, and it was not downloaded before"
+        what = "unset that"
+    else:
+        why, what = f"it cannot be fetched from the hub: {why}", "check the name and the network"
+    return (f"{name} is not a local folder{near(name)}, and {why}; {what}, or give a folder or a "
+            ".gguf file")
+
+
+def near(name: str, known: Iterable[str] = ()) -> str:
+    """`` (near it: X, Y)``: files and folders with names like this one, or nothing."""
+    choices = {*_models_beside(Path(name)), *known, *embedded_names()}
+    wanted = Path(name).name
+    by_name = {Path(choice).name.lower(): choice for choice in choices}
+    found = get_close_matches(wanted.lower(), by_name, 3, 0.6)
+    found += [key for key in by_name if key.startswith(Path(wanted).stem.lower()) and wanted]
+    paths = list(dict.fromkeys(by_name[key] for key in found))[:3]
+    return f" (near it: {', '.join(paths)})" if paths else ""
+
+
+def _models_beside(path: Path) -> Iterator[str]:
+    """Models in the folder where a missing one was expected."""
+    try:
+        entries = list(path.expanduser().parent.iterdir())[:2000]
+    except OSError:
+        return
+    for entry in entries:
+        is_folder = any((entry / file).is_file() for file in WEIGHTS)
+        if is_folder or entry.suffix.lower() == ".gguf":
+            yield str(path.parent / entry.name)
