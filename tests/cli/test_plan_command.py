@@ -38,7 +38,7 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
         assert one["low"] <= one["speed_up"] <= one["high"] and one["tokens_per_round"] >= 1
         assert one["cost"] > 0 and one["memory"] > 0
     assert {one["speed_up"] for one in found["predictions"] if one["drafter"] == "none"} == {1.0}
-    found["best"] |= {"drafter": draft, "speed_up": 2.0}
+    found["best"] |= {"drafter": draft, "speed_up": 2.0, "low": 1.5, "high": 2.5}
     file.write_text(json.dumps(found))
     run = ("run", target, "-p", "Once", "--max-new-tokens", "8", "--json")
     planned, plain = call(*run, "--plan", str(file)), call(*run, "--drafter", "none")

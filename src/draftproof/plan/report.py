@@ -17,10 +17,12 @@ EVEN = 0.05
 """A speed-up that far from 1, or less, makes no difference."""
 
 
-def judged(speed_up: float) -> str:
-    """One of three verdicts."""
+def judged(speed_up: float, low: float, high: float, texts: int) -> str:
+    """One of four verdicts; `low` to `high` is the interval of the speed-up over so many texts."""
     if abs(speed_up - 1) <= EVEN:
         return f"makes no difference (±{EVEN:.0%})"
+    if low <= 1 <= high:
+        return f"makes no difference that {texts} text{'s' * (texts != 1)} can show"
     return "pays" if speed_up > 1 else "does not pay"
 
 
@@ -31,8 +33,10 @@ def verdict(plan: Plan) -> str:
     source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
     size = f"{best.budget} draft token{'s' * (best.budget != 1)} per round"
     size = "as many draft tokens as pay" if best.budget == AUTO else size
-    found = judged(best.speed_up)
+    found = judged(best.speed_up, best.low, best.high, plan.texts)
     at_best, advice = ("", "") if found == "pays" else ("at best ", "; use --drafter none")
+    if "can show" in found:
+        advice = "; give more prompts, or use --drafter none"
     return (f"drafting {found}: {at_best}{best.drafter}, {size}, {_interval(best)} as fast as "
             f"plain decoding (batch {best.batch}, {heat}{source}){advice}")  # fmt: skip
 
@@ -42,8 +46,8 @@ def table(plan: Plan) -> Table:
     shown = Table(title=f"{Path(plan.model).name} on {plan.machine.name}", title_justify="left",
                   box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     shown.add_column("", overflow="fold", min_width=14)
-    columns = ["tokens\n/s", "speed-up (95 %)", "draft\nsize", "per\nround", "GB"]
-    for name in columns + ["cost\n/1M"] * (plan.config.price is not None):
+    columns = ["tok/s", "speed-up (95 %)", "draft", "tok/round", "GB"]
+    for name in columns + ["cost/1M"] * (plan.config.price is not None):
         shown.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     setting = None
     for one in plan.rows():
@@ -78,7 +82,9 @@ def read_start(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         name, options = found["best"]["drafter"], found["options"]
-        if name == PLAIN or judged(found["best"]["speed_up"]) != "pays":
+        best, texts = found["best"], found.get("texts", 0)
+        interval = best["low"], best["high"]
+        if name == PLAIN or judged(best["speed_up"], *interval, texts) != "pays":
             return {"drafter": "none"}
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
         return {kind: name, "budget": begin_with(found["start"][name])}
