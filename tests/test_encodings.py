@@ -15,7 +15,7 @@ REPOSITORY = SOURCE.parent.parent
 FOLDERS = [SOURCE, *(REPOSITORY / name for name in ("recipes", "examples", "deploy"))]
 FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 TEXT_CALLS = ("read_text", "write_text", "open", "fdopen")
-NO_FILES = ("os.open", "PROXYLESS.open", "os.fdopen")
+NO_FILES = ("os.open", "PROXYLESS.open", "os.fdopen", "GGUFFile.open")
 """File descriptors, URLs."""
 
 

@@ -6,7 +6,6 @@ import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ NAMES = {"huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval", "llguidance
 EXTRA_OF = {
     "fastapi": "server", "uvicorn": "server", "httptools": "server", "llguidance": "server",
     "prometheus_client": "server", "starlette": "server", "pydantic": "server", "ray": "ray",
-    "deepspeed": "deepspeed", "lm_eval": "eval", "peft": "train", "gguf": "gguf",
+    "deepspeed": "deepspeed", "lm_eval": "eval", "peft": "train",
     "accelerate": "gguf", "torchao": "quantize",
 }
 """Imports that only an extra brings."""
@@ -58,8 +57,7 @@ def test_every_import_is_declared(name: str, file: str) -> None:
 
 
 def test_what_transformers_wants_for_a_gguf_file_is_in_its_extra() -> None:
-    assert {"accelerate", "gguf"} <= declared("gguf")
-    assert {"gguf"} <= set(packages_distributions()), "the development environment tests it"
+    assert "accelerate" in declared("gguf") and "gguf" in declared("gguf") | declared(None)
 
 
 def test_no_hint_names_a_package_that_is_not_published() -> None:
