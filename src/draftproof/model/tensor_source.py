@@ -125,7 +125,8 @@ def _paths(folder: Path) -> list[tuple[str, Path]]:
     if (folder / "model.safetensors").is_file():
         return [("model.safetensors", folder / "model.safetensors")]
     try:
-        index: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        text = (folder / INDEX).read_text(encoding="utf-8")
+        index: Mapping[str, str] = json.loads(text)["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(
             f"{folder} has no model.safetensors and no readable {INDEX}; give a folder of a model"
