@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #include "linear_vectors.h"
+#include "linear_blocks.h"
 #ifdef __AMX_TILE__
 #define TILES 1
 #include "linear_tiles.h"
@@ -116,13 +117,64 @@ static void room(Product *of) {
     of->words = of->sums + groups;
 }
 
-/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait
- * for each other in the end. Few inputs are laid out by each thread for itself, which is sooner
- * done than to wait for the others. */
-void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
-        int64_t threads) {
-    Product of = {.layer = layer, .inputs = inputs, .out = out, .rows = rows, .block = BLOCK,
-            .width = 2, .line = LINE};
+/* Inputs of a row in 8 bits, with a scale per 32. */
+static void prepare_blocks(const BlockProduct *of, int64_t row) {
+    int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, size = of->layer->size;
+    int64_t from = of->rows * chunk / of->chunks, next = of->rows * (chunk + 1) / of->chunks;
+    const bf16 *inputs = of->inputs + row * size;
+    for (int64_t span = 0; span < of->spans; span++) {
+        Activations *x = of->activations + from * of->spans + span * (next - from) + (row - from);
+        for (int64_t g = 0; g < GROUPS; g++) {
+            int64_t start = span * SPAN + g * 32, left = size - start;
+            left = left < 0 ? 0 : left < 32 ? left : 32;
+            float most = largest_input(inputs + start, left), factor = most > 0 ? 127.0f / most : 0;
+            x->scale[g] = most / 127.0f;
+            int32_t both = 0;
+            for (int64_t half = 0; half < 2; half++) {
+                int64_t done = half * 16;
+                int32_t sum = coded(inputs + start + done, left - done, 16, factor, 0,
+                                    x->codes + g * 8 + half * 4);
+                both -= sum, x->offset[2 * g + half] = -sum;
+                x->sum[2 * g + half] = (float)-sum * x->scale[g];
+            }
+            x->offset[HALVES + g] = both, x->sum[HALVES + g] = (float)both * x->scale[g];
+        }
+    }
+}
+
+/* As multiply_part, of a layer with blocks. */
+static void multiply_blocks(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
+        int64_t rows, int64_t threads) {
+    BlockProduct of = {.layer = layer, .format = formats + layer->format, .inputs = inputs,
+            .out = out, .stride = stride, .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
+            .spans = (layer->padded + SPAN - 1) / SPAN};
+    int64_t numbers = rows * of.spans * (int64_t)(sizeof(Activations) / sizeof(float));
+    if (rows * layer->size <= SMALL) {
+        of.activations = (Activations *)scratch(numbers);
+        for (int64_t r = 0; r < rows; r++) prepare_blocks(&of, r);
+    } else {
+#pragma omp single copyprivate(of)
+        of.activations = (Activations *)scratch(numbers);
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) prepare_blocks(&of, r);
+    }
+    int64_t strips = (layer->outputs + STRIP - 1) / STRIP;
+    int64_t together = of.chunks == 1 ? 1 : STRIPS;     /* one strip after another is one stream */
+    int64_t parts = threads * ((strips + threads * together - 1) / (threads * together));
+#pragma omp for nowait
+    for (int64_t p = 0; p < parts; p++)
+        for (int64_t c = 0; c < of.chunks; c += BLOCK_CHUNKS) {
+            int64_t first = strips * p / parts, last = strips * (p + 1) / parts;
+            int64_t bottom = c + BLOCK_CHUNKS < of.chunks ? c + BLOCK_CHUNKS : of.chunks;
+            if (first < last) block_panel(&of, first, last, c, bottom);
+        }
+}
+
+/* A layer without parts, whose outputs stand `stride` numbers apart. */
+static void multiply_part(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
+        int64_t rows, int64_t threads) {
+    Product of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride, .rows = rows,
+            .block = BLOCK, .width = 2, .line = LINE};
     int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
     of.kind = layer->blocks ? INT4 : layer->scale ? INT8 : BFLOAT16;
     of.count = layer->padded / (of.kind == BFLOAT16 ? 2 : 4);
@@ -164,6 +216,22 @@ void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int
 #endif
 }
 
+/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait
+ * for each other in the end. Few inputs are prepared by each thread for itself, which is sooner
+ * done than to wait for the others. */
+void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
+        int64_t threads) {
+    const Linear *parts = layer->count ? layer->parts : layer;
+    for (int64_t p = 0, start = 0; p < (layer->count ? layer->count : 1); p++) {
+        if (p && rows * layer->size > SMALL) {          /* the inputs of the part before are in use */
+#pragma omp barrier
+        }
+        (parts[p].format ? multiply_blocks : multiply_part)(
+                parts + p, inputs, out + start, layer->outputs, rows, threads);
+        start += parts[p].outputs;
+    }
+}
+
 /* The same, by threads of its own. */
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads) {
@@ -178,4 +246,77 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
     draftproof_linear(layer, inputs, beside, rows, threads);
     for (int64_t i = 0; i < rows * layer->outputs; i += LANES)
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
+}
+
+/* The bits 4 w + b of a word, which are the fifth bits of 32 codes, to places 8 b + w. */
+static uint32_t reordered(uint32_t all) {
+    uint32_t result = 0;
+    for (int i = 0; i < 32; i++) result |= (all >> i & 1) << (i % 4 * 8 + i / 4);
+    return result;
+}
+
+/* Where a word of a block stands in a record: the words of Q6_K in the order in which they are
+ * unpacked, two words of codes and one of their upper bits, so that memory is read as one stream. */
+static int64_t place_of(int64_t format, int64_t word) {
+    if (format != Q6_K || word >= 48) return word;
+    if (word >= 32) return (word - 32) / 8 * 24 + word % 8 * 3 + 2;
+    return word / 16 * 24 + word % 8 * 3 + word / 8 % 2;
+}
+
+/* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros.
+ * Codes of Q8_0 become unsigned, and fifth bits are reordered, so that a word of them is one shift
+ * away from the words of the codes. */
+void draftproof_pack(int64_t format, const uint8_t *rows, int64_t outputs, int64_t blocks,
+        uint8_t *out, int64_t threads) {
+    const Format *form = formats + format;
+    int64_t strips = (outputs + STRIP - 1) / STRIP, fifth = format == Q5_0 ? 0 : format == Q5_1;
+    int swapped = format == Q5_0 || format == Q5_1;
+    uint32_t flipped = format == Q8_0 ? 0x80808080 : 0;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t s = 0; s < strips; s++)
+        for (int64_t b = 0; b < blocks; b++) {
+            uint8_t *record = out + (s * blocks + b) * form->bytes * STRIP;
+            uint8_t *rest = record + form->words * 4 * STRIP;
+            for (int64_t o = 0; o < STRIP; o++) {
+                int64_t row = s * STRIP + o;
+                uint8_t none[256] = {};
+                const uint8_t *block = row < outputs ? rows + (row * blocks + b) * form->bytes
+                        : none;
+                for (int64_t w = 0; w < form->words; w++) {
+                    uint32_t word;
+                    memcpy(&word, block + form->first + 4 * w, sizeof word);
+                    word = swapped && w == fifth ? reordered(word) : word ^ flipped;
+                    memcpy(record + (place_of(format, w) * STRIP + o) * 4, &word, sizeof word);
+                }
+                memcpy(rest + o * form->rest, block + form->last, (size_t)form->rest);
+            }
+        }
+}
+
+/* Weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
+ * [count, size]. Of outputs that the layer has not: of the nearest. */
+void draftproof_block_rows(const Linear *layer, const int64_t *numbers, int64_t count, float *out,
+        int64_t threads) {
+    const Format *form = formats + layer->format;
+    int64_t size = layer->size, spans = (layer->padded + SPAN - 1) / SPAN;
+    int64_t words = form->kernel == HALVES_OFFSET || form->kernel == HALVES_MINIMUM ? 4 : 8;
+    int minimum = !form->shift;
+#pragma omp parallel for num_threads(threads) if (count > 16)
+    for (int64_t n = 0; n < count; n++) {
+        int64_t row = numbers[n], most = layer->outputs - 1;
+        row = row < 0 ? 0 : row < most ? row : most;
+        Weights weights __attribute__((aligned(64)));
+        for (int64_t span = 0; span < spans; span++) {
+            unpack_span(layer->format, record_at(layer, row / STRIP, span), groups_of(layer, span),
+                   &weights);
+            for (int64_t i = span * SPAN; i < size && i < (span + 1) * SPAN; i++) {
+                int64_t place = i % SPAN, part = place / 4 / words, o = row % STRIP;
+                const char *word = weights.codes + place / 32 * weights.stride
+                        + place % 32 / 4 * LINE + o * 4;
+                int code = (uint8_t)word[place % 4] - (minimum ? 0 : 1 << form->shift);
+                float value = (float)code * weights.scale[part][o];
+                out[n * size + i] = minimum ? value - weights.minimum[part][o] : value;
+            }
+        }
+    }
 }

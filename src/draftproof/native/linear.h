@@ -29,6 +29,7 @@ typedef struct {
     const Linear *layer;
     const bf16 *inputs;
     bf16 *out;
+    int64_t stride;                     /* numbers of `out` between rows */
     int64_t kind, rows, chunks;
     int64_t count, stretch;             /* words of a row of weights; rounded up to whole blocks */
     int64_t block, width, line;         /* words of a block; of inputs for one of weights; bytes */
@@ -66,7 +67,7 @@ static void finish(const Product *of, int64_t first, int64_t last, int64_t row, 
     for (int64_t s = first; s < last; s++)
         for (int64_t r = row; r < end; r++) {
             int64_t start = s * STRIP, some = outputs - start;
-            bf16 rest[STRIP], *to = of->out + r * outputs + start, *done = some < STRIP ? rest : to;
+            bf16 rest[STRIP], *to = of->out + r * of->stride + start, *done = some < STRIP ? rest : to;
             for (int h = 0; h < SIDES; h++) {
                 lanes sum = sums[s - first][r - row][h];
                 narrowed(done + h * LANES, output_of(of, sum, r, start + h * LANES));

@@ -41,13 +41,19 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
  * blocks, weights have 4 bits, and 8 if multiplied by the step of their group and added to its
  * base. Of each group of 32 inputs in turn there are [4, 32, 4] bytes, each of them the weight of
  * one input and, in its upper half, of that 4 inputs on; then steps and bases, [32, 2] bytes.
- * Blocks: scales [outputs / 32, inputs / 256, 32] in half precision. */
+ * Blocks: scales [outputs / 32, inputs / 256, 32] in half precision.
+ *
+ * With a format, weights are blocks as linear_blocks.h describes them. With parts, layers of any
+ * kind that read the same inputs are computed one after another, and their outputs stand side by
+ * side; such a layer has no weights itself. */
 typedef struct {
     const void *weights;
     const float *scale;
     const bf16 *bias;
     int64_t size, padded, outputs;
     const uint16_t *blocks;
+    int64_t format, count;
+    const void *parts;                          /* [count] Linear */
 } Linear;
 
 /* How norms are made, and sums: what a layer adds is multiplied by `share`. */

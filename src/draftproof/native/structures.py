@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
+BLOCK_32_BYTES = 64
+"""More than a block of 32 weights has, less than one of 256."""
 GROUP, PART, BLOCK = 32, 128, 256
 """Weights of 4 bits that share a step and a base; activations, and weights, that share a scale."""
 
@@ -38,6 +41,44 @@ def linear(
         return structure("Linear")(*packed)
     padded = size + -size % (WORDS * 4 // weights.element_size())
     return structure("Linear")(*places, size, padded, outputs)
+
+
+FORMATS = (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4",
+)
+"""Block formats of GGUF files that the kernels multiply, in the order of linear_blocks.h."""
+
+
+def block_linear(
+    format: str, records: Tensor, bias: Tensor | None, size: int, outputs: int
+) -> Native:
+    """A linear layer with weights in a block format.
+
+    Args:
+        format: One of `FORMATS`.
+        records: uint8 [strips, blocks, bytes], as `Kernels.pack` made them. The caller keeps them
+            and the bias alive.
+        bias: bfloat16, padded by `rounded`.
+        size: Inputs; at most as many as the blocks have.
+        outputs: Outputs.
+    """
+    inputs = 32 if records.shape[2] // STRIP < BLOCK_32_BYTES else BLOCK
+    return structure("Linear")(
+        records.data_ptr(), None, None if bias is None else bias.data_ptr(), size,
+        records.shape[1] * inputs, outputs, None, FORMATS.index(format) + 1
+    )
+
+
+def joint_linear(parts: Sequence[Native]) -> Native:
+    """Layers that read the same inputs as one, with their outputs side by side."""
+    array = (structure("Linear") * len(parts))(*parts)
+    outputs = sum(part.outputs for part in parts)
+    joint = structure("Linear")(
+        None, None, None, parts[0].size, 0, outputs, None, 0, len(parts), ctypes.addressof(array)
+    )
+    joint.parts_held = array
+    return joint
 
 
 def interleaved(weight: Tensor, fold: int) -> Tensor:
