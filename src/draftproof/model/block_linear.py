@@ -140,8 +140,9 @@ class BlockLinear(JointLinear):
         return self._rows(0, numbers)
 
     def _rows(self, number: int, numbers: Tensor) -> Tensor:
-        part = self.parts[number]
-        shape = (*numbers.shape, self.in_features)
+        part, shape = self.parts[number], (*numbers.shape, self.in_features)
+        if not numbers.numel():
+            return torch.empty(shape)
         if part.format == BFLOAT16:
             if self.kernels is None:
                 return part.weight[numbers].float()
@@ -198,9 +199,11 @@ class BlockTable:
     def rows(self, tokens: Tensor) -> Tensor:
         if isinstance(self.source, BlockLinear):
             return self.source.rows(tokens).to(self.dtype)
+        if not tokens.numel():
+            return torch.empty(*tokens.shape, self.shape[1], dtype=self.dtype)
         few = self.source.rows(tokens.flatten())
         numbers = torch.arange(len(few.data)).view(tokens.shape)
-        if few.type in FORMATS and kernels() is not None and len(few.data):
+        if few.type in FORMATS and kernels() is not None:
             return BlockLinear.from_blocks([few], None).rows(numbers).to(self.dtype)
         return dequantize(few, self.dtype).view(*tokens.shape, self.shape[1])
 
