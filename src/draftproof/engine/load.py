@@ -35,13 +35,17 @@ from draftproof.errors import (
     UnsupportedModel,
     reject_unknown_options,
 )
+from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
+from draftproof.model.device import Device
 from draftproof.model.draft_layers import layer_count
 from draftproof.model.encoder_decoder import EncoderDecoder
 from draftproof.model.generation_defaults import default_sampling
+from draftproof.model.gguf_source import native_gguf
 from draftproof.model.graph_replay import GraphReplay, compiled
 from draftproof.model.loading import PreTrainedModel
 from draftproof.model.names import is_import
+from draftproof.model.native_model import NativeModel
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ALONE, ProcessGroup, form_group, load_sharded
 from draftproof.model.quantize import PASSAGE
@@ -287,11 +291,30 @@ def _model(
         return model
     if config.parallel is not None and not group.alone:
         return load_sharded(model, config.dtype, config.device, config.parallel, group)
+    if (native := _native(model, config)) is not None:
+        return native
     trusted = config.trust_remote_code
     loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=trusted)
     if packs:
         pack_linears(loaded)
     return loaded
+
+
+def _native(model: str | Path, config: EngineConfig) -> NativeModel | None:
+    """A GGUF file of a family that our forward reads, in the file's own format or in `dtype`.
+
+    None for what needs a module of transformers: other devices, compilation and quantising anew.
+    """
+    if not GGUFFile.recognises(model) or config.compile or config.graphs:
+        return None
+    anew = config.quantize is not None or str(config.drafter).startswith(SELF)
+    device = Device.found(config.device)
+    if anew or device.where.type != "cpu":
+        return None
+    dtype = loading.dtype_named(config.dtype)
+    if dtype == torch.float64:
+        return None
+    return native_gguf(model, dtype or device.dtype_for(torch.bfloat16), unpack=dtype is not None)
 
 
 def _codec(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.prompt_lookup import PromptLookup
@@ -17,6 +19,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.errors import BadInput, first_line
 from draftproof.model.loading import PreTrainedModel
+from draftproof.model.native_model import NativeModel
 from draftproof.model.target import Target
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -67,10 +70,16 @@ def default_name(target: Target) -> str:
     return f"{own}+portfolio" if own else "portfolio"
 
 
-def weights_key(model: PreTrainedModel) -> str:
+def weights_key(model: PreTrainedModel | NativeModel) -> str:
     """A name for the weights of a model in any precision: of its last norm, which every format
     keeps as it is."""
+    if isinstance(model, NativeModel):
+        return _digest(model.decoder.norm_weight)
     vectors = [weight for _, weight in model.named_parameters() if weight.dim() == 1]
     if not vectors:
         return ""
-    return hashlib.sha256(vectors[-1].detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
+    return _digest(vectors[-1])
+
+
+def _digest(vector: Tensor) -> str:
+    return hashlib.sha256(vector.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]

@@ -56,7 +56,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
     ignored: names of what it does not ask for then, "num_beams,guidance_scale". What cannot be
     honoured is a rule that refuses any request made with these defaults.
     """
-    if model.generation_config is None:
+    if getattr(model, "generation_config", None) is None:
         return Sampling()
     config = _without(model.generation_config, ignored)
     found = {ours: getattr(config, theirs, None) for theirs, ours in FIELDS.items()}

@@ -95,12 +95,15 @@ class GGUFSource:
         return blocks_of(self.file, stored)
 
 
-def native_gguf(path: str | Path, dtype: torch.dtype) -> NativeModel | None:
+def native_gguf(
+    path: str | Path, dtype: torch.dtype, *, unpack: bool = False
+) -> NativeModel | None:
     """The model of a GGUF file, read by our own forward; None where another has to read it.
 
     Args:
         path: The file, or any part of a split one.
         dtype: What activations, keys and values are computed in.
+        unpack: Unpack matrices to `dtype`, where they would stay in blocks.
     """
     file = GGUFFile.open(path)
     model = model_of(file)

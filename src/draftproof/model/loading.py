@@ -65,7 +65,7 @@ def load_model(
                 f"{name} holds an adapter (LoRA) that is not merged into its model; merge it with "
                 "peft's merge_and_unload, save that, and name its folder"
             )
-        place, wanted = Device.found(device), _dtype(dtype) or "auto"
+        place, wanted = Device.found(device), dtype_named(dtype) or "auto"
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
         if GGUFFile.recognises(name):
             if sharding is not None:
@@ -203,8 +203,10 @@ def _several(keys: Sequence[str]) -> str:
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end tokens the model's generation_config names."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    """The end tokens that the model's generation_config names, or else its configuration."""
+    generation = getattr(model, "generation_config", None)
+    source = generation if generation is not None else model.config
+    ends = getattr(source, "eos_token_id", None)
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
 
 
@@ -219,7 +221,8 @@ def _check_quantiser(name: str, quantized: Any) -> None:
         )
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a name, a short one too; None for None."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
