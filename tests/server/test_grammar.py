@@ -32,9 +32,10 @@ TOOLS: Any = [
         "properties": {"place": {"enum": ["park", "house"]}}}}} for name in ("go", "look")
 ]  # fmt: skip
 TEMPLATE = (
-    "{% for tool in tools %}{{ tool.function.name }} in <tool_call> {% endfor %}"
-    "{% for one in messages %}{{ one.content }}{% for call in one.tool_calls or [] %}"
-    "{{ call.function.arguments.place }}{% endfor %}{% endfor %}"
+    "{% for tool in tools %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>\n{% endfor %}{% endfor %}"
 )
 CALL = '{"name": "go", "arguments": {"place": "päark"}}'
 

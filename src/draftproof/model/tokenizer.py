@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from draftproof.errors import BadInput
+from draftproof.model.token_bytes import TokenBytes
 
 _CONTEXT = 8
 """Prompt tokens a stream starts from, so that the first new token keeps its leading space."""
@@ -32,6 +34,11 @@ class Codec:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = ((token, one) for token, one in added.items() if one.special)
         self.special_tokens = {token: str(one.content) for token, one in special}
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token."""
+        return TokenBytes(self.tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`, with the tokenizer's special tokens unless told otherwise."""
@@ -94,8 +101,12 @@ class Codec:
                 )
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
-        """A stream of the text behind `prompt`."""
+        """A stream of the text after `prompt`."""
         return TextStream(self.tokenizer, prompt, self.special_tokens)
+
+    def marked_stream(self, prompt: Sequence[int], shown: Mapping[int, str]) -> TextStream:
+        """A stream of the text after `prompt` with the names of some special tokens in it."""
+        return TextStream(self.tokenizer, prompt, self.special_tokens, shown)
 
     def same_ids(self, other: Codec) -> bool:
         """Whether every token both know has the same id in both."""
@@ -116,9 +127,9 @@ class TextStream:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
-        special: Mapping[int, str] | None = None,
+        special: Mapping[int, str] | None = None, shown: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
-        self._tokenizer, self._special = tokenizer, special or {}
+        self._tokenizer, self._special, self._shown = tokenizer, special or {}, shown or {}
         # decides about the first space, and is not said again
         self._before, pending = self._context(prompt)
         self._pending: list[int] = []                        # tokens whose text was not said yet
@@ -133,6 +144,10 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
+        if token in self._shown:
+            piece = self.finish() + self._shown[token]
+            self._before, self._stream = [], DecodeStream(skip_special_tokens=True)
+            return piece
         self._pending.append(token)
         piece = self._step(token) if self._backend is not None else self._slow_step()
         if piece:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 import uuid
@@ -48,7 +49,10 @@ class Answer:
         self.size = sum(map(len, prompts))
         self.prompt_tokens = sum(len(rows[0].prompt) for rows in prompts)
         self.logprobs = prompts[0][0].params.sampling.logprobs
-        self.readers = [CallReader(form) if form else None for _ in range(self.size)]
+        each = [row.prompt for rows in prompts for row in rows]
+        self.offsets = [Offsets(service.codec, prompt) for prompt in each] if self.logprobs else []
+        tools = asked.tools or () if isinstance(asked, Chat) else ()
+        self.readers = [CallReader(form, tools) if form else None for _ in range(self.size)]
         self.begun_samples, self.done = set[int](), list[Completion]()
         self.news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
         how = bool(asked.stream), asked.draftproof.trees
@@ -126,7 +130,7 @@ class Answer:
             tools = {"tool_calls": calls} if calls else {}
             message = {**role, "content": text or (None if calls else ""), **tools}
             said = {"delta" if self.asked.stream else "message": message}
-        scores = self._scores(progress) if self.logprobs and progress.tokens else None
+        scores = self._scores(progress, index) if self.logprobs and progress.tokens else None
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
 
     def _seen(self, progress: Progress) -> dict[str, Any]:
@@ -145,27 +149,42 @@ class Answer:
         return {"id": self.id, "object": self.kind, "created": self.created,
                 "model": self.service.model, "choices": choices, **more}
 
-    def _scores(self, progress: Progress) -> dict[str, Any]:
-        """Of new tokens, and of the likeliest in their places."""
-        texts, scores = [self._text(token) for token in progress.tokens], progress.logprobs
-        top = [[(self._text(token), score) for token, score in likely]
-               for likely in progress.top] or [[]] * len(texts)
+    def _scores(self, progress: Progress, index: int | None = None) -> dict[str, Any]:
+        """Of new tokens, and of the likeliest in their places.
+
+        Args:
+            progress: The new tokens.
+            index: The sample among those of all prompts; by default the one of the first prompt.
+        """
+        codec, tokens, scores = self.service.codec, progress.tokens, progress.logprobs
+        top = progress.top or [[]] * len(tokens)
         if self.chat:
-            def told(text: str, score: float) -> dict[str, Any]:
-                return {"token": text, "logprob": score, "bytes": list(text.encode())}
+            def described(token: int, score: float) -> dict[str, Any]:
+                data = codec.token_bytes[token] if codec else str(token).encode()
+                return {"token": self._text(token), "logprob": score, "bytes": list(data)}
 
             return {"content": [
-                {**told(text, score), "top_logprobs": [told(*one) for one in likely]}
-                for text, score, likely in zip(texts, scores, top, strict=True)]}
-        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
-        named = [{text: score, **dict(reversed(likely))}
-                 for text, score, likely in zip(texts, scores, top, strict=True)]
-        return {"tokens": texts, "token_logprobs": scores, "text_offset": offsets,
+                {**described(token, score), "top_logprobs": [described(*pair) for pair in likely]}
+                for token, score, likely in zip(tokens, scores, top, strict=True)]}
+        offsets = self.offsets[progress.sample if index is None else index]
+        named = [self._named([(token, score), *likely])
+                 for token, score, likely in zip(tokens, scores, top, strict=True)]
+        return {"tokens": [self._text(token) for token in tokens], "token_logprobs": scores,
+                "text_offset": [offsets.add(token) for token in tokens],
                 "top_logprobs": named if progress.top else None}
 
+    def _named(self, scored: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text; a second token of the same text is named by its id."""
+        named = dict[str, float]()
+        for token, score in dict(scored).items():
+            text = self._text(token)
+            named[f"token_id:{token}" if text in named else text] = score
+        return named
+
     def _text(self, token: int) -> str:
+        """A token by itself; a part of a character by its bytes, as OpenAI names it."""
         codec = self.service.codec
-        return codec.tokenizer.decode([token]) if codec else str(token)
+        return codec.token_bytes.text(token) if codec else str(token)
 
     def _usage(self) -> dict[str, Any]:
         """What was read and written; and drafted, under OpenAI's names."""
@@ -175,6 +194,30 @@ class Answer:
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new,
                 "total_tokens": self.prompt_tokens + new, "completion_tokens_details": details}
+
+
+class Offsets:
+    """Where each token of an answer begins in its text: in the character that it is a part of.
+
+    Args:
+        codec: The model's tokenizer, or None: a token is as long as its number then.
+        prompt: May end inside a character, which the answer completes.
+    """
+
+    def __init__(self, codec: Codec | None, prompt: Sequence[int]) -> None:
+        self._codec, self._length = codec, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-4:] if codec else ():
+            self._decoder.decode(codec.token_bytes[token] if codec else b"")
+
+    def add(self, token: int) -> int:
+        """The offset of the next token, in characters."""
+        start = self._length
+        if self._codec is None:
+            self._length += len(str(token))
+        elif token not in self._codec.special_tokens:
+            self._length += len(self._decoder.decode(self._codec.token_bytes[token]))
+        return start
 
 
 def _event(body: dict[str, Any]) -> str:

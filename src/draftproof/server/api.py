@@ -32,7 +32,7 @@ from draftproof.server.guard import LOOPBACK_ORIGIN, Access, Guard, Lifecycle
 from draftproof.server.metrics import Metrics
 from draftproof.server.problems import HANDLED, refusal
 from draftproof.server.scheduler import Scheduler
-from draftproof.server.tools import call_rule, offered
+from draftproof.server.tools import call_messages, call_rule, offered, show_marks
 
 
 class Server:
@@ -179,6 +179,7 @@ class Server:
             prompts = messages_of(body.messages)
             tools, form = offered(body, self.engine.codec)
             options = body.template_options()
+            prompts = call_messages(prompts, form)
             if (form is not None or options) and self.engine.codec is not None:
                 prompts = [self.engine.codec.encode_chat(prompts, tools or None, options)]
             if form is not None:
@@ -193,6 +194,8 @@ class Server:
                 rows = self.engine.requests.read(prompts, limit, sampling, n)
         except ContextTooLong as error:
             raise self._too_long(error.tokens) from None
+        if form is not None and self.engine.codec is not None:
+            show_marks(rows, form, self.engine.codec)
         return Answer(self.service, body, rows, form)
 
 

@@ -3,32 +3,40 @@ read from a text."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import uuid
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from draftproof.core.params import LogitsRule
+from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
+from draftproof.server.call_forms import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Call,
+    Form,
+    form_of,
+    read_calls,
+)
 from draftproof.server.grammar import Grammars, json_rule
 from draftproof.server.schema import Chat, Function, Tool
 
-
-class Form(NamedTuple):
-    """How a model writes calls: `begin`, an object (or one list of them), `end`.
-
-    mark: what in a template tells this form. arguments: the name of that field.
-    """
-
-    mark: str
-    begin: str
-    end: str
-    arguments: str = "arguments"
-
-
-HERMES = Form("<tool_call>", "<tool_call>", "</tool_call>")                     # Qwen, too
-MISTRAL = Form("[TOOL_CALLS]", "[TOOL_CALLS]", "")
-LLAMA = Form('"parameters"', "", "", arguments="parameters")
+__all__ = [
+    "HERMES",
+    "LLAMA",
+    "MISTRAL",
+    "CallReader",
+    "Form",
+    "call_messages",
+    "call_rule",
+    "offered",
+    "show_marks",
+]
 
 
 def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form | None]:
@@ -38,16 +46,9 @@ def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form
         raise BadInput("tool_choice asks for a call, and there are no tools")
     if not tools or body.tool_choice == "none":
         return [], None
-    template = ""
-    if codec is not None and codec.tokenizer.chat_template:
-        template = str(codec.tokenizer.get_chat_template(None, tools))
-    form = next((form for form in (HERMES, MISTRAL, LLAMA) if form.mark in template), None)
-    if "tools" not in template or "<function=" in template or form is None:
-        raise BadInput(
-            "tools were given, and the chat template of this model writes no calls of them in "
-            "a form that is read here (Hermes, Qwen, Mistral, Llama 3); leave them out"
-        )
-    return tools, form
+    if codec is None:
+        raise BadInput("tools were given, and this model has no tokenizer; leave them out")
+    return tools, form_of(codec, tools)
 
 
 def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
@@ -59,56 +60,117 @@ def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
         functions = [one for one in functions if one.name == choice.function.name]
     if not functions:
         raise BadInput("tool_choice names a function that is not among the tools")
-    one = json_rule({"anyOf": [_call_schema(function, form) for function in functions]})
     several = choice == "required" and body.parallel_tool_calls is not False
-    begin, end = (_terminal(text, grammars.codec) for text in (form.begin, form.end))
-    if form is LLAMA:
-        return grammars.lark(f"start: {one}")
-    if form is MISTRAL:
-        many = '"[" one (", " one)* "]"' if several else '"[" one "]"'
-        return grammars.lark(f"start: {begin} {many}\none: {one}")
-    many = 'call ("\\n" call)*' if several else "call"
-    return grammars.lark(f'start: {many}\ncall: {begin} "\\n" one "\\n" {end}\none: {one}')
+    return grammars.lark(_call_grammar(functions, form, several, grammars.codec))
+
+
+def _call_grammar(
+    functions: list[Function], form: Form, several: bool, codec: Codec | None
+) -> str:
+    """Calls of these functions, in llguidance's Lark."""
+    begin, end = (_terminals(text, codec) for text in (form.begin, form.end))
+    between = _terminals(form.between, codec) if form.between is not None else None
+    rules = list[str]()
+    if form.kind == "json":
+        call = json_rule({"anyOf": [_call_schema(function, form) for function in functions]})
+        rules = [f"call: {call}"]
+    elif form.kind == "named":
+        separator = _terminals(form.separator, codec)
+        for index, function in enumerate(functions):
+            schema = json_rule(function.parameters or {"type": "object"})
+            rules += [f"call{index}: {json.dumps(function.name)} {separator} arguments{index}",
+                      f"arguments{index}: {schema}"]
+        rules.append("call: " + " | ".join(f"call{index}" for index in range(len(functions))))
+    else:
+        raise BadInput("tool_choice asks for a call, and the form in which this model writes calls "
+                       'has no grammar here; leave it out, or say "auto"')
+    calls = "call"
+    if form.listed:
+        calls = '"[" call (", " call)* "]"' if several else '"[" call "]"'
+    elif several and between is not None:
+        calls = f"call ({between} call)*"
+    return "\n".join([f"start: {begin} {calls} {end}", *rules])
 
 
 def _call_schema(function: Function, form: Form) -> dict[str, Any]:
-    properties = {"name": {"const": function.name},
+    properties = {form.name: {"const": function.name},
                   form.arguments: function.parameters or {"type": "object"}}
     return {"type": "object", "additionalProperties": False, "required": [*properties],
             "properties": properties}
 
 
-def _terminal(text: str, codec: Codec | None) -> str:
-    """A text in a Lark grammar: as one token, where the tokenizer has that."""
+def _terminals(text: str, codec: Codec | None) -> str:
+    """A text in a Lark grammar; what the tokenizer has as one added token is that token."""
     known = codec.tokenizer.get_added_vocab() if codec else {}
-    return f"<[{known[text]}]>" if text in known else json.dumps(text)
+    names = sorted(filter(None, known), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+    return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part, ensure_ascii=False)
+                    for part in parts if part)
+
+
+def call_messages(messages: list[dict[str, Any]], form: Form | None) -> list[dict[str, Any]]:
+    """Messages with the arguments of calls as the template wants them: objects, or JSON text."""
+    if form is None or not form.text_arguments:
+        return messages
+    messages = copy.deepcopy(messages)
+    for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        call["function"]["arguments"] = json.dumps(call["function"].get("arguments") or {},
+                                                   ensure_ascii=False)
+    return messages
+
+
+def show_marks(rows: Sequence[Sequence[SequenceState]], form: Form, codec: Codec) -> None:
+    """Have texts show the special tokens that are marks of calls: others are left out."""
+    marks = "".join([form.begin, form.separator, form.between or "", form.end])
+    shown = {token: name for token, name in codec.special_tokens.items() if name in marks}
+    for row in (row for samples in rows for row in samples if shown):
+        row.detokenizer = codec.marked_stream(row.prompt, shown)
 
 
 class CallReader:
     """Parts a text, as it comes, into what is said and the calls at its end.
 
     From what may begin a call on, everything is held back until the text has ended.
+
+    Args:
+        form: How the model writes calls.
+        tools: What was offered; forms that write text without quotes need the schemas.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, tools: Sequence[Tool] = ()) -> None:
         self.form, self._said, self._held = form, "", ""
+        self._schemas = {tool.function.name: tool.function.parameters for tool in tools}
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text that is certain to be none of a call; with the last of it, the calls."""
         self._held += text
-        place = self._first_call()
-        kept = len(self._held[:place].rstrip())
-        calls = _calls(self._held[place:], self.form) if last else []
-        cut = len(self._held) if last and not calls else kept
+        place, calls = self._first_call(), list[Call]()
+        cut = len(self._held[:place].rstrip())
+        if last:
+            place, calls = self._last_calls(place)
+            cut = len(self._held[:place].rstrip()) if calls else len(self._held)
         said, self._held = self._held[:cut], self._held[cut:]
         self._said += said
-        return said, calls
+        return said, [_as_client(index, call) for index, call in enumerate(calls)]
+
+    def _last_calls(self, place: int) -> tuple[int, list[Call]]:
+        """Where the calls begin, and what they are. A mark may be quoted before them."""
+        while place < len(self._held):
+            if calls := read_calls(self._held[place:], self.form, self._schemas):
+                return place, calls
+            if not self.form.mark:
+                break
+            place = self._held.find(self.form.mark, place + 1)
+            if place < 0:
+                break
+        return len(self._held), []
 
     def _first_call(self) -> int:
         """Where a call begins, or may begin, in what is held."""
-        text, begin = self._held, self.form.begin
+        text, begin = self._held, self.form.mark
         start = len(text) - len(text.lstrip())
-        if not self._said and text[start : start + 1] in ("{", "["):    # some forget the mark
+        opening = {"json": ("{", "["), "python": ("[",)}.get(self.form.kind, ())
+        if not self._said.strip() and text[start : start + 1] in opening:   # some forget the mark
             return start
         sizes = range(len(begin) - 1, 0, -1)
         partial = next((size for size in sizes if text.endswith(begin[:size])), 0)
@@ -116,28 +178,11 @@ class CallReader:
         return whole if whole >= 0 else len(text) - partial
 
 
-def _calls(text: str, form: Form) -> list[dict[str, Any]]:
-    """The calls that a text consists of, as OpenAI's clients read them; none if it is not so. What
-    follows the last end mark is left out."""
-    decoder, found = json.JSONDecoder(), list[Any]()
-    if form.end in text:
-        text = text[: text.rindex(form.end)]
-    for mark in filter(None, (form.begin, form.end)):
-        text = text.replace(mark, " ")
-    while text := text.lstrip(" \n;"):
-        try:
-            one, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        found += one if isinstance(one, list) else [one]
-        text = text[end:]
-    calls = list[dict[str, Any]]()
-    for index, one in enumerate(found):
-        name = one.get("name") if isinstance(one, dict) else None
-        arguments = one.get(form.arguments, one.get("arguments")) if name else None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return []
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function",
-                      "function": function})
-    return calls
+def _as_client(index: int, call: Call) -> dict[str, Any]:
+    """A call as OpenAI's clients read it."""
+    name, arguments = call
+    text = json.dumps(arguments, ensure_ascii=False)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):    # half of a surrogate pair
+        text = json.dumps(arguments)
+    return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function",
+            "function": {"name": name, "arguments": text}}

@@ -1,0 +1,140 @@
+"""Tool calls: the form of a template is what it writes for a call, read back; what the model wrote
+reaches the client unchanged, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from draftproof.errors import BadInput
+from draftproof.model.loading import embedded
+from draftproof.model.tokenizer import Codec
+from draftproof.server.schema import Chat
+from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form, offered
+
+TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]
+ARGUMENTS: dict[str, Any] = {"city": "Tórshavn, \"north\"", "days": 3}
+
+
+def template(call: str, begin: str = "", end: str = "") -> str:
+    """A chat template that writes `call` for each call `c`, within `begin` and `end`."""
+    return (
+        "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}" + begin
+        + "{% for c in m.tool_calls %}{% set f = c.function %}" + call + "{% endfor %}" + end
+        + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+def entry(name: str = "name", arguments: str = "arguments") -> str:
+    return f'{{"{name}": "{{{{ f.name }}}}", "{arguments}": {{{{ f.arguments | tojson }}}}}}'
+
+
+COMMA = "{{ ', ' if not loop.last }}"
+PAIRS = ("{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+         "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}")
+PARAMETERS = ("{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+              "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}")
+KEYWORDS = ("{% for k, v in f.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}="
+            "{{ v | tojson }}{% endfor %}")
+FORMS = {
+    "Hermes": template(f"<tool_call>\n{entry()}\n</tool_call>\n"),
+    "Llama 3": template(entry(arguments="parameters")),
+    "Mistral, lists": template(entry() + COMMA, "[TOOL_CALLS][", "]"),
+    "Mistral, names": template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
+    "GLM": template("<tool_call>{{ f.name }}\n" + PAIRS + "</tool_call>\n"),
+    "Qwen coder": template("<tool_call>\n<function={{ f.name }}>\n" + PARAMETERS
+                           + "</function>\n</tool_call>"),
+    "Command R7B": template(
+        entry("tool_name", "parameters").replace("{", '{"tool_call_id": "0", ', 1) + COMMA,
+        "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[\n", "\n]<|END_ACTION|>"),
+    "Hunyuan": template("<tool_call>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```"
+                        "</tool_call>", "<tool_calls>", "</tool_calls>"),
+    "DeepSeek": template(
+        "<calls_begin><call_begin>{{ 'function<sep>' + f.name + '\n```json\n' + f.arguments "
+        "+ '\n```' }}<call_end>", "", "<calls_end>"),
+    "Llama 4": template("{{ f.name }}(" + KEYWORDS + ")" + COMMA, "[", "]"),
+    "Granite": template(entry() + COMMA, "<|tool_call|>[", "]"),
+    "Phi": template(entry() + COMMA, "<|tool_call|>[", "]<|/tool_call|>"),
+}  # fmt: skip
+
+
+def codec(text: str) -> Codec:
+    tokenizer = AutoTokenizer.from_pretrained(embedded("demo"))
+    tokenizer.chat_template = text
+    return Codec(tokenizer)
+
+
+def read(form: Form, written: str, step: int = 0, tools: Any = TOOLS) -> tuple[str, list[Any]]:
+    """What is said, and the calls, of a text that comes in parts of `step` characters."""
+    chat = Chat(messages=[], tools=tools)
+    reader, said, calls, step = CallReader(form, chat.tools or ()), "", [], step or len(written)
+    for start in range(0, len(written), step):
+        more, new = reader.push(written[start : start + step], last=start + step >= len(written))
+        said, calls = said + more, calls + new
+    return said, [(one["function"]["name"], json.loads(one["function"]["arguments"]))
+                  for one in calls]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_template_writes_is_read_back(name: str, count: int) -> None:
+    found = codec(FORMS[name])
+    chat = Chat(messages=[{"role": "user", "content": "x"}], tools=TOOLS)
+    _, form = offered(chat, found)
+    assert form is not None
+    arguments = json.dumps(ARGUMENTS) if form.text_arguments else ARGUMENTS
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    if name in ("Llama 3", "DeepSeek") and count == 2:
+        pytest.skip("one call at a time")
+    start = found.chat_text(chat.messages, TOOLS)
+    full = found.chat_text([*chat.messages, {"role": "assistant", "content": "", "tool_calls": [
+        call] * count}], TOOLS, answer=False)
+    written = full[len(start) :].removesuffix("<|end|>")
+    for step in (0, 1, 7):
+        said, calls = read(form, written, step)
+        assert calls == [("get_weather", ARGUMENTS)] * count, (form, written)
+        assert said.replace("<|START_THINKING|><|END_THINKING|>", "") == ""
+
+
+@pytest.mark.parametrize("text", [
+    template("<call>{{ f.name }};{{ f.arguments | length }}</call>"),
+    template("{{ f.name }}"), template("{{ f.nothing.at_all }}"), "{{ messages }}",
+])  # fmt: skip
+def test_what_cannot_be_read_back_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="chat template"):
+        offered(Chat(messages=[], tools=TOOLS), codec(text))
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+@pytest.mark.parametrize("text", [
+    "a </tool_call> b", "<tool_call>", "<tool_call>\n{}\n</tool_call>", "say [TOOL_CALLS] then",
+    '"]}', "\ud83d",
+])  # fmt: skip
+def test_marks_inside_strings_are_text(text: str, step: int) -> None:
+    arguments = {"path": "a.md", "text": text}
+    call = json.dumps({"name": "write_file", "arguments": arguments})
+    for form, written in ((HERMES, f"<tool_call>\n{call}\n</tool_call>"),
+                          (HERMES, f"I use <tool_call> so: <tool_call>\n{call}\n</tool_call>"),
+                          (MISTRAL, f"[TOOL_CALLS][{call}]"), (HERMES, f"<tool_call>{call}")):
+        assert read(form, written, step)[1] == [("write_file", arguments)]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), [
+    ("null", {}), ('"{\\"a\\": 1}"', {"a": 1}), ('""', {}), (None, {}), ("{}", {}),
+    ('{"a": NaN}', None), ('{"a": 1e400}', None), ('{"a": -Infinity}', None), ("[1]", None),
+    ('"no JSON"', None), ("3", None),
+])  # fmt: skip
+def test_arguments_are_an_object_and_json(arguments: str | None, wanted: Any) -> None:
+    """What is no JSON is no call: it stays text, and never reaches a client as arguments."""
+    body = "" if arguments is None else f', "arguments": {arguments}'
+    written = f'<tool_call>\n{{"name": "f"{body}}}\n</tool_call>'
+    said, calls = read(HERMES, written)
+    assert calls == ([] if wanted is None else [("f", wanted)])
+    assert bool(said) == (wanted is None)
+    assert read(LLAMA, '{"name": "f", "parameters": {"a": 1}} and text')[1] == []
