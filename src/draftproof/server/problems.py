@@ -57,6 +57,8 @@ def _misread(error: RequestValidationError) -> str:
         return f"the body must be JSON: {why}"
     if first["type"] == "extra_forbidden":
         return f"Unrecognized request argument: {where}"
+    if first["type"] == "extra_forbidden":
+        return f"Unrecognized request argument: {where}"
     if first["type"] == "missing":
         return f'"{where}" is missing'
     same = [each for each in (first, *others) if each["loc"][1] == first["loc"][1]]
