@@ -137,6 +137,24 @@ def test_a_conversation(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert once > 100 and (used < 2 * once or not engine.target.skips_absent)
 
 
+def test_an_answer_of_a_chat_goes_on_to_the_end_of_the_context(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut after 128 tokens, without a word."""
+    model, seen = tmp_path / "talker", list[tuple[int | None, int | None]]()
+    shutil.copytree(dp.embedded("demo"), model)
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+
+    def stream(self: dp.Engine, turns: Any, sampling: dp.Sampling) -> Any:
+        seen.append((sampling.max_new_tokens, sampling.max_length))
+        return iter(())
+
+    monkeypatch.setattr(dp.Engine, "stream", stream)
+    for options in ([], ["--max-model-len", "200"], ["--max-new-tokens", "9"]):
+        assert call("chat", str(model), "--drafter", "none", *options, stdin="Lily\n").code == 0
+    assert seen == [(None, 1024), (None, 200), (9, None)]
+
+
 def test_demo_tells_a_story_and_measures_every_drafter(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,17 +22,21 @@ HELP = (
     "/reset forgets the conversation, /stats tells the figures of the last answer, /exit or Ctrl-D "
     "leaves"
 )
+MaxLength = Annotated[int, typer.Option(
+    min=2, metavar="N", help="Tokens of the conversation; an answer goes on to its end.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")]
 
 
 @opt.with_options(engine=None, sampling=None)
 def chat(
-    model: opt.Model, system: System = None, bf16: opt.Bf16 = False, *, engine: dict[str, Any],
-    sampling: dict[str, Any],
+    model: opt.Model, system: System = None, max_model_len: MaxLength = 4096,
+    bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C ends an answer, and not the conversation."""
     loaded = alone_engine(config_of(model, engine, bf16), "chat", 512 << 20)
     wanted = replace(loaded.sampling, **sampling)
+    if wanted.max_new_tokens is None and wanted.max_length is None:
+        wanted = replace(wanted, max_length=min(max_model_len, loaded.target.context))
     begin = [{"role": "system", "content": system}] if system else []
     loaded.check([*begin, {"role": "user", "content": "Hello"}], sampling=wanted)   # a template?
     turns, last = begin, None
