@@ -91,4 +91,4 @@ def test_the_documentation_is_short_and_its_links_lead_somewhere() -> None:
             to = (page.parent / name).resolve() if name else page
             assert to.exists(), f"{page.name}: {link}"
             assert not heading or heading in headings[to], f"{page.name}: {link}"
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 680
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 700

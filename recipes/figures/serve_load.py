@@ -47,8 +47,9 @@ async def ask(line: tuple[Any, Any], body: dict[str, Any]) -> Done:
     """Over a connection of its own: a client that takes little of the machine."""
     reader, writer = line
     sent, began, times, text, tokens = json.dumps(body), time.perf_counter(), list[float](), "", 0
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json"
-                 f"\r\nContent-Length: {len(sent)}\r\n\r\n{sent}".encode())
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                 "Content-Type: application/json\r\n"
+                 f"Content-Length: {len(sent)}\r\n\r\n{sent}".encode())
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     if " 200 " not in head:
         raise SystemExit(head + (await reader.read(2000)).decode())
