@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftproof.cli.batch import Batch
 from draftproof.engine.engine import Completion, Engine
+from draftproof.training.files import locked
 
 Call = Callable[..., Any]
 
@@ -155,3 +160,47 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
     for row, reason in zip(found[::2], BAD.values(), strict=True):
         assert reason in row["error"], row
     assert {row["text"] for row in found[1::2]} == {found[1]["text"]}
+
+
+def test_two_processes_do_not_write_one_output(
+    refused: Call, target: str, rows: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.touch()
+    with locked(out):
+        refused(*args(target, rows, out), words=["another process is writing", str(out)])
+    assert out.read_bytes() == b""
+
+
+def test_a_full_disk_loses_nothing(
+    call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, count = tmp_path / "out.jsonl", [0]
+    as_row = Batch._row
+
+    def full(self: Batch, *given: Any) -> bytes:
+        count[0] += 1
+        if count[0] == 4:
+            raise OSError(28, "No space left on device")
+        return as_row(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "_row", full)
+        said = call(*args(target, rows, out))
+    assert said.code == 1 and "No space left on device" in said.err.splitlines()[-1]
+    assert "3 of 13 rows were done" in said.err and len(read(out)) == 3
+    assert call(*args(target, rows, out)).code == 0 and len(read(out)) == len(ROWS)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_run_goes_on(target: str, rows: Path, tmp_path: Path, call: Call) -> None:
+    """SIGKILL once some rows were written."""
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert call(*args(target, rows, whole)).code == 0
+    command = [sys.executable, "-m", "draftproof", *args(target, rows, out)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") > 1):
+            time.sleep(0.005)
+        process.kill()
+    assert call(*args(target, rows, out)).code == 0
+    assert texts(out) == texts(whole)

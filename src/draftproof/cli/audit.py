@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,12 @@ from draftproof.errors import BadInput, DraftproofError
 _option = partial(opt.option, None)
 
 
+OPENINGS = ("Once upon a", "The", "I", "My favourite", "In the morning", "She said that")
+"""Of these the prompt is the one after which most different tokens are likely."""
+WEAK = 5
+"""Different texts below which a test says little."""
+
+
 def audit(
     ctx: typer.Context,
     hf: Annotated[str | None, _option("MODEL", "transformers' assistant mode.", "--hf")] = None,
@@ -31,7 +38,7 @@ def audit(
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
     num_assistant_tokens: Annotated[
         int | None, _option("K", "It drafts so many; else as transformers does.")] = None,
-    prompt: Annotated[str | None, _option("TEXT", "What continues; else a few words, or tokens.",
+    prompt: Annotated[str | None, _option("TEXT", "The text to continue; else one is chosen.",
                                           "--prompt", "-p")] = None,
     length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
     samples: Annotated[int, _option("N", "Texts to draw.")] = 4000,
@@ -46,7 +53,7 @@ def audit(
     """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
     try:
         must_have_folders(json_)
-        with show.status("drawing texts ..."):
+        with show.loading("loading the model"):
             title, found = _audited(SimpleNamespace(**ctx.params))
     except Exception as error:                          # 1 always means biased
         if not isinstance(error, (DraftproofError, OSError)):
@@ -60,6 +67,10 @@ def audit(
         text = json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n"
         json_.write_text(text, encoding="utf-8")
     style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
+    if not found.biased and found.joint.cells < WEAK:
+        style, word = "bold yellow", (
+            f"UNBIASED, but a weak test ({found.joint.cells} different texts; give a --prompt that "
+            "can go on in more ways, or a higher --temperature)")
     console, table = show.page(), show.table(None, "test", "p-value", "verdict", "detail")
     console.print(f"{word}: {title}", style=style, markup=False)
     for check in found.checks:
@@ -74,11 +85,17 @@ def audit(
     raise typer.Exit(int(found.biased))
 
 
+def _choices(law: Any, prompt: Sequence[int], samples: int) -> int:
+    """How many first tokens are likely enough to be counted one by one."""
+    return int((law([tuple(prompt)])[0] * samples >= 20).sum())
+
+
 def _audited(given: Any) -> tuple[str, Any]:
     """The engine in words, and what was found. given: the options by name."""
     from draftproof.core.params import Sampling
     from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
     from draftproof.verify import audit as audits
+    from draftproof.verify.user_sampler import from_module
 
     hf, endpoint, python, assistant = given.hf, given.endpoint, given.python, given.assistant_model
     length, tokens = given.length, given.num_assistant_tokens
@@ -95,7 +112,7 @@ def _audited(given: Any) -> tuple[str, Any]:
         if number is not None and number < 1:
             raise BadInput(f"{name} was {number}; it must be at least 1")
     want = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-    engine: Any = audits.from_module(python) if python else None
+    engine: Any = from_module(python) if python else None
     name = hf or given.reference or given.model
     known, tokenizer = load_model(name, given.dtype, given.device), load_tokenizer(name)
     if known.config.is_encoder_decoder:
@@ -114,8 +131,9 @@ def _audited(given: Any) -> tuple[str, Any]:
         law, opaque = engine.merged(law), engine.shared
     if tokenizer is None and given.prompt is not None:
         raise BadInput(f"there is no tokenizer in {name} that reads --prompt; leave it out")
-    text = "Once upon a" if given.prompt is None else given.prompt
-    ids = tokenizer(text)["input_ids"] if tokenizer is not None else (1, 2, 3)
+    texts = OPENINGS if given.prompt is None else (given.prompt,)
+    prompts = [(1, 2, 3)] if tokenizer is None else [tokenizer(text)["input_ids"] for text in texts]
+    ids = max(prompts, key=lambda prompt: _choices(law, prompt, given.samples))
     found = audits.audit(
         engine, law, list(map(int, ids)), length=length, samples=given.samples, seed=given.seed,
         ends=ends, opaque=opaque,

@@ -9,7 +9,9 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from draftproof.cli.setup import engine_of
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import identity, understood
 from draftproof.errors import BadInput, DraftproofError, first_line
+from draftproof.training.files import locked
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
@@ -59,7 +62,16 @@ class Batch:
     def run(self, group: ProcessGroup) -> None:
         """Complete all rows that are not in `out` yet. Raises DraftproofError at the
         end for bad rows."""
-        lines, rows = group.from_rank_0(self._begin)
+        with ExitStack() as until_done:
+            lines, rows = group.from_rank_0(partial(self._begin, until_done))
+            self._run(group, lines, rows)
+        bad = sum("error" in json.loads(row) for row in rows.values())
+        if bad:
+            bad_rows = f"{bad} of {len(lines)} rows could not be completed"
+            raise DraftproofError(f'{bad_rows}; see their "error" in {self.out}')
+
+    def _run(self, group: ProcessGroup, lines: list[Line], rows: dict[int, bytes]) -> None:
+        """Complete the lines that `rows` lacks, and add them to it."""
         left = [line for line in lines if line.index not in rows]
         if not left:
             if group.leads:
@@ -71,14 +83,10 @@ class Batch:
             if rows:
                 show.note(f"{self.out} has {len(rows)} of {len(lines)} rows; going on")
             self._complete(left, rows)
-        bad = sum("error" in json.loads(row) for row in rows.values())
-        if bad:
-            bad_rows = f"{bad} of {len(lines)} rows could not be completed"
-            raise DraftproofError(f'{bad_rows}; see their "error" in {self.out}')
 
-    def _begin(self) -> tuple[list[Line], dict[int, bytes]]:
+    def _begin(self, until_done: ExitStack) -> tuple[list[Line], dict[int, bytes]]:
         """The rows to answer, and those that `out` holds; before the model is loaded, for much can
-        be wrong."""
+        be wrong. No other process writes to `out` until `until_done` is left."""
         for name, value in (("batch_size", self.batch_size), ("ray", self.ray)):
             if value is not None and value < 1:
                 raise BadInput(f"{name} was {value}; it must be at least 1")
@@ -90,6 +98,7 @@ class Batch:
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
         self.out.open("ab").close()                         # can it be written?
+        until_done.enter_context(locked(self.out))
         return lines, self._written(lines)
 
     @property
@@ -129,9 +138,10 @@ class Batch:
             with show.bars(*columns) as progress, self.out.open("ab") as out:
                 task = progress.add_task("", total=count, speed=0.0)
                 for line, outcome in self._found(left):
-                    rows[line.index] = self._row(line, outcome)
-                    out.write(rows[line.index] + b"\n")
+                    row = self._row(line, outcome)
+                    out.write(row + b"\n")
                     out.flush()
+                    rows[line.index] = row
                     done += [outcome] if not isinstance(outcome, str) else []
                     tokens = sum(len(completion.tokens) for completion in done)
                     speed = tokens / (time.perf_counter() - start)
@@ -141,9 +151,20 @@ class Batch:
                 f"interrupted with {len(rows)} of {count} rows done; the same command goes on "
                 "from there"
             ) from None
-        self._order(rows)
+        except OSError as error:
+            raise self._cannot_write(error, len(rows), count) from error
+        try:
+            self._order(rows)
+        except OSError as error:
+            raise self._cannot_write(error, len(rows), count) from error
         show.note(f"{len(done)} rows · {show.summary(done, time.perf_counter() - start)}")
         show.lossy_distance(show.together(done))
+
+    def _cannot_write(self, error: OSError, done: int, count: int) -> DraftproofError:
+        return DraftproofError(
+            f"{error.filename or self.out} cannot be written ({error.strerror}); {done} of {count} "
+            "rows were done. Make room, and the same command goes on from what was written"
+        )
 
     def _order(self, rows: Mapping[int, bytes]) -> None:
         """Write all rows anew, in the order of the input."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import alone_engine, config_of
+from draftproof.cli.setup import alone_engine, check_sampling, config_of
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine
 
 HELP = (
-    "/reset forgets the conversation, /stats tells the figures of the last answer, /exit or Ctrl-D "
-    "leaves"
+    "/reset forgets the conversation, /stats shows the speed of the last answer, /help shows this, "
+    "/exit or Ctrl-D leaves; Ctrl-C stops an answer. Start chat with --system TEXT to set a system "
+    "message"
 )
 MaxLength = Annotated[int, typer.Option(
     min=2, metavar="N", help="Tokens of the conversation; an answer goes on to its end.")]
+COMMANDS = ("/reset", "/stats", "/help", "/exit", "/quit")
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")]
 
 
@@ -32,48 +35,91 @@ def chat(
     model: opt.Model, system: System = None, max_model_len: MaxLength = 4096,
     bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Talk to a model; Ctrl-C ends an answer, and not the conversation."""
-    loaded = alone_engine(config_of(model, engine, bf16), "chat", 512 << 20)
-    wanted = replace(loaded.sampling, **sampling)
-    if wanted.max_new_tokens is None and wanted.max_length is None:
-        wanted = replace(wanted, max_length=min(max_model_len, loaded.target.context))
-    begin = [{"role": "system", "content": system}] if system else []
-    loaded.check([*begin, {"role": "user", "content": "Hello"}], sampling=wanted)   # a template?
-    turns, last = begin, None
-    show.note(HELP)
+    """Talk to a model; Ctrl-C ends an answer, and not the conversation.
+
+    Example: draftproof chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence."
+    """
+    config = config_of(model, engine, bf16)
+    with show.loading("starting PyTorch"):
+        check_sampling(sampling)
+    loaded = alone_engine(config, "chat", 512 << 20)
+    length = min(max_model_len, loaded.target.context)
+    wanted = _to_the_end(replace(loaded.sampling, **sampling), length)
+    start = [{"role": "system", "content": system}] if system else []
+    _must_chat(loaded, [*start, {"role": "user", "content": "Hello"}], wanted)
+    _edit_lines()
+    show.note(f"{loaded.target.name}, drafts by {loaded.drafter.name}. {HELP}")
+    turns, last = start, None
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             show.note("(/exit or Ctrl-D leaves)")
             continue
-        if said == "/exit":
+        command = line.lower()
+        if command in ("/exit", "/quit", "exit", "quit"):
             return
-        if said == "/reset":
-            turns = begin
-        elif said == "/stats":
+        if command == "/reset":
+            turns = start
+            show.note("the conversation is forgotten")
+        elif command == "/stats":
             show.note(show.summary([last]) if last else "there was no answer yet")
-        elif said.startswith("/"):
+        elif command == "/help":
             show.note(HELP)
-        elif said:
-            asked = [*turns, {"role": "user", "content": said}]
+        elif _is_command(command):
+            show.note(f"there is no command {line.split()[0]}. {HELP}")
+        elif line:
+            asked = [*turns, {"role": "user", "content": line}]
             try:
                 answer, last = _answer(loaded, asked, wanted)
             except BadInput as error:                           # the context is full, perhaps
-                show.note(f"{error}; /reset begins anew", style="yellow")
+                show.note(f"{error}; /reset begins a new conversation", style="yellow")
                 continue
             turns = [*asked, {"role": "assistant", "content": answer}]
 
 
+def _is_command(line: str) -> bool:
+    """Whether a line is meant as a command, such as /hlep; a path such as /etc/hosts is text."""
+    return line.startswith("/") and bool(get_close_matches(line, COMMANDS, 1, 0.6))
+
+
+def _to_the_end(sampling: Sampling, length: int) -> Sampling:
+    """An answer ends where the model ends it, or with the conversation, unless a limit is set."""
+    if sampling.max_new_tokens is None and sampling.max_length is None:
+        return replace(sampling, max_length=length)
+    return sampling
+
+
+def _must_chat(engine: Engine, turns: list[dict[str, str]], sampling: Sampling) -> None:
+    """Raise BadInput for a model that has no chat template."""
+    try:
+        engine.check(turns, sampling=sampling)
+    except BadInput as error:
+        if "has no chat template" not in str(error):
+            raise
+        name = engine.target.name
+        raise BadInput(
+            f"{name} is a base model: it has no chat template, and only continues text. Name an "
+            f"instruction-tuned model, or run: draftproof run {name} -p TEXT"
+        ) from error
+
+
+def _edit_lines() -> None:
+    """Let `input` edit lines and remember them, where the platform can."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401
+
+
 def _answer(
-    engine: Engine, turns: list[dict[str, str]], wanted: Sampling
+    engine: Engine, turns: list[dict[str, str]], sampling: Sampling
 ) -> tuple[str, Completion | None]:
     """What the model says, as far as Ctrl-C lets it; and figures, if it came to an end."""
-    writer, text, done = show.StreamWriter(sys.stdout), "", None
+    writer, text, done = show.StreamWriter(sys.stdout, wrap=True), "", None
     with suppress(KeyboardInterrupt):
-        for chunk in engine.stream(turns, sampling=wanted):
+        for chunk in engine.stream(turns, sampling=sampling):
             writer.write(chunk.pieces)
             text, done = text + chunk.text, chunk.completion
     writer.end()

@@ -6,12 +6,14 @@ import codecs
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -109,11 +111,14 @@ def loading(text: str) -> Iterator[Callable[[str], None]]:
 class StreamWriter:
     """Writes a stream of text; accepted draft tokens in green where colours can be seen.
 
-    On a terminal, control characters show as the replacement character.
+    On a terminal, control characters show as the replacement character. wrap: break lines of a
+    terminal between words; a word is shown once it is complete.
     """
 
-    def __init__(self, out: IO[str]) -> None:
+    def __init__(self, out: IO[str], *, wrap: bool = False) -> None:
         self.out, self._open = out, False                       # whether a line is
+        self._wraps, self._column = wrap and out.isatty(), 0
+        self._word: list[tuple[str, str]] = []                  # pieces of the unfinished word
         colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.coloured = out.isatty() and colours
 
@@ -121,12 +126,34 @@ class StreamWriter:
         """Each with who drafted it, or ""."""
         for piece, drafter in pieces:
             piece = harmless(piece) if self.out.isatty() else piece
-            self.out.write(f"\x1b[32m{piece}\x1b[0m" if self.coloured and drafter else piece)
+            for part in re.findall(r"\s|\S+", piece) if self._wraps else [piece]:
+                if self._wraps and not part.isspace():
+                    self._word.append((part, drafter))
+                else:
+                    self._end_word()
+                    self._put(part, drafter)
             self._open = not piece.endswith("\n") if piece else self._open
         self.out.flush()
 
+    def _put(self, text: str, drafter: str) -> None:
+        self.out.write(f"\x1b[32m{text}\x1b[0m" if self.coloured and drafter else text)
+        self._column = 0 if text.endswith("\n") else self._column + cell_len(text)
+
+    def _end_word(self) -> None:
+        """Show the word that is complete now, on the next line if it does not fit this one."""
+        width = sum(cell_len(text) for text, _ in self._word)
+        columns = shutil.get_terminal_size().columns
+        if self._word and self._column and self._column + width > columns:
+            self.out.write("\n")
+            self._column = 0
+        for text, drafter in self._word:
+            self._put(text, drafter)
+        self._word = []
+
     def end(self) -> None:
         """Finish the last line."""
+        self._end_word()
+        self._column = 0
         self.out.write("\n" if self._open else "")
         self.out.flush()
 

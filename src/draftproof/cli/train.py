@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,6 +29,10 @@ _text, _medusa = partial(opt.option, "Text"), partial(opt.option, "Medusa")
 _redrafter, _head = partial(opt.option, "ReDrafter"), partial(opt.option, "Head")
 opt.OPTIONS |= {"config": opt.options_of(TrainConfig), "own": opt.options_of(SelfGenerateConfig)}
 
+HARDLY_PAYS, PAYS = 1.5, 2.0
+"""Tokens per round below which heads seldom pay on a CPU, and from which they usually do."""
+LOGGED = 15.0
+"""Seconds between lines of progress where there is no terminal."""
 Trained = Annotated[Method, typer.Argument(help="medusa or redrafter.", show_default=False)]
 Data = Annotated[list[Path], _text("FILE", "Texts, .txt or .jsonl; repeatable.", "--data")]
 Out = Annotated[Path, opt.option(None, "DIR", "For the heads; the same command goes on.", "--out")]
@@ -83,22 +92,54 @@ def train(
         {**form, "layers": layers, **shape},
         writes if self_generate else None, joint, **engine,
     )  # fmt: skip
-    with Screen() as screen:
-        train_run.train(run, make, screen)
+    try:
+        with _terminable(), Screen() as screen:
+            train_run.train(run, make, screen)
+    except KeyboardInterrupt as stop:
+        text = str(stop) or "interrupted"
+        again = "" if "the same command goes on" in text else (
+            f"; the same command goes on from what is in {out}")
+        raise KeyboardInterrupt(text + again) from None
+    show.note(verdict(out, model))
     where = f"{out}/model --drafter {out}/heads" if joint else f"{model} --drafter {out}"
     show.note(f"draftproof run {where}", style="bold")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM stops like Ctrl-C, with a sentence."""
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def verdict(out: Path, model: str) -> str:
+    """Whether the heads will pay, by the tokens per round of text that was held out."""
+    record = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    rate = record["held_out"]["tokens_per_round"]
+    so_far = f"On held-out text the heads reach {rate:.2f} tokens per round (1 is plain decoding)"
+    if rate < HARDLY_PAYS:
+        return (f"{so_far}: they will hardly pay. Train on more text that the model wrote itself: "
+                "--self-generate with 250,000 tokens or more is usual.")
+    word = "should" if rate >= PAYS else "may"
+    return f"{so_far}: they {word} pay. Measure it: draftproof bench {model} --drafter {out}"
 
 
 class Screen(Progress):
     """A bar on a terminal, a line per evaluation anywhere. A `training.trainer.Callback`."""
 
     def __init__(self) -> None:
-        said = TextColumn("{task.percentage:3.0f} % · {task.fields[said]} ·")
+        said = TextColumn("{task.percentage:3.0f} %{task.fields[said]} ·")
         left = TimeRemainingColumn(), TextColumn("left")
         out = show.page(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), said, *left
         super().__init__(*columns, console=out, transient=True, disable=not out.is_terminal)
-        self._titled = False
+        self._titled, self._logged = False, time.monotonic()
 
     def note(self, text: str) -> None:
         """A line above the bar."""
@@ -106,7 +147,11 @@ class Screen(Progress):
         self.console.print(text, style="dim", markup=False, soft_wrap=wide)
 
     def progress(self, what: str, done: int, of: int, said: str = "") -> None:
-        """One bar at a time, each with its own time left."""
+        """One bar at a time, each with its own time left; in a log a line now and then."""
+        said = f" · {said}" if said else ""
+        if not self.console.is_terminal and time.monotonic() - self._logged >= LOGGED:
+            self._logged = time.monotonic()
+            self.note(f"{what} {done / max(1, of):.0%}{said}")
         if not self.tasks or self.tasks[0].description != what:
             for task in self.task_ids:
                 self.remove_task(task)
@@ -117,10 +162,10 @@ class Screen(Progress):
         """A line of the table: accuracy per step of the head on held-out rows."""
         if not self._titled:
             names = "".join(f"{f'{i + 2}. token':>13}" for i in range(len(evaluation.top1)))
-            self.note(f"{'step':>7}{'held-out':>10}{'tokens/round':>14}{names}   top-1/top-5")
+            self.note(f"{'step':>7}{'held-out loss':>15}{'tokens/round':>14}{names}   top-1/top-5")
             self._titled = True
         pairs = zip(evaluation.top1, evaluation.top5, strict=True)
         hits = "".join(f"{f'{one:.1%}/{five:.0%}':>13}" for one, five in pairs)
         kl = evaluation.backbone_kl
         hits += f"   backbone KL {kl:.4f}" if kl is not None else ""
-        self.note(f"{step:>7}{evaluation.loss:>10.3f}{evaluation.tokens_per_round:>14.2f}{hits}")
+        self.note(f"{step:>7}{evaluation.loss:>15.3f}{evaluation.tokens_per_round:>14.2f}{hits}")

@@ -6,13 +6,10 @@ Short texts are drawn and compared with their exact probabilities by a G-test; s
 from __future__ import annotations
 
 import json
-import pkgutil
-import sys
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.progress import doing
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
@@ -55,6 +53,7 @@ class Check(NamedTuple):
     detail: str = ""
     tv: float = 0.0
     detects: float = 1.0
+    cells: int = 0
 
     @property
     def passed(self) -> bool:
@@ -87,6 +86,7 @@ def audit(
         raise BadInput(f"there were {given}; give at least 1, 1 and 200")
     texts = list[Text]()
     while len(texts) < samples:
+        doing(f"drawing texts: {len(texts)} of {samples}")
         count = min(at_once, samples - len(texts))
         came: Any = draw(list(prompt), count, seed + len(texts) // at_once)
         try:
@@ -189,8 +189,8 @@ def g_test(counts: ArrayLike, law: ArrayLike, name: str = "") -> Check:
     if p_value and len(shares) > 1:
         test = stats.power_divergence(pooled, shares * samples, lambda_="log-likelihood")
         p_value = float(test.pvalue)
-    detail = f"{len(shares)} cells"
-    return Check(name, p_value, True, detail, tv, detects)
+    detail = f"{len(shares)} different texts or groups of rare ones"
+    return Check(name, p_value, True, detail, tv, detects, len(shares))
 
 
 def detectable(samples: float, cells: int) -> float:
@@ -283,6 +283,7 @@ class Endpoint:
     ) -> None:  # fmt: skip
         if not url.startswith(("http://", "https://")):
             raise BadInput(f"endpoint was {url!r}; give an address such as http://127.0.0.1:8000")
+        self.most = ROWS                                    # samples per request
         base = url.rstrip("/").removesuffix("/completions").removesuffix("/v1")
         self.url, self.length, self.ids = f"{base}/v1/completions", length, dict[str, int]()
         strings = [tokenizer.decode([token]) for token in range(vocab)]
@@ -303,8 +304,15 @@ class Endpoint:
         """`n` texts, in as many requests as the server needs, each with its own seed."""
         texts: list[list[int]] = []
         while len(texts) < n:
-            own = {"n": min(ROWS, n - len(texts)), "seed": (seed * 1009 + len(texts)) % 2**31}
-            choices = self._post({**self.body, "prompt": prompt, **own}).get("choices")
+            own = {"n": min(self.most, n - len(texts)), "seed": (seed * 1009 + len(texts)) % 2**31}
+            try:
+                choices = self._post({**self.body, "prompt": prompt, **own}).get("choices")
+            except BadInput as error:
+                refused = getattr(error.__cause__, "code", None) in (400, 422)
+                if not refused or own["n"] == 1:
+                    raise
+                self.most = own["n"] // 2                   # llama.cpp allows as many as its slots
+                continue
             if not choices:
                 raise BadInput(f"{self.url} gave no choices; is it a completions server?")
             texts += [self._tokens(choice) for choice in choices][: n - len(texts)]
@@ -336,15 +344,3 @@ class Endpoint:
         if unknown := [string for string in strings if string not in self.ids]:
             raise BadInput(f"the server's token {unknown[0]!r} is not one of the reference's")
         return [self.ids[string] for string in strings]
-
-
-def from_module(name: str) -> Draw:
-    """The function ``module:attribute``; modules of the working directory are found."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found: Any = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"python was {name!r}, which cannot be imported: {error}") from error
-    if not callable(found):
-        raise BadInput(f"{name} is no function sample(prompt, n, seed); give module:function")
-    return found  # type: ignore[no-any-return]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,17 @@ from typing import Any
 
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
-TITLE = "Certificate of lossless decoding"
+QUESTIONS = {
+    "law": "Does every possible text come out exactly as often as the model alone would write it? "
+           "All texts of small models are listed, and their probabilities compared.",
+    "sampling": "Are sampled texts as frequent as the model says, with real random numbers? "
+                "Thousands of texts are drawn and counted.",
+    "bits": "Does your model, here, write the same text with drafts as without, number for number? "
+            "Texts and scores are compared bit by bit.",
+    "architectures": "Is that so for every kind of model that is supported? Small random models of "
+                     "each kind write with drafts and without.",
+}
+"""What each section asks, in plain words."""
 SCOPE = (
     "What this says: the emitted text follows the target model. What it does not: the same text "
     "across machines, dtypes or forward shapes that round differently, and nothing about lossy "
@@ -67,11 +76,7 @@ class Report:
         return json.dumps({**body, "sections": sections}, indent=2, default=str)
 
     def as_html(self) -> str:
-        """The certificate: one page to attach to a release."""
-        lines = [TITLE, "", str(self), "", *(f"{key}: {it}" for key, it in self.about.items())]
-        for section in self.sections:
-            figures = json.dumps(section.figures, indent=2, default=str, ensure_ascii=False)
-            lines += ["", str(section), *(f"- {one}" for one in section.failures), figures]
-        head = f"<!doctype html><meta charset=utf-8><title>{TITLE}</title>"
-        text = html.escape("\n".join([*lines, "", SCOPE]), quote=False)
-        return f"{head}<pre style=white-space:pre-wrap>{text}\n"
+        """The certificate: one page to attach to a release; it asks nothing of the network."""
+        from draftproof.verify.certificate import page
+
+        return page(self)

@@ -1,0 +1,23 @@
+"""A sampler of a user's own for `draftproof audit --python`."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftproof.errors import BadInput
+from draftproof.verify.audit import Draw
+
+
+def from_module(name: str) -> Draw:
+    """The function ``module:attribute``; modules of the working directory are found."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"python was {name!r}, which cannot be imported: {error}") from error
+    if not callable(found):
+        raise BadInput(f"{name} is no function sample(prompt, n, seed); give module:function")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,61 @@
+"""``draftproof chat``: commands, paths, lines broken between words, base models."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import draftproof as dp
+from draftproof.cli import show
+from draftproof.cli.chat import _is_command, _to_the_end
+from draftproof.core.params import Sampling
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    model = tmp_path_factory.mktemp("chat") / "talker"
+    shutil.copytree(dp.embedded("demo"), model)
+    template = "{% for one in messages %}{{ one.content }}\n{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    return str(model)
+
+
+def test_commands_answer_and_leave(call: Call, talker: str) -> None:
+    said = call("chat", talker, "--max-new-tokens", "3", stdin="/reset\n/hepl\nexit\nTom was")
+    assert said.code == 0 and said.out == ""
+    assert "the conversation is forgotten" in said.err and "no command /hepl" in said.err
+    assert "--system" in said.err and "talker" in said.err
+
+
+def test_a_path_is_text() -> None:
+    assert _is_command("/rest") and _is_command("/stat")
+    assert not any(map(_is_command, ("/etc/hosts is what?", "/tmp", "/usr/bin", "a /reset")))
+
+
+def test_an_answer_is_not_cut_after_128_tokens() -> None:
+    assert _to_the_end(Sampling(), 2048).max_length == 2048
+    assert _to_the_end(Sampling(max_new_tokens=5), 2048).max_length is None
+
+
+def test_a_base_model_says_what_to_do(refused: Call, target: str) -> None:
+    refused("chat", target, words=["base model", "instruction-tuned", "draftproof run"])
+
+
+def test_words_are_not_broken_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "12")
+    monkeypatch.setenv("NO_COLOR", "1")
+    writer = show.StreamWriter(out := Terminal(), wrap=True)
+    for piece in ("She wa", "lked to the", " ri", "ver.\n", "Oh"):
+        writer.write([(piece, "")])
+    writer.end()
+    assert out.getvalue().split("\n") == ["She walked ", "to the ", "river.", "Oh", ""]
