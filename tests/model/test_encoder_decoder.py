@@ -21,7 +21,7 @@ from draftproof.engine.load import load
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, DraftproofError
 from draftproof.model import encoder_decoder
-from draftproof.model import target as module
+from draftproof.model import module_target as module
 from draftproof.model.encoder_decoder import EncoderDecoder
 from draftproof.model.source_cache import SourceCache
 

@@ -86,7 +86,7 @@ def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
     """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
     own, draft = made(kind), made(kind)
     assert own.has_states and not own.reads_trees
-    assert own.steps == (kind != "no single steps")
+    assert own.facts.single_steps == (kind != "no single steps")
     with torch.no_grad():
         for weight in draft.model.parameters():
             weight.add_(0.01 * torch.randn(weight.shape,

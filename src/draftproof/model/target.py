@@ -64,7 +64,7 @@ class Target:
     facts: Facts
     fast: FastForward | None
 
-    def __new__(cls, model: Any = None, **options: Any) -> Self:
+    def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Self:
         if cls is Target and model is not None:
             made: Self = object.__new__(_implementation(model))
             return made
