@@ -10,19 +10,20 @@ import torch
 from tiny import fresh
 
 from draftproof.engine.load import load
-from draftproof.model import inspection, kept, quantize
+from draftproof.model import inspection, kept, native_quantize, quantize
 from draftproof.model.loading import load_model
+from draftproof.native.kernels import kernels
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model on disk, and a cache folder that keeps everything."""
+    """A model on disk that transformers loads, and a cache folder that keeps everything."""
     monkeypatch.setenv("DRAFTPROOF_CACHE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "SLOW", -1.0)
     path = tmp_path / "model"
     sizes = {"hidden_size": 64, "intermediate_size": 128}
-    fresh("qwen2", tie_word_embeddings=True, **sizes).bfloat16().save_pretrained(path)
+    fresh("olmo2", tie_word_embeddings=True, **sizes).bfloat16().save_pretrained(path)
     return path
 
 
@@ -69,6 +70,24 @@ def test_a_second_start_finds_nothing_out_anew_unless_the_file_is_cut_off(
         assert text(folder, **options) == first and made == []
 
 
+@pytest.mark.skipif(kernels() is None, reason="nothing is read natively without kernels")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_native_model_is_packed_and_compared_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    done: list[str] = []
+    real = native_quantize._compared
+    monkeypatch.setattr(
+        native_quantize, "_compared", lambda *asked: (done.append("compared"), real(*asked))[1]
+    )
+    fresh("qwen2", hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
+    first = text(folder, quantize=kind)
+    assert done == ["compared"] and text(folder, quantize=kind) == first and len(done) == 1
+    assert text(folder) and len(done) == 1
+    fresh("qwen2", 1, hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
+    assert text(folder, quantize=kind) and len(done) == 2
+
+
 def test_other_files_or_changed_weights_are_not_what_was_kept(
     folder: Path, made: list[str]
 ) -> None:
@@ -78,7 +97,7 @@ def test_other_files_or_changed_weights_are_not_what_was_kept(
         changed.model.layers[0].mlp.up_proj.weight.mul_(2)
     made.clear()
     assert load(changed, quantize="int8").target.quantization is not None and "_quantised" in made
-    fresh("qwen2", 1, hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
+    fresh("olmo2", 1, hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
     made.clear()
     assert text(folder, quantize="int8") != first and {"examine", "_quantised"} <= set(made)
     assert not set(before) & set(files(folder))

@@ -26,7 +26,6 @@ from draftproof.engine.prompts import Prompt as Prompt
 from draftproof.engine.request import RequestReader
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.sources import SourceReader
 from draftproof.engine.stats import Clock, RoundStats, State
 from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadcast_rule
 from draftproof.errors import BadInput, reject_unknown_options
@@ -95,8 +94,11 @@ class Engine:
     @property
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
-        kind = SourceReader if self.target.encodes else RequestReader
-        return kind(self.target, self.codec, self.stop_tokens)
+        if self.target.encodes:
+            from draftproof.engine.sources import SourceReader
+
+            return SourceReader(self.target, self.codec, self.stop_tokens)
+        return RequestReader(self.target, self.codec, self.stop_tokens)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]

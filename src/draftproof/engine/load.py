@@ -7,9 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast
 
 from draftproof.core.progress import doing
 from draftproof.core.tree import TreeShape
@@ -25,6 +23,15 @@ from draftproof.drafters.portfolio import Portfolio
 from draftproof.engine.config import EngineConfig, LoadOptions
 from draftproof.engine.engine import Engine
 from draftproof.engine.named_drafters import DRAFTERS, HEADS, default_name, imported
+from draftproof.engine.open_model import (
+    NATIVE,
+    codec_of,
+    defaults_of,
+    native_source,
+    native_target,
+    open_model,
+    passage_of,
+)
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.wrappers import SourceText
 from draftproof.errors import (
@@ -35,29 +42,23 @@ from draftproof.errors import (
     UnsupportedModel,
     reject_unknown_options,
 )
-from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
-from draftproof.model.device import Device
 from draftproof.model.draft_layers import layer_count
-from draftproof.model.encoder_decoder import EncoderDecoder
-from draftproof.model.generation_defaults import default_sampling
-from draftproof.model.gguf_source import native_gguf
-from draftproof.model.graph_replay import GraphReplay, compiled
-from draftproof.model.loading import PreTrainedModel
 from draftproof.model.names import is_import
 from draftproof.model.native_model import NativeModel
 from draftproof.model.packed_linear import pack_linears
-from draftproof.model.parallel import ALONE, ProcessGroup, form_group, load_sharded
+from draftproof.model.parallel import ProcessGroup, form_group
 from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target, target_of
 from draftproof.model.tokenizer import Codec
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 log = logging.getLogger("draftproof")
 
 PUBLISHED = (eagle3, dflash)
 """Drafters that come in folders of their own: which one, its config.json says."""
-NATIVE = "mtp"
-"""The drafter in a model's own checkpoint."""
 
 
 def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) -> Engine:
@@ -77,34 +78,41 @@ def build(config: EngineConfig) -> Engine:
     itself, group = _self_draft(config), _group(config)
     doing(f"reading {_shown(config.model)}")
     with group.intact():
-        packs = not config.compile and config.quantize is None
-        loaded = _model(config.model, config, packs=packs, group=group)
-        doing("comparing it with transformers' own forward")
-        target = target_of(loaded, kv_cache=config.kv_cache, group=group)
-        codec = _codec(config.tokenizer, config.model, loaded, config.trust_remote_code)
+        native = native_source(config.model, config)
+        if native is not None:
+            codec = codec_of(config.tokenizer, config.model, None, config.trust_remote_code)
+            target = native_target(native, config, codec)
+        else:
+            packs = not config.compile and config.quantize is None
+            loaded = open_model(config.model, config, packs=packs, group=group)
+            doing("comparing it with transformers' own forward")
+            target = target_of(loaded, kv_cache=config.kv_cache, group=group)
+            codec = codec_of(config.tokenizer, config.model, loaded, config.trust_remote_code)
     drafter: Drafter | None = None
+    original = target.model
     if itself is not None and itself.keywords["quantize"]:  # of the original, before it is given up
         drafter = itself(target)
-    if config.quantize is not None:
+    if config.quantize is not None and target.quantization is None:
         doing(f"quantising to {config.quantize}")
-        passage = torch.tensor(codec.encode(PASSAGE)[: target.context]) if codec else None
         named = isinstance(config.model, (str, Path))
+        passage = passage_of(codec, target.context)
         target = variants.quantized(target, config.quantize, passage, give_up=named)
     if drafter is None:
         doing(f"preparing the drafter {_shown(config.assistant_model or config.drafter or '')}")
         drafter = itself(target) if itself is not None else _drafter(config, target, codec)
-    if config.compile:
-        target = _wrapped(target, drafter, compiled)
-    if config.graphs:
-        target = _wrapped(target, drafter, GraphReplay)
+    if config.compile or config.graphs:
+        from draftproof.model.graph_replay import GraphReplay, compiled
+
+        target = _wrapped(target, drafter, compiled) if config.compile else target
+        target = _wrapped(target, drafter, GraphReplay) if config.graphs else target
     shapes = config.shapes
     if shapes is None and (config.graphs or config.compile or config.bucket_size is not None):
         shapes = ShapePolicy(closed=True, bucket=config.bucket_size)
+    sampling, stop_tokens = defaults_of(original, config.ignore_generation_config)
     return Engine(
         target, drafter, codec=codec, acceptance=config.acceptance or "match",
-        lossy=config.typical, budget=config.budget,
-        sampling=default_sampling(loaded, config.ignore_generation_config),
-        stop_tokens=loading.stop_tokens(loaded), shapes=shapes,
+        lossy=config.typical, budget=config.budget, sampling=sampling, stop_tokens=stop_tokens,
+        shapes=shapes,
     )  # fmt: skip
 
 
@@ -209,10 +217,15 @@ def _draft_model(
 ) -> DraftModel:
     named = isinstance(name, (str, Path))
     device = config.device or str(target.device)
-    draft = name if not isinstance(name, (str, Path)) else loading.load_model(
-        name, config.dtype, device, trust_remote_code=config.trust_remote_code
-    )
-    own = _codec(None, name, draft, config.trust_remote_code)
+    native = native_source(name, config)
+    draft: Any = name
+    if native is not None:
+        draft = native.model()
+    elif isinstance(name, (str, Path)):
+        draft = loading.load_model(
+            name, config.dtype, device, trust_remote_code=config.trust_remote_code
+        )
+    own = codec_of(None, name, draft, config.trust_remote_code)
     wrong = None
     if draft.device != target.device:
         wrong = f"is on {draft.device}, the target on {target.device}; put both on one device"
@@ -224,8 +237,8 @@ def _draft_model(
         whose = draft.config.name_or_path or type(draft).__name__
         raise DrafterMismatch(f"the draft model {whose} {wrong}")
     reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
-    if isinstance(reader, EncoderDecoder) and isinstance(target, EncoderDecoder):
-        reader.shares_encoder(target)
+    if reader.encodes and target.encodes:
+        cast(Any, reader).shares_encoder(target)
     if codec and own and not codec.same_ids(own):
         shared = SharedVocabulary(codec, own, target.vocab_size, reader.vocab_size)
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
@@ -245,7 +258,7 @@ def _draft_reader(
         lighter = variants.lighter(target_of(draft), codec.encode(PASSAGE))
         if lighter is not None:
             return lighter
-    if named:
+    if named and not isinstance(draft, NativeModel):
         pack_linears(draft)
     return target_of(draft)
 
@@ -280,54 +293,6 @@ def _is_model(drafter: object) -> TypeGuard[str | Path]:
     named = Path(folder, "config.json").is_file() and not is_head(folder)
     named = named and _published(folder) is None
     return folder.lower().endswith(".gguf") or named
-
-
-def _model(
-    model: str | Path | PreTrainedModel, config: EngineConfig, *, packs: bool,
-    group: ProcessGroup = ALONE,
-) -> PreTrainedModel:
-    """A model loaded here may be packed for speed; one that was handed in is never changed."""
-    if not isinstance(model, (str, Path)):
-        return model
-    if config.parallel is not None and not group.alone:
-        return load_sharded(model, config.dtype, config.device, config.parallel, group)
-    if (native := _native(model, config)) is not None:
-        return native
-    trusted = config.trust_remote_code
-    loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=trusted)
-    if packs:
-        pack_linears(loaded)
-    return loaded
-
-
-def _native(model: str | Path, config: EngineConfig) -> NativeModel | None:
-    """A GGUF file of a family that our forward reads, in the file's own format or in `dtype`.
-
-    None for what needs a module of transformers: other devices, compilation and quantising anew.
-    """
-    if not GGUFFile.recognises(model) or config.compile or config.graphs:
-        return None
-    anew = config.quantize is not None or str(config.drafter).startswith(SELF)
-    device = Device.found(config.device)
-    if anew or device.where.type != "cpu":
-        return None
-    dtype = loading.dtype_named(config.dtype)
-    if dtype == torch.float64:
-        return None
-    return native_gguf(model, dtype or device.dtype_for(torch.bfloat16), unpack=dtype is not None)
-
-
-def _codec(
-    tokenizer: Any, model: str | Path | PreTrainedModel, loaded: PreTrainedModel, trust: bool
-) -> Codec | None:
-    """The tokenizer given, or the one beside the model; None if there is neither."""
-    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
-        return Codec(tokenizer)
-    where = tokenizer or (model if isinstance(model, (str, Path)) else loaded.config.name_or_path)
-    found = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
-    if found is None and tokenizer is not None:
-        raise BadInput(f"there is no tokenizer in {tokenizer}")
-    return Codec(found, str(where)) if found is not None else None
 
 
 def _wrapped(target: Target, drafter: Drafter, wrap: Callable[[Target], Target]) -> Target:

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,9 +18,11 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.errors import BadInput, first_line
-from draftproof.model.loading import PreTrainedModel
 from draftproof.model.native_model import NativeModel
 from draftproof.model.target import Target
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": Plain,

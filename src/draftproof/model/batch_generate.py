@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig
 
-from draftproof.model.loading import PreTrainedModel
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
+
 
 
 def batch_generate(

@@ -4,13 +4,15 @@ changed since something was made of it."""
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftproof.errors import BadInput, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
 

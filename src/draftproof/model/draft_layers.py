@@ -10,12 +10,10 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from draftproof.core.tree import TokenTree
 from draftproof.errors import (
@@ -27,6 +25,9 @@ from draftproof.errors import (
 from draftproof.model.kv_cache import KVCache, tree_mask
 from draftproof.model.kv_layer import LayerShape
 from draftproof.model.layout import cache_argument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Mask = Callable[[int | None], Tensor | None]
 """The additive mask of a read for layers with this window."""
@@ -99,6 +100,8 @@ class DraftLayers:
 
     def shapes(self, width: Callable[[int], int]) -> list[LayerShape]:
         """What each layer, whose attention reads `width(number)` numbers, stores of a token."""
+        from transformers import DynamicCache
+
         found, cache = list[LayerShape](), DynamicCache()
         for number, layer in enumerate(self.layers):
             weight = next(layer.parameters())
@@ -116,6 +119,8 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
     known: settings that the caller reads. Any other that the family does not read either is
     refused: a flag that is not understood is a weaker draft.
     """
+    from transformers import AutoConfig, AutoModel
+
     kind = str(settings.get("model_type", "llama"))
     try:
         rest = {key: value for key, value in settings.items() if key != "model_type"}
@@ -169,6 +174,8 @@ def layer_count(model: PreTrainedModel) -> int:
 
 def checkpoint_folder(model: PreTrainedModel) -> Path:
     """Where a model's weights were read from; raises ModelNotFound if that is not to be found."""
+    from transformers.utils.hub import cached_file
+
     name = str(model.config.name_or_path)
     if name and Path(name).is_dir():
         return Path(name)

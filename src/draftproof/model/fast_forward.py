@@ -109,16 +109,38 @@ class FastForward:
         ]
         states = [hidden]
         for layer, store in zip(self.layers, cache.layers, strict=True):
-            attended = self._attend(layer, store, layer.input_norm(hidden), *seen[layer.kind])
-            hidden = hidden + self._added(attended, layer.post_attention)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
-            gated = F.gelu(gate, approximate="tanh") if self.decoder.gelu else F.silu(gate)
-            hidden = hidden + self._added(layer.down(gated * up), layer.post_mlp)
+            hidden = self._layer(layer, store, hidden, *seen[layer.kind])
             states.append(hidden)
         states[-1] = hidden = self.decoder.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
         some = [states[number] for number in hidden_layers]
         return logits, torch.stack(some, 2) if some else None
+
+    def layer(
+        self, layer: DecoderLayer, store: Any, hidden: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """[B, W, H] the states after one layer, which may be another decoder's of this form.
+
+        Args:
+            layer: The layer; its kind of attention is one of this decoder's.
+            store: Where its keys and values are written.
+            hidden: [B, W, H] the states before it.
+            positions: [B, W].
+            mask: As of `tree_mask`.
+        """
+        cos, sin = self._rotation(self.kinds[layer.kind], positions)
+        return self._layer(layer, store, hidden, cos, sin, mask)
+
+    def _layer(
+        self, layer: DecoderLayer, store: Any, hidden: Tensor, cos: Tensor, sin: Tensor,
+        mask: Tensor,
+    ) -> Tensor:
+        """[B, W, H] the states after a layer."""
+        attended = self._attend(layer, store, layer.input_norm(hidden), cos, sin, mask)
+        hidden = hidden + self._added(attended, layer.post_attention)
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+        gated = F.gelu(gate, approximate="tanh") if self.decoder.gelu else F.silu(gate)
+        return hidden + self._added(layer.down(gated * up), layer.post_mlp)
 
     def _added(self, delta: Tensor, norm: Linear | None) -> Tensor:
         """What a layer adds to the residual stream."""

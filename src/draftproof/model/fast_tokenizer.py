@@ -53,6 +53,10 @@ class FastTokenizer:
         self.name_or_path, self._roles = name, source.roles
         templates = source.chat_templates
         self.chat_template = templates if len(templates) > 1 else templates.get("default")
+        self.special_tokens_map: dict[str, Any] = {
+            f"{role}_token": source.tokenizer.id_to_token(number)
+            for role, number in source.roles.items() if role in ("bos", "eos", "unk", "pad")
+        }
         self.added_tokens_decoder: dict[int, AddedToken] = (
             source.tokenizer.get_added_tokens_decoder()
         )
@@ -98,15 +102,47 @@ class FastTokenizer:
         """The token before a text, if there is one."""
         return self._roles.get("bos")
 
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The template that a conversation is rendered with; raises ValueError without one."""
+        known = self.chat_template
+        if not isinstance(known, dict):
+            template = known if chat_template is None else chat_template
+        elif chat_template is not None:
+            template = known.get(chat_template, chat_template)
+        else:
+            offered = tools is not None and "tool_use" in known
+            template = known.get("tool_use" if offered else "default")
+        if template is None:
+            raise ValueError(f"{self.name_or_path} has no chat template")
+        return template
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], tools: Sequence[Any] | None = None,
+        tokenize: bool = True, add_generation_prompt: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        """A conversation as text; as tokens, or with functions for tools, as transformers does."""
+        if tokenize or any(not isinstance(tool, dict) for tool in tools or ()):
+            return self.transformers.apply_chat_template(
+                conversation, tools=tools, tokenize=tokenize,
+                add_generation_prompt=add_generation_prompt, **options,
+            )  # fmt: skip
+        template = self.get_chat_template(options.pop("chat_template", None), tools)
+        from draftproof.model.chat_template import render
+
+        values = {**self.special_tokens_map, **options}
+        return render(template, conversation, tools, add_generation_prompt=add_generation_prompt,
+                      **values)
+
     @cached_property
     def transformers(self) -> Any:
         from transformers import PreTrainedTokenizerFast
 
-        tokens = {f"{role}_token": self._tokenizer.id_to_token(number)
-                  for role, number in self._roles.items() if role in ("bos", "eos", "unk", "pad")}
         # a copy: transformers sets truncation and padding on what it is given
         full: Any = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()), **tokens,
+            tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
+            **self.special_tokens_map,
             clean_up_tokenization_spaces=False, name_or_path=self.name_or_path,
         )  # fmt: skip
         full.chat_template = self.chat_template

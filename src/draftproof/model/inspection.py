@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
@@ -19,6 +18,8 @@ from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from draftproof.model.module_target import ModuleTarget
 
 CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])

@@ -12,12 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from draftproof.model.copies import Snapshot
@@ -78,13 +77,32 @@ class Kept:
 
 def came_from(model: nn.Module, name: str) -> None:
     """Remember the files that a model was just loaded from."""
-    found = try_to_load_from_cache(name, "config.json") if not Path(name).exists() else None
-    place = Path(found).parent if isinstance(found, str) else Path(name)
+    setattr(model, _SOURCE, (*_files(name), Snapshot.of(model)))
+
+
+def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
+    """The folder or file of this name, and what identifies the files that it consists of."""
+    place = Path(name)
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+        place = Path(cached).parent if isinstance(cached, str) else place
     files = sorted(place.iterdir()) if place.is_dir() else [place]
-    kinds = (".json", ".safetensors", ".bin", ".gguf", ".py")
+    kinds = (".json", ".safetensors", ".bin", ".gguf", ".py", ".jinja", ".model")
     sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
-             for one in files if one.suffix.lower() in kinds]
-    setattr(model, _SOURCE, (str(place.resolve()), sizes, Snapshot.of(model)))
+             for one in files if one.suffix in kinds]
+    return str(place.resolve()), sizes
+
+
+def kept_of_files(name: str, what: str, *more: object) -> Kept:
+    """Where `what` is kept of the files of this name alone, whatever model they make."""
+    if os.environ.get(SWITCH) == "0" or not Path(name).exists():
+        return Kept()
+    place, files = _files(name)
+    kernel = library().build and name_of(library().build)
+    here = (files, _code(), torch.__version__, version("transformers"))
+    return Kept(*map(_digest, (place, here, (what, kernel, *more))))
 
 
 def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept:
@@ -98,11 +116,13 @@ def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept:
         return Kept()
     kinds = sorted(Counter(type(one).__name__ for one in model.modules()).items())
     kernel = library().build and name_of(library().build)
-    here = (files, _code(), torch.__version__, transformers.__version__)
+    here = (files, _code(), torch.__version__, version("transformers"))
     what_of = (str(model.config), kinds, str(model.dtype), str(model.device), kernel, what, *more)
-    return Kept(*(
-        hashlib.sha256(repr(one).encode()).hexdigest()[:16] for one in (place, here, what_of)
-    ))
+    return Kept(*map(_digest, (place, here, what_of)))
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def _code() -> str:

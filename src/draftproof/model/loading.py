@@ -9,32 +9,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-)
-from transformers import PreTrainedModel as PreTrainedModel  # these two are for the folders below
-from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, UnsupportedModel, first_line
 from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
 from draftproof.model.fast_tokenizer import FastTokenizer, gguf_tokenizer
-from draftproof.model.gguf_model import config_object, transformers_source, unpacked
+from draftproof.model.folder_tokenizer import folder_tokenizer
 from draftproof.model.kept import came_from
 from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
 from draftproof.model.names import resolve as resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as PreTrainedModel  # for the folders below
+    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 
 log = logging.getLogger("draftproof")
 
@@ -58,6 +50,8 @@ def load_model(
     DistributedConfig of transformers, by which each rank loads its part and keeps it where it is
     put. Weights that the checkpoint lacks are an error, those that go unused a warning.
     """
+    from transformers import AutoConfig
+
     name = resolve(model)
     with _clear_errors(name), _quiet(Path(name).exists()):
         if Path(name, "adapter_config.json").is_file():
@@ -98,10 +92,14 @@ def load_model(
 
 def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model, without its weights."""
+    from transformers import AutoConfig
+
     name = resolve(model)
     with _clear_errors(name):
         if not GGUFFile.recognises(name):
             return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        from draftproof.model.gguf_model import config_object, transformers_source
+
         file = GGUFFile.open(name)
         described = model_of(file)
         if described is not None:
@@ -113,12 +111,16 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
 def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrainedModel:
     """The model of a GGUF file, unpacked; the architectures that only transformers' reader knows
     are read by it."""
+    from draftproof.model.gguf_model import transformers_source, unpacked
+
     file = GGUFFile.open(name)
     wanted = place.dtype_for(torch.bfloat16) if isinstance(dtype, str) else dtype
     described = model_of(file)
     if described is not None:
         loaded = unpacked(file, described, wanted)
     else:
+        from transformers import AutoConfig
+
         source, folder = transformers_source(file), str(file.path.parent)
         kind = _kind_of(name, AutoConfig.from_pretrained(folder, gguf_file=source["gguf_file"]))
         loaded, report = kind.from_pretrained(
@@ -141,6 +143,18 @@ def load_tokenizer(
     name = resolve(model)
     if GGUFFile.recognises(name):
         return gguf_tokenizer(name)
+    if trust_remote_code:
+        return _load_tokenizer(name, trust_remote_code=True)
+    tokenizer: PreTrainedTokenizerBase | None = folder_tokenizer(
+        name, lambda: _load_tokenizer(name, trust_remote_code=False)
+    )
+    return tokenizer
+
+
+def _load_tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """A tokenizer of transformers."""
+    from transformers import AutoTokenizer
+
     try:
         with _quiet(True):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -156,6 +170,13 @@ def load_tokenizer(
 
 def _kind_of(name: str, config: Any) -> Any:
     """What loads a model of this configuration; refuses what writes no text."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
+
     encodes = getattr(config, "is_encoder_decoder", False)
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
     if encodes:
@@ -173,6 +194,8 @@ def _kind_of(name: str, config: Any) -> Any:
 
 def _drop_towers(model: PreTrainedModel) -> None:
     """Leave out what an image-text model sees with: it reads text, and need not hold or move it."""
+    from transformers import PreTrainedModel
+
     reads = model if model.config.is_encoder_decoder else model.get_decoder()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -212,6 +235,8 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
 
 def _check_quantiser(name: str, quantized: Any) -> None:
     """Refuse what transformers would load as if it were not quantised."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
     asked = quantized if isinstance(quantized, dict) else vars(quantized)
     method = asked.get("quant_method") or "bitsandbytes"        # older ones of theirs do not say
     method = str(getattr(method, "value", method))
@@ -263,6 +288,8 @@ def _clear_errors(name: str) -> Iterator[None]:
 def _quiet(local: bool) -> Iterator[None]:
     """No report of transformers' before ours, and no bar for what is local: a download keeps its
     bar."""
+    from transformers.utils import logging as transformers_logging
+
     bars = transformers_logging.is_progress_bar_enabled()
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftproof.model.layers import (
     AttentionKind,
@@ -22,6 +21,9 @@ from draftproof.model.native_config import ARCHITECTURES, GELU
 from draftproof.model.packed_linear import PackedSlice
 from draftproof.model.rope import ROPE_TYPES
 from draftproof.model.token_table import DenseTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def fits(model: PreTrainedModel) -> bool:

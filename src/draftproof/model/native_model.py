@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftproof.errors import UnsupportedModel
+from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.model.facts import Facts
 from draftproof.model.fast_forward import FastForward
 from draftproof.model.kv_layer import LayerShape
@@ -44,7 +44,7 @@ class NativeModel:
     Attributes:
         config: The completed configuration, with the attributes of config.json.
         forward: The forward over its layers.
-        linears: Every packed matrix once.
+        named_linears: Every packed matrix, by the name of its first module.
 
     Raises:
         UnsupportedModel: A family, or a setting, that our forward does not know.
@@ -59,8 +59,8 @@ class NativeModel:
         if (why := why_not_native(settings)) is not None:
             raise UnsupportedModel(f"{name or 'the model'} cannot be built natively: {why}")
         self.config, self.source, self.dtype = NativeConfig(settings, name), source, dtype
-        self.linears = list[JointLinear]()
-        self.decoder = _Builder(self.config, source, dtype, self.linears).decoder()
+        builder = DecoderBuilder(self.config, source, dtype)
+        self.decoder, self.named_linears = builder.decoder(), builder.linears
         self.forward = FastForward(self.decoder)
 
     @property
@@ -88,7 +88,7 @@ class NativeModel:
     @property
     def vocab_size(self) -> int:
         """Logits per token."""
-        return self.linears[-1].out_features
+        return list(self.named_linears.values())[-1].out_features
 
     @property
     def nbytes(self) -> int:
@@ -96,14 +96,32 @@ class NativeModel:
         table = self.decoder.embed.weight
         vectors = sum(weight.nbytes for layer in self.decoder.layers for weight in layer.weights
                       if weight is not None)
-        own = table is not None and not self.config.tie_word_embeddings
-        embeddings = table.nbytes if own and table is not None else 0
-        return sum(one.nbytes for one in self.linears) + vectors + embeddings
+        shared = self.config.tie_word_embeddings and self.source.kind is None
+        embeddings = 0 if table is None or shared else table.nbytes
+        return sum(linear.nbytes for linear in self.named_linears.values()) + vectors + embeddings
 
     @property
     def weight_count(self) -> int:
         """Numbers in the matrices that are multiplied for each token."""
-        return sum(one.in_features * one.out_features for one in self.linears)
+        return sum(one.in_features * one.out_features for one in self.named_linears.values())
+
+    def modules(self) -> Iterator[JointLinear]:
+        """Every packed matrix, as a module of torch lists its parts."""
+        return iter(self.named_linears.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What is not packed: the embeddings, where they are dense, and the final norm."""
+        if self.decoder.embed.weight is not None:
+            yield f"{EMBEDDING}.weight", self.decoder.embed.weight
+        yield "model.norm.weight", self.source.tensor("model.norm.weight")
+
+    def parameters(self) -> Iterator[Tensor]:
+        """As `named_parameters`, without the names."""
+        return (weight for _, weight in self.named_parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """None: tables that are computed belong to the forward."""
+        return iter(())
 
     def first_layers(self, count: int) -> NativeModel:
         """The same model with its first `count` layers alone; weights are shared."""
@@ -115,7 +133,8 @@ class NativeModel:
         other.config = NativeConfig(settings, self.config.name_or_path)
         fields = {**vars(self.decoder), "layers": self.decoder.layers[:count]}
         other.decoder = Decoder(**fields)
-        other.linears = [*self.linears[: 4 * count], self.linears[-1]]
+        linears = list(self.named_linears.items())
+        other.named_linears = dict([*linears[: 4 * count], linears[-1]])
         other.forward = self.forward.with_decoder(other.decoder)
         return other
 
@@ -133,14 +152,14 @@ SEPARATE = _Names(
 JOINED = _Names(("self_attn.qkv_proj",), ("mlp.gate_up_proj",))
 
 
-class _Builder:
+class DecoderBuilder:
     """Builds the parts of one decoder, layer by layer."""
 
     def __init__(
-        self, config: NativeConfig, source: TensorSource, dtype: torch.dtype,
-        linears: list[JointLinear],
+        self, config: NativeConfig, source: TensorSource, dtype: torch.dtype
     ) -> None:
-        self.config, self.source, self.dtype, self.linears = config, source, dtype, linears
+        self.config, self.source, self.dtype = config, source, dtype
+        self.linears = dict[str, JointLinear]()
         kind = config.model_type
         self.names = JOINED if kind == "phi3" else SEPARATE
         self.gemma, self.norms_heads = kind == "gemma3_text", kind in ("qwen3", "gemma3_text")
@@ -156,10 +175,9 @@ class _Builder:
     def decoder(self) -> Decoder:
         config = self.config
         embed = self.source.embedding(EMBEDDING)
-        layers = list(self._layers())
+        layers = list(self.layers())
         norm_weight = self._norm_weight("model.norm")
-        head = "lm_head" if not config.tie_word_embeddings else EMBEDDING
-        logits = self._linear([head], bias=False)
+        logits = self.head()
         return Decoder(
             dtype=self.dtype, device=torch.device("cpu"), hidden_size=config.hidden_size,
             head_dim=config.head_dim, context=context_of(config), embed=embed,
@@ -171,17 +189,28 @@ class _Builder:
             dtypes={self.dtype},
         )  # fmt: skip
 
-    def _layers(self) -> Iterator[DecoderLayer]:
+    def head(self) -> JointLinear:
+        """What makes logits, tied to the embeddings or not."""
+        name = "lm_head" if not self.config.tie_word_embeddings else EMBEDDING
+        return self._linear([name], False, self.config.hidden_size, self.config.vocab_size)
+
+    def layers(self) -> Iterator[DecoderLayer]:
+        """Build the layers in order."""
         for number in range(self.config.num_hidden_layers):
             yield self._layer(number)
 
     def _layer(self, number: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{number}."
         names = [[prefix + name for name in group] for group in self.names]
-        qkv = self._linear(names[0], self.qkv_bias)
-        output = self._linear([prefix + "self_attn.o_proj"], self.output_bias)
-        gate_up = self._linear(names[1], self.mlp_bias)
-        down = self._linear([prefix + "mlp.down_proj"], self.mlp_bias)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        width = config.head_dim * heads
+        qkv = self._linear(
+            names[0], self.qkv_bias, hidden, width + 2 * config.head_dim * key_heads
+        )
+        output = self._linear([prefix + "self_attn.o_proj"], self.output_bias, width, hidden)
+        gate_up = self._linear(names[1], self.mlp_bias, hidden, 2 * inner)
+        down = self._linear([prefix + "mlp.down_proj"], self.mlp_bias, inner, hidden)
         middle = "post_attention_layernorm"
         weights = {
             "input": self._norm_weight(prefix + "input_layernorm"),
@@ -193,7 +222,6 @@ class _Builder:
             "fed": self._norm_weight(prefix + "post_feedforward_layernorm")
             if self.gemma else None,
         }
-        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         norm = self._norm
         return DecoderLayer(
             input_norm=norm(weights["input"]), qkv=qkv.forward,
@@ -222,9 +250,17 @@ class _Builder:
             self.kinds.append(kind)
         return self.kinds.index(kind)
 
-    def _linear(self, names: Sequence[str], bias: bool) -> JointLinear:
+    def _linear(
+        self, names: Sequence[str], bias: bool, inputs: int, outputs: int
+    ) -> JointLinear:
         layer = self.source.linear(names, bias)
-        self.linears.append(layer)
+        if (layer.in_features, layer.out_features) != (inputs, outputs):
+            raise ModelNotFound(
+                f"{names[0]} of {self.config.name_or_path} has {layer.out_features} outputs of "
+                f"{layer.in_features} inputs, and its configuration says {outputs} of {inputs}; "
+                "fetch it again"
+            )
+        self.linears[names[0]] = layer
         return layer
 
     def _norm_weight(self, name: str) -> Tensor:

@@ -1,22 +1,144 @@
-"""Quantised native models: packed from the source, compared with it layer by layer."""
+"""Quantised native models: packed from the source, compared with it layer by layer.
+
+The original is never held: each layer is read from the file, multiplied by torch as it lies there,
+and let go of. What was packed, and what the comparison said, are kept in the cache folder.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
-from draftproof.model.native_model import NativeModel
+from draftproof.model.kept import kept_of_files
+from draftproof.model.kv_cache import KVCache, tree_mask
+from draftproof.model.layout import LogitScaling
+from draftproof.model.native_model import DecoderBuilder, NativeModel
+from draftproof.model.packed_linear import JointLinear
 from draftproof.model.quantize import Quantization
+from draftproof.model.quantized_linear import QuantizedLinear, slow_because
+from draftproof.model.tensor_source import TensorSource
+from draftproof.model.token_table import TokenTable
+
+KINDS = ("int8", "int4")
+ROWS = 32
+"""Positions compared at a time: logits of a whole text would take as much memory as a model."""
+
+
+class KeptSource:
+    """A source whose matrices were packed earlier.
+
+    Args:
+        source: Where everything else comes from.
+        layers: States of packed layers by the name of their first module.
+    """
+
+    def __init__(self, source: TensorSource, layers: Mapping[str, dict[str, Any]]) -> None:
+        self.source, self.layers, self.kind = source, layers, source.kind
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def with_kind(self, kind: str | None) -> TensorSource:
+        return self.source.with_kind(kind)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.source.tensor(name)
+
+    def embedding(self, name: str) -> TokenTable:
+        return self.source.embedding(name)
+
+    def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
+        state = self.layers.get(names[0])
+        if state is None:
+            return self.source.linear(names, bias)
+        return QuantizedLinear.restored(state)
 
 
 def quantized_and_compared(
-    model: NativeModel, kind: str, text: Tensor | None
-) -> tuple[NativeModel, Quantization]:
-    """A native model in other bits, and what that cost.
+    settings: dict[str, Any], source: TensorSource, kind: str, text: Tensor | None,
+    *, dtype: torch.dtype, name: str,
+) -> tuple[NativeModel, Quantization]:  # fmt: skip
+    """A native model in few bits, and what that cost.
 
     Args:
-        model: The original; it stays as it is.
+        settings: The configuration.
+        source: The original weights.
         kind: "int8" or "int4".
         text: [S] token ids to compare on; None compares nothing.
+        dtype: What is computed in.
+        name: The folder or file, which says whether it was quantised before.
+
+    Raises:
+        BadInput: A kind that is not for a CPU.
     """
-    raise BadInput(f"{model.name} is not quantised to {kind} here yet")
+    if kind not in KINDS:
+        raise BadInput(
+            "8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4"
+            if kind == "fp8" else f"quantize was {kind!r}; choose one of {', '.join(KINDS)}"
+        )
+    place = kept_of_files(name, kind, None if text is None else text.tolist(), str(dtype))
+    known, packed = place.read(), source.with_kind(kind)
+    if known is not None:
+        kept = KeptSource(packed, known["layers"])
+        return NativeModel(settings, kept, dtype=dtype, name=name), Quantization(*known["cost"])
+    with place.if_slow() as facts:
+        model = NativeModel(settings, packed, dtype=dtype, name=name)
+        cost = _compared(model, source, kind, text)
+        facts["cost"] = tuple(cost)
+        facts["layers"] = {name: layer.state for name, layer in model.named_linears.items()
+                           if isinstance(layer, QuantizedLinear)}
+    return model, cost
+
+
+def _compared(
+    model: NativeModel, source: TensorSource, kind: str, text: Tensor | None
+) -> Quantization:
+    """What a quantised model says of a text, against the weights of the source."""
+    config = model.config
+    embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    before = 2 * (model.weight_count + embeddings)
+    slow = slow_because(kind, model.dtype)
+    if text is None or not len(text):
+        return Quantization(kind, 0.0, 1.0, 0, before, model.nbytes, slow)
+    scaling, head = LogitScaling.of(model.config), model.decoder.head
+    with torch.inference_mode():
+        ours = _own_states(model, text)
+        theirs, their_head = original_states(model, source, text)
+        divergence, same = 0.0, 0
+        for start in range(0, len(text), ROWS):
+            rows = slice(start, start + ROWS)
+            truth = scaling.apply(their_head(theirs[rows])).float().log_softmax(-1)
+            other = scaling.apply(head(ours[rows])).float().log_softmax(-1)
+            divergence += float((truth.exp() * (truth - other)).sum())
+            same += int((truth.argmax(-1) == other.argmax(-1)).sum())
+    count = len(text)
+    return Quantization(kind, divergence / count, same / count, count, before, model.nbytes, slow)
+
+
+def _own_states(model: NativeModel, text: Tensor) -> Tensor:
+    """[S, H] after the final norm."""
+    from draftproof.model.target import Target
+
+    features = Target(model).features(text[None], torch.ones(1, len(text)))
+    return features.hidden[0, :, 0]
+
+
+def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> tuple[Tensor, Any]:
+    """States [S, H] of a text after the final norm by the weights of the source, and its head; a
+    layer is held while it is read."""
+    builder = DecoderBuilder(model.config, source.with_kind("dense"), model.dtype)
+    tree, size, forward = TokenTree.chain(text[None]), len(text), model.forward
+    positions = torch.arange(size)[None]
+    shapes = model.facts.layout.shapes[:1]
+    cache = KVCache.empty(shapes, 1, size, model.dtype, text.device)
+    span, hidden = cache.write_at(0, size), forward.embedded(text[None])
+    for layer in builder.layers():
+        window = builder.kinds[layer.kind].window
+        mask = tree_mask(tree, cache.lengths, span, model.dtype, 0, window)
+        hidden = forward.layer(layer, cache.layers[0], hidden, positions, mask)
+    return model.decoder.norm(hidden)[0], builder.head().forward

@@ -32,7 +32,7 @@ class NativeTarget(Target):
 
     @property
     def weights(self) -> object:
-        return self.model.linears
+        return self.model.named_linears
 
     def with_model(self, model: NativeModel) -> Target:
         other = self._copy()

@@ -43,11 +43,14 @@ def pack(
         names: The modules; which of them they are decides how many bits they get.
         weights: [outputs, inputs] of each, of one dtype.
         bias: [sum of outputs], or None.
-        kind: None for the dtype of the weights, "int8" or "int4".
+        kind: None for the dtype of the weights, "int8" or "int4"; "dense" leaves them as they
+            lie in the file, for torch to multiply.
 
     Returns:
         One layer with the outputs of all, in order.
     """
+    if kind == "dense":
+        return DenseLinear(_joined(weights), bias)
     outputs = sum(len(weight) for weight in weights)
     if kind is not None and outputs >= SMALLEST:
         weight = _joined(weights)

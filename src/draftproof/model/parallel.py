@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.distributed import DistributedConfig
 
 from draftproof.errors import BadInput, DraftproofError, RankLost, UnsupportedModel, first_line
 from draftproof.model import loading
 from draftproof.model.device import Device
-from draftproof.model.loading import PreTrainedModel
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -190,6 +191,8 @@ def _by_plan(
         )
     if dtype is None:                               # parts are not cast when they are loaded
         dtype = Device.found().dtype_for(config.dtype or torch.float32)
+    from transformers.distributed import DistributedConfig
+
     sharding = DistributedConfig(tp_size=group.size, tp_plan="auto")
     return loading.load_model(model, dtype, None, sharding)
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from draftproof.errors import BadInput, first_line
 from draftproof.model.copies import shallow_copy
@@ -35,6 +33,9 @@ from draftproof.model.quantized_linear import (
 )
 from draftproof.native.pages import release
 from draftproof.native.structures import GROUP
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = ("int8", "int4", "fp8")
 """8-bit weights and activations; 4-bit weights; 8-bit floats, on accelerators alone."""
@@ -205,14 +206,20 @@ def _quantised(layers: dict[str, Any], kind: str) -> QuantizedLinear | None:
 
 def _outputs(layer: Any) -> int:
     """How many a layer has."""
-    return int(layer.nf if isinstance(layer, Conv1D) else layer.out_features)
+    return int(layer.nf if _is_conv1d(layer) else layer.out_features)
 
 
 def _is_linear(layer: nn.Module) -> bool:
     """Whether a layer is a plain matrix, packed or not, that nobody has hooked into."""
-    known = type(layer) in (nn.Linear, Conv1D, PackedLinear, PackedSlice)
-    known |= type(layer).__name__ == "FalconLinear"
+    known = type(layer) in (nn.Linear, PackedLinear, PackedSlice)
+    known |= type(layer).__name__ == "FalconLinear" or _is_conv1d(layer)
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
+
+
+def _is_conv1d(layer: Any) -> bool:
+    """Whether a layer is transformers' own of GPT-2, whose weight is transposed."""
+    kind = type(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def _form(layer: Any) -> object:
@@ -227,7 +234,7 @@ def _dense(layer: Any) -> Tensor:
     if isinstance(layer, (PackedLinear, PackedSlice)):
         return layer.dense()
     weight: Tensor = layer.weight.detach()
-    return weight.t() if isinstance(layer, Conv1D) else weight
+    return weight.t() if _is_conv1d(layer) else weight
 
 
 def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:

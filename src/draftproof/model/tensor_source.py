@@ -31,6 +31,9 @@ class TensorSource(Protocol):
     file in order and keep nothing.
     """
 
+    kind: str | None
+    """How matrices are stored; see `pack.pack`."""
+
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this full name, such as "lm_head.weight"."""
 
@@ -60,6 +63,9 @@ class TensorSource(Protocol):
             The packed layer.
         """
 
+    def with_kind(self, kind: str | None) -> TensorSource:
+        """The same weights, with matrices stored in other bits; see `pack.pack`."""
+
     def embedding(self, name: str) -> TokenTable:
         """The table of token embeddings.
 
@@ -77,7 +83,7 @@ class SafetensorsSource:
     Args:
         folder: The folder with model.safetensors, or with an index and its parts.
         dtype: What tensors are converted to when they are read.
-        kind: None packs matrices in `dtype`; "int8" or "int4" quantises them.
+        kind: How matrices are packed; see `pack.pack`.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None = None) -> None:
@@ -86,6 +92,7 @@ class SafetensorsSource:
             name: safe_open(path, framework="pt") for name, path in _paths(folder)
         }
         self._file_of = {key: name for name, file in self._files.items() for key in [*file.keys()]}
+        self._read = set[str]()
 
     def with_kind(self, kind: str | None) -> SafetensorsSource:
         """The same files, with matrices packed in other bits."""
@@ -97,7 +104,13 @@ class SafetensorsSource:
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
+    @property
+    def unread(self) -> list[str]:
+        """Tensors that nobody asked for."""
+        return sorted(self._file_of.keys() - self._read)
+
     def tensor(self, name: str) -> Tensor:
+        self._read.add(name)
         if name not in self._file_of:
             raise ModelNotFound(
                 f"the checkpoint {self.folder} lacks {name}; fetch it again, and save the plain "

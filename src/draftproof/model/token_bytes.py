@@ -7,8 +7,11 @@ little.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 SPACES = "Ġ▁"
 """What byte-level tokenizers, and those of SentencePiece, write for a space."""

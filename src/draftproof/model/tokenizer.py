@@ -8,13 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerBase
 
 from draftproof.errors import BadInput
 from draftproof.model.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = 8
 """Prompt tokens a stream starts from, so that the first new token keeps its leading space."""

@@ -45,7 +45,10 @@ def quantized(
     if isinstance(target, NativeTarget):
         from draftproof.model.native_quantize import quantized_and_compared as native
 
-        model, cost = native(target.model, kind, text)
+        model, cost = native(
+            target.model.config.settings, target.model.source, kind, text,
+            dtype=target.dtype, name=target.model.config.name_or_path,
+        )  # fmt: skip
         return _with(target.with_model(model), cost)
     from draftproof.model.quantize import quantized_and_compared
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from draftproof.core.messages import Features
 from draftproof.drafters.base import DraftHead
-from draftproof.model.loading import PreTrainedModel
 from draftproof.model.target import Target
 from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
 from draftproof.training.rows import Batch
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 DROPOUT = 0.05
 """Of the adapters, which sit at every linear layer but the LM head."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.model.batch_generate import batch_generate
-from draftproof.model.loading import PreTrainedModel
 from draftproof.model.tokenizer import Codec
 from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.files import locked, same_settings
 from draftproof.training.rows import Example, prompt_of
 from draftproof.training.texts import Document, shuffled
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 Text = tuple[int, list[int], str]
 """Of a prompt its index, the new tokens and why they ended."""

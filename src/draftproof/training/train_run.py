@@ -15,7 +15,7 @@ from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -26,7 +26,6 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading, variants
 from draftproof.model.device import Device, versions
-from draftproof.model.loading import PreTrainedModel
 from draftproof.model.quantize import is_quantized
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
@@ -44,6 +43,9 @@ from draftproof.training.self_generate import (
 )  # fmt: skip
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainer
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
 
 CARD = Path(__file__).with_name("model_card.md")
 T = TypeVar("T")

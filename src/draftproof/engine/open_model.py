@@ -1,0 +1,123 @@
+"""A model, its tokenizer and its sampling defaults, from what a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftproof.core.params import Sampling
+from draftproof.core.progress import doing
+from draftproof.engine.config import EngineConfig
+from draftproof.errors import BadInput
+from draftproof.gguf.file import GGUFFile
+from draftproof.model import loading
+from draftproof.model.device import Device
+from draftproof.model.generation_file import native_defaults
+from draftproof.model.gguf_source import native_gguf
+from draftproof.model.native_load import NativeFolder, native_folder
+from draftproof.model.native_model import NativeModel
+from draftproof.model.native_quantize import quantized_and_compared
+from draftproof.model.packed_linear import pack_linears
+from draftproof.model.parallel import ALONE, ProcessGroup, load_sharded
+from draftproof.model.quantize import PASSAGE
+from draftproof.model.target import Target, target_of
+from draftproof.model.tokenizer import Codec
+
+if TYPE_CHECKING:
+    from draftproof.model.loading import PreTrainedModel
+
+NATIVE = "mtp"
+"""The drafter in a model's own checkpoint."""
+
+
+def native_source(model: str | Path | PreTrainedModel, config: EngineConfig) -> NativeFolder | None:
+    """A folder that is read by our own forward, without transformers' class of the model.
+
+    None for what needs a module of transformers: what compiles or records its forward, and the
+    drafter in a model's own checkpoint, whose layer is of the class of the model's.
+    """
+    needs_module = config.compile or config.graphs or config.parallel is not None
+    needs_module |= NATIVE in str(config.drafter).split("+")
+    if needs_module or not isinstance(model, (str, Path)):
+        return None
+    dtype = loading.dtype_named(config.dtype)
+    return native_folder(loading.resolve(model), dtype, config.device,
+                         trust_remote_code=config.trust_remote_code)
+
+
+def native_target(native: NativeFolder, config: EngineConfig, codec: Codec | None) -> Target:
+    """A target of such a folder, quantised from its file where that was asked for."""
+    if config.quantize is None:
+        return target_of(native.model(), kv_cache=config.kv_cache)
+    doing(f"quantising to {config.quantize}")
+    model, cost = quantized_and_compared(
+        native.settings, native.source, config.quantize, passage_of(codec, 1 << 20),
+        dtype=native.dtype, name=native.name,
+    )  # fmt: skip
+    target = target_of(model, kv_cache=config.kv_cache)
+    target.quantization = cost
+    return target
+
+
+def passage_of(codec: Codec | None, context: int) -> Tensor | None:
+    """The text that a quantised model is compared on; None without a tokenizer."""
+    return torch.tensor(codec.encode(PASSAGE)[:context]) if codec is not None else None
+
+
+def defaults_of(model: Any, ignored: str | None) -> tuple[Sampling, tuple[int, ...]]:
+    """The sampling that a model's own generation_config asks for, and its end tokens."""
+    if isinstance(model, NativeModel):
+        return native_defaults(model, ignored)
+    from draftproof.model.generation_defaults import default_sampling
+
+    return default_sampling(model, ignored), loading.stop_tokens(model)
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, config: EngineConfig, *, packs: bool,
+    group: ProcessGroup = ALONE,
+) -> PreTrainedModel | NativeModel:
+    """A model loaded here may be packed for speed; one that was handed in is never changed."""
+    if not isinstance(model, (str, Path)):
+        return model
+    if config.parallel is not None and not group.alone:
+        return load_sharded(model, config.dtype, config.device, config.parallel, group)
+    if (native := native_file(model, config)) is not None:
+        return native
+    trusted = config.trust_remote_code
+    loaded = loading.load_model(model, config.dtype, config.device, trust_remote_code=trusted)
+    if packs:
+        pack_linears(loaded)
+    return loaded
+
+
+def codec_of(
+    tokenizer: Any, model: str | Path | PreTrainedModel, loaded: Any, trust: bool
+) -> Codec | None:
+    """The tokenizer given, or the one beside the model; None if there is neither."""
+    if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+        return Codec(tokenizer)
+    where = tokenizer or (model if isinstance(model, (str, Path)) else loaded.config.name_or_path)
+    found = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
+    if found is None and tokenizer is not None:
+        raise BadInput(f"there is no tokenizer in {tokenizer}")
+    return Codec(found, str(where)) if found is not None else None
+
+
+def native_file(model: str | Path, config: EngineConfig) -> NativeModel | None:
+    """A GGUF file of a family that our forward reads, in the file's own format or in `dtype`.
+
+    None for what needs a module of transformers: other devices and compilation.
+    """
+    if not GGUFFile.recognises(model) or config.compile or config.graphs:
+        return None
+    device = Device.found(config.device)
+    if config.quantize == "fp8" or device.where.type != "cpu":
+        return None
+    dtype = loading.dtype_named(config.dtype)
+    if dtype == torch.float64:
+        return None
+    return native_gguf(model, dtype or device.dtype_for(torch.bfloat16), unpack=dtype is not None)

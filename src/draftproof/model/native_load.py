@@ -1,0 +1,88 @@
+"""Which folders are read natively, and reading them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftproof.errors import ModelNotFound
+from draftproof.model.device import Device
+from draftproof.model.native_config import read_config, why_not_native
+from draftproof.model.native_model import EMBEDDING, NativeModel
+from draftproof.model.tensor_source import SafetensorsSource
+from draftproof.native.kernels import kernels
+
+log = logging.getLogger("draftproof")
+
+IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
+"""Ends of the names of tensors that need not be read: tables computed anew, and tied heads."""
+
+
+class NativeFolder(NamedTuple):
+    """A folder that is read natively.
+
+    Attributes:
+        name: The folder.
+        settings: Its config.json.
+        source: Its weights.
+        dtype: What is computed in.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    source: SafetensorsSource
+    dtype: torch.dtype
+
+    def model(self) -> NativeModel:
+        """The model with weights in `dtype`; says which tensors nothing reads.
+
+        Raises:
+            ModelNotFound: Tensors are missing, or have another size.
+        """
+        made = NativeModel(self.settings, self.source, dtype=self.dtype, name=self.name)
+        unused = [name for name in self.source.unread if not name.endswith(IGNORED)]
+        if unused:
+            log.warning("note: %s of %s: unexpected in %s, and not used", _several(unused),
+                        self.name, made.architecture)
+        return made
+
+
+def native_folder(
+    name: str, dtype: torch.dtype | None, device: str | None, *, trust_remote_code: bool = False
+) -> NativeFolder | None:
+    """A folder of safetensors that our own forward reads; None where transformers reads it.
+
+    Native are the families of `native_config` in bfloat16 on a CPU with kernels, where everything
+    that is in the folder is in its usual place.
+
+    Args:
+        name: The folder.
+        dtype: What the user asked for; None: the checkpoint's own.
+        device: Likewise; None: the best there is.
+        trust_remote_code: Whether code in the folder is run, which only transformers does.
+    """
+    folder = Path(name)
+    settings = read_config(folder) if folder.is_dir() else None
+    if settings is None or why_not_native(settings) is not None or kernels() is None:
+        return None
+    if (folder / "adapter_config.json").is_file() or (trust_remote_code and "auto_map" in settings):
+        return None
+    place = Device.found(device)
+    stored = settings.get("dtype", settings.get("torch_dtype"))
+    if dtype is None and stored == "bfloat16":
+        dtype = place.dtype_for(torch.bfloat16)
+    if dtype != torch.bfloat16 or place.where.type != "cpu":
+        return None
+    try:
+        source = SafetensorsSource(folder, dtype)
+    except ModelNotFound:
+        return None
+    return NativeFolder(name, settings, source, dtype) if f"{EMBEDDING}.weight" in source else None
+
+
+def _several(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
