@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tiny import target
@@ -44,3 +44,18 @@ class Counted:
     def read(self, tree: TokenTree, cache: KVCache, **options: Any) -> Any:
         self.reads.append((tree.tokens.clone(), cache.lengths.clone()))
         return self.inner.read(tree, cache, **options)
+
+
+def admit(one: Decoder, *groups: Sequence[SequenceState]) -> None:
+    """Read prompts, and start their samples."""
+    prefill = one.prefill(groups)
+    while not one.read(prefill):
+        pass
+
+
+def read_elsewhere(one: Decoder, samples: Sequence[SequenceState]) -> Iterator[None]:
+    """Read a long prompt into a cache of its own: a chunk at each step, but the last, which comes
+    at the end."""
+    prefill = one.prefill([samples], elsewhere=True)
+    while not one.read(prefill):
+        yield

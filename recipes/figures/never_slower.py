@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -155,9 +155,12 @@ class Writing:
 
     def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case) -> None:
         sampling = dp.Sampling(temperature=case.temperature, seed=1)
-        self.steps: Iterator[Any] = engine.rounds(
-            prompts, max_new_tokens=case.new_tokens, sampling=sampling, batch_size=len(prompts))
-        self.rows: list[Any] = []
+        requests = engine.read(prompts, max_new_tokens=case.new_tokens, sampling=sampling)
+        self.rows = [request.sequences[0] for request in requests]
+        length = max(request.max_length for request in requests)
+        self.scheduler = engine.new_scheduler(len(prompts), length)
+        for request in requests:
+            self.scheduler.add(request)
         self.ended, self.seconds = False, [0.0 for _ in CLOCKS]
 
     @property
@@ -168,8 +171,8 @@ class Writing:
         """Write on until so many tokens are there, or all texts have ended."""
         before = [clock() for clock in CLOCKS]
         while not self.ended and self.tokens < tokens:
-            active = next(self.steps, None)
-            self.rows, self.ended = self.rows or list(active or ()), active is None
+            self.scheduler.step()
+            self.ended = not self.scheduler.has_unfinished_requests()
         spent = [clock() - start for clock, start in zip(CLOCKS, before, strict=True)]
         self.seconds = [a + b for a, b in zip(self.seconds, spent, strict=True)]
 

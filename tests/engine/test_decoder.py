@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import Counted, decoder, running
+from batches import Counted, admit, decoder, running
 from drafting import DRAFTERS, LEARNERS, Fading
 from tiny import CPU, prompts, target
 
@@ -28,7 +28,7 @@ def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_
     own = Counted(target())
     one = decoder(PromptLookup(), own=own)
     prompt = list(range(2, 14))
-    one.admit([running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
+    admit(one, [running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
     assert [tokens.tolist() for tokens, _ in own.reads] == [[prompt]]
     while one.running:
         before = one.batch.view.lengths.clone()
@@ -43,7 +43,7 @@ def test_a_draft_reads_each_prompt_token_once() -> None:
     own = Counted(target(seed=1))
     drafter = DraftModel(own, 40)
     one = decoder(drafter, rows=2, budget=Fading(5))
-    one.admit([running(list(range(2, 30)), limit=40)])
+    admit(one, [running(list(range(2, 30)), limit=40)])
     covered = 0
     while one.running:
         own.reads.clear()
@@ -77,7 +77,7 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
         inner.__class__ = Heard
         one = decoder(inner, budget=Fading(3))
         for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
-            one.admit([running(prompt, limit=25)])
+            admit(one, [running(prompt, limit=25)])
             for _ in range(3):                          # rows join before and after plain rounds
                 one.step()
         told.clear()
@@ -145,7 +145,7 @@ def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool) -> None:
 
     one.rule = one.rule._replace(accept=noted)
     for prompt in prompts(3, seed=4):
-        one.admit([running(prompt, limit=20, logprobs=closed)])
+        admit(one, [running(prompt, limit=20, logprobs=closed)])
     accepted = 0
     while one.running:
         rows, before = list(one.running), [row.stats.accepted for row in one.running]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,34 +151,23 @@ def test_options_of_other_types_are_one_sentence(wrong: dict[str, Any]) -> None:
 # Rounds and counts --------------------------------------------------------------------------------
 
 
-def test_rounds_show_every_row_until_it_has_ended() -> None:
-    """All rows at first, then those that had not ended; the texts are those of `generate`."""
-    engine, texts = Engine(target(), budget=3), prompts(5, seed=3)
-    options = {"max_new_tokens": NEW, "sampling": replace(WARM, stop_tokens=[7, 11])}
-    seen = [[(row.request, len(row.tokens)) for row in rows]
-            for rows in engine.rounds(texts, batch_size=2, **options)]
-    assert seen[0] == [(0, 1), *((later, 0) for later in range(1, 5))] and len(seen[-1]) <= 2
-    whole = {one.prompt: len(one.tokens) for one in engine.generate(texts, **options)}
-    for before, after in pairwise([dict(some) for some in seen] + [{}]):
-        ended = before.keys() - after.keys()
-        assert {row: before[row] for row in ended} == {row: whole[row] for row in ended}
-        assert all(after[row] >= before[row] for row in after)
-
-
 @pytest.mark.parametrize("drafter", ["recycling", "draft chain", "medusa"])
-def test_a_row_that_the_caller_ends_leaves_the_others_as_they_are(drafter: str) -> None:
-    """Also behind plain rounds, of which the drafter has yet to hear."""
+def test_a_request_that_is_aborted_leaves_the_others_as_they_are(drafter: str) -> None:
+    """Also after plain rounds, of which the drafter has yet to hear."""
     engine = Engine(target(), DRAFTERS[drafter](target()), budget=Fading(5))
-    options: dict[str, Any] = {"max_new_tokens": NEW, "batch_size": 3}
-    alone = [one.tokens for one in engine.generate(prompts(3), **options)]
-    rows: list[Any] = []
-    for step, running in enumerate(engine.rounds(prompts(3), **options)):
-        rows = rows or list(running)
-        if step == 3:
-            rows[0].finish_reason = "cancelled"
-    assert [row.tokens for row in rows[1:]] == alone[1:]
-    assert rows[0].tokens == alone[0][: len(rows[0].tokens)]
-    assert all(sum(row.stats.seconds.values()) > 0 for row in rows)
+    alone = [one.tokens for one in engine.generate(prompts(3), max_new_tokens=NEW, batch_size=3)]
+    requests = engine.read(prompts(3), max_new_tokens=NEW)
+    with engine.scheduled(requests, 3) as scheduler:
+        for step in count():
+            scheduler.step()
+            if step == 3:
+                scheduler.abort(requests[0])
+            if not scheduler.has_unfinished_requests():
+                break
+    first, *others = [request.sequences[0] for request in requests]
+    assert [row.tokens for row in others] == alone[1:]
+    assert first.tokens == alone[0][: len(first.tokens)] and first.finish_reason == "abort"
+    assert all(sum(row.stats.seconds.values()) > 0 for row in (first, *others))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -218,10 +207,12 @@ def test_what_is_inside_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
 def test_a_row_tells_nothing_of_what_its_neighbour_asked_for() -> None:
     alone = Sampling(logprobs=True, max_new_tokens=9)
     asked = [alone, replace(alone, top_logprobs=3, max_new_tokens=4)]
-    rows: list[Any] = []
-    for running in Engine(target()).rounds(prompts(2, seed=3), sampling=asked, batch_size=2):
-        rows = rows or list(running)
-    assert [len(row.top_logprobs) for row in rows] == [0, 4]
+    engine = Engine(target())
+    requests = engine.read(prompts(2, seed=3), sampling=asked)
+    with engine.scheduled(requests, 2) as scheduler:
+        while scheduler.has_unfinished_requests():
+            scheduler.step()
+    assert [len(request.sequences[0].top_logprobs) for request in requests] == [0, 4]
 
 
 def test_a_warm_up_goes_on_behind_an_end_token() -> None:

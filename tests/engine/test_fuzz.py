@@ -132,9 +132,14 @@ class Fuzzer:
     def _cancel(self, dice: random.Random, engine: dp.Engine, asked: list[Request]) -> None:
         """Runs that are left half way, and others behind them."""
         prompts, samplings = [list(some) for some in zip(*asked, strict=True)]
-        left = engine.rounds(prompts, sampling=samplings, batch_size=dice.choice((1, 3, 8)))
-        for _ in zip(range(dice.randrange(12)), left, strict=False):
-            pass
+        requests = engine.read(prompts, sampling=samplings)
+        left = engine.new_scheduler(dice.choice((1, 3, 8)), interleave=dice.random() < 0.5)
+        for request in requests:
+            left.add(request)
+        for _ in range(dice.randrange(12)):
+            left.step()
+            if dice.random() < 0.2:
+                left.abort(dice.choice(requests))
         if dice.random() < 0.5:
             left.close()
         running = engine.as_completed(prompts, sampling=samplings)

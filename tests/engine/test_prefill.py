@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from batches import Counted, decoder, running
+from batches import Counted, admit, decoder, read_elsewhere, running
 from drafting import DRAFTERS, LEARNERS
 from tiny import prompts, target
 
@@ -28,10 +28,10 @@ class Roomy(Counted):
 def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
     """A row begins while another fills the cache nearly to the end."""
     one = decoder(PromptLookup(), rows=2, budget=3, own=Roomy(target()), capacity=64)
-    one.admit([running(list(range(2, 10)), limit=50)])
+    admit(one, [running(list(range(2, 10)), limit=50)])
     while len(one.running[0].tokens) < 44:
         one.step()
-    one.admit([running(list(range(2, 22)), limit=8)])
+    admit(one, [running(list(range(2, 22)), limit=8)])
     while one.running:
         one.step()
 
@@ -47,11 +47,11 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
                     for prompt, limit in zip(asked, (20, 31, 25, 1), strict=True)]
         own = Counted(target())
         one = decoder(DRAFTERS[name](target()), rows=8, budget=6, own=own)
-        one.admit([running(asked[3], limit=6)])                 # somebody is there before them
+        admit(one, [running(asked[3], limit=6)])                 # somebody is there before them
         one.step()
         own.reads.clear()
         for batch in [requests] if together else [[request] for request in requests]:
-            one.admit(*batch)
+            admit(one, *batch)
         assert len(own.reads) == (1 if together else 4)
         unread = one.drafter.unread(len(one.batch.pending))
         while one.running:
@@ -65,14 +65,13 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
 def test_short_prompts_are_read_together_where_padding_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    short, long, longer = ([running([3] * tokens)] for tokens in (3, 60, 70))
-    one = decoder(PromptLookup(), rows=6)
+    short, long, longer = ([3] * tokens for tokens in (3, 60, 70))
+    one = decoder(PromptLookup(), rows=6).prompts
     assert [one.admissible(waiting) for waiting in ([], [short], [short] * 3)] == [0, 1, 1]
     monkeypatch.setattr(Target, "skips_absent", True)
-    one, twice = decoder(PromptLookup(), rows=6), [*short, *short]
+    one = decoder(PromptLookup(), rows=6).prompts
     assert SHORT <= NODES, "they are read by the same layers as alone"
-    assert [one.admissible([short] * count) for count in (3, 6, 9)] == [3, 6, 6]
-    assert one.admissible([twice] * 4) == 3 and one.admissible([short, twice * 3]) == 1
+    assert [one.admissible([short] * count) for count in (3, 6)] == [3, 6]
     assert one.admissible([long] * 6) == 4, "five would be 300 with padding"
     assert one.admissible([longer] * 2) == one.admissible([short, longer]) == 1
 
@@ -88,17 +87,17 @@ def test_a_long_prompt_is_read_between_rounds(name: str) -> None:
         own = Counted(target())
         one = decoder(DRAFTERS[name](target()), budget=3, own=own)
         one.prompts.chunk = 16
-        one.admit(asked[:1])
-        one.admit(asked[1:2])
-        assert one.is_long(samples) and not one.is_long(asked[:1])
-        for number, _ in enumerate(one.read_beside(samples) if beside else range(3)):
+        admit(one, asked[:1])
+        admit(one, asked[1:2])
+        assert one.prompts.is_long(long) and not one.prompts.is_long(asked[0].prompt)
+        for number, _ in enumerate(read_elsewhere(one, samples) if beside else range(3)):
             before = len(asked[0].tokens)
             one.step()
             assert len(asked[0].tokens) > before
             if number == 1:
-                one.admit(asked[2:])
+                admit(one, asked[2:])
         if not beside:
-            one.admit(samples)
+            admit(one, samples)
         assert number == 2 and own.reads[-1][0].shape == (1, 50 % 16)
         state = one.drafter.unread(len(one.batch.pending)), one.batch.cache.lengths.tolist()
         while one.running:

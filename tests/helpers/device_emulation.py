@@ -262,10 +262,11 @@ def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
                 raise ForbiddenOnDevice("the KV cache moved in memory")
             return done
 
-        def admit(self, *requests: Any) -> None:
+        def read(self, prefill: Any) -> bool:
             emulation.prefix = "prompt: "
-            super().admit(*requests)
+            whole = super().read(prefill)
             emulation.prefix = ""
+            return whole
 
         def between_rounds(self, *args: Any) -> None:
             with emulation.free(), emulation.part("between rounds"):

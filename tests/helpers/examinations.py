@@ -12,8 +12,7 @@ import torch
 from helpers.reference import distribution_of_run
 
 from draftproof.core import noise
-from draftproof.core.acceptance import RULES, KeyedChance
-from draftproof.core.messages import Frontier
+from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
@@ -117,7 +116,7 @@ def by_draws() -> str:
     want, depth = Sampling(temperature=1.0, seed=1), torch.full((count,), 2)
     sampler = Sampler([SamplingParams(want, 1, sample=row) for row in range(count)])
     prefix = Prefix(torch.zeros(count, 12, dtype=torch.int64), depth)
-    chance = KeyedChance(Frontier(prefix, sampler, 2, drawn=True))
+    chance = sampler.chance(prefix)
     if not g_test(torch.bincount(chance.draw((3 * law).expand(count, -1), depth)), law).passed:
         return "draw"
     for heads in (0.05, 0.5, 0.93):

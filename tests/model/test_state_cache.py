@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import decoder, running
+from batches import admit, decoder, read_elsewhere, running
 from tiny import build
 
 from draftproof.core.params import Sampling
@@ -69,12 +69,12 @@ def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) ->
     for beside in (True, False):
         one, rows = decoder(Plain(), own=made(kind)), [running(text, limit=9) for text in PROMPTS]
         one.prompts.chunk = 4
-        one.admit(rows[1:2])
-        for _ in one.read_beside(rows[:1]) if beside else ():
+        admit(one, rows[1:2])
+        for _ in read_elsewhere(one, rows[:1]) if beside else ():
             one.step()
         if not beside:
-            one.admit(rows[:1])
-        one.admit(rows[2:])
+            admit(one, rows[:1])
+        admit(one, rows[2:])
         while one.running:
             one.step()
         found.append([row.tokens for row in rows])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import draftproof as dp
+from draftproof.engine.request import Request, Update
 from draftproof.server import schema
 from draftproof.server.answer import Answer
-from draftproof.server.scheduler import Progress
 
 TEXT = "A 🦜 and 東京."
 
@@ -21,9 +21,9 @@ def answer(server: Any, prompt: Any, chat: bool = False) -> Answer:
     return Answer(server.service, body, server.engine.requests.read(prompt, 8, sampling, 1))
 
 
-def progress(tokens: list[int], others: list[int]) -> Progress:
+def progress(tokens: list[int], others: list[int]) -> Update:
     likely = [[(token, -0.1), (other, -2.0)] for token, other in zip(tokens, others, strict=True)]
-    return Progress(0, [], tokens, [-0.1] * len(tokens), likely, None, None)
+    return Update(Request([]), 0, [], tokens, [-0.1] * len(tokens), likely, None, None)
 
 
 def test_bytes_join_to_the_text(server: Any) -> None:

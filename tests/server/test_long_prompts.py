@@ -3,17 +3,14 @@ is the one its request has alone."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 from asking import PROMPTS
 
 import draftproof as dp
-from draftproof.engine.engine import Engine
+from draftproof.engine.engine import Engine, Request, Status, Update
 from draftproof.engine.prefix_cache import PrefixCache
-from draftproof.server.metrics import Metrics
-from draftproof.server.scheduler import Lane, Progress, Ticket
 
 LONG = "One day, Lily and Tom went to the big park with a red ball and a small dog. " * 5
 ASKED = [(PROMPTS[0], 40, 1), (LONG, 8, 2), (PROMPTS[1] + LONG, 8, 1), (PROMPTS[2], 3, 1)]
@@ -21,31 +18,26 @@ CHUNK = 32
 
 
 class Load:
-    """A lane, run by hand, and what it told of each request."""
+    """A scheduler as the server has it, run by hand, and the updates of each request."""
 
     def __init__(self, engine: Engine) -> None:
-        self.told = list[list[Progress]]()
-        self.lane = Lane(engine, 4, 400, Metrics("demo"), lambda news: [
-            ticket.hears(progress) for ticket, progress in news])
-        self.lane.decoder = engine.decoder(4, 400)
-        self.lane.decoder.prompts.chunk = CHUNK
+        self.updates = list[list[Update]]()
+        self.engine, self.scheduler = engine, engine.new_scheduler(4, 400, interleave=True)
+        decoder = self.scheduler.decoder = engine.decoder(4, 400)
+        decoder.prompts.chunk = CHUNK
 
-    def submit(self, prompt: str, new: int, n: int) -> Ticket:
+    def submit(self, prompt: str, new: int, n: int) -> Request:
         sampling = dp.Sampling(temperature=0.8, seed=len(prompt), logprobs=True)
-        (rows,) = self.lane.engine.requests.read([prompt], new, sampling, n)
-        self.told.append([])
-        ticket = Ticket(rows, self.told[-1].append, streams=True)
-        self.lane.waiting.append(ticket)
-        return ticket
-
-    def round(self) -> None:
-        self.lane.round(threading.Condition())
+        (request,) = self.engine.read([prompt], max_new_tokens=new, sampling=sampling, n=n)
+        self.updates.append([])
+        request.on_update = self.updates[-1].append
+        return self.scheduler.add(request)
 
     def finish(self) -> list[list[tuple[int, list[int], list[float] | None]]]:
         """Sample, tokens and log-probabilities of each request's texts."""
-        while self.lane.busy:
-            self.round()
-        done = [[one.completion for one in told if one.completion] for told in self.told]
+        while self.scheduler.has_unfinished_requests():
+            self.scheduler.step()
+        done = [[one.completion for one in told if one.completion] for told in self.updates]
         return [sorted((one.sample, one.tokens, one.logprobs) for one in texts) for texts in done]
 
 
@@ -55,16 +47,16 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
     plain = dp.Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
     load, rounds = Load(engine), 0
     load.submit(*ASKED[0])
-    load.round()
+    load.scheduler.step()
     for one in ASKED[1:]:
         load.submit(*one)
-    while not load.told[1]:
-        before = len(load.told[0])
-        load.round()
-        assert len(load.told[0]) == before + 1, "the text that runs has a round for every chunk"
+    while not load.updates[1]:
+        before = len(load.updates[0])
+        load.scheduler.step()
+        assert len(load.updates[0]) == before + 1, "the text that runs has a round for every chunk"
         rounds += 1
-    assert rounds == -(-len(load.lane.running[1].rows[0].prompt) // CHUNK) > 2
-    assert not load.told[2] and not load.told[3], "in turn"
+    assert rounds == -(-len(load.scheduler.running[1].prompt) // CHUNK) > 2
+    assert not load.updates[2] and not load.updates[3], "in turn"
     written = load.finish()
     for one, texts in zip(ASKED, written, strict=True):
         alone = Load(plain)
@@ -81,8 +73,11 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
 def test_whoever_leaves_before_the_last_chunk_frees_the_rows(server: Any) -> None:
     load = Load(server.engine)
     left, stays = load.submit(*ASKED[1]), load.submit(*ASKED[2])
-    load.round()
-    assert load.lane.reading is not None and load.lane.reading[0] is left
-    left.cancelled = True
+    load.scheduler.step()
+    assert (left.status, stays.status) == (Status.PREFILLING, Status.WAITING)
+    load.scheduler.abort(left)
     load.finish()
-    assert stays.rows[0].finish_reason in ("stop", "length") and load.lane.reading is None
+    assert (left.status, stays.status) == (Status.ABORTED, Status.FINISHED)
+    assert [one.completion.finish_reason for one in load.updates[0] if one.completion] == [
+        "abort"] * 2
+    assert stays.sequences[0].finish_reason in ("stop", "length")

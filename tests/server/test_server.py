@@ -51,7 +51,7 @@ def test_many_requests_at_once_have_the_texts_they_have_alone(
         texts = list(pool.map(lambda one: ask(*one), asked))
     for text, (prompt, new, temperature, seed, _) in zip(texts, asked, strict=True):
         assert text == alone(server, prompt, new, temperature=temperature, seed=seed)
-    assert not server.scheduler.running and not server.scheduler.waiting
+    assert not server.queue.running and not server.queue.waiting
 
 
 def test_samples_stops_and_log_probabilities(server: Any, client: openai.OpenAI) -> None:
@@ -273,7 +273,7 @@ def test_without_a_temperature_it_is_one_unless_the_model_says(
 
 def test_whoever_leaves_is_not_among_the_latencies() -> None:
     metrics = Metrics("m")
-    for reason, counted in (("stop", 1), ("length", 2), ("cancelled", 2), ("error", 2)):
+    for reason, counted in (("stop", 1), ("length", 2), ("abort", 2), ("error", 2)):
         metrics.ended(dp.Completion("", [1], reason, None, RoundStats()), 0.5)
         told = metrics.text().decode()
         assert f'request_latency_seconds_count{{model_name="m"}} {counted}.0' in told
@@ -316,9 +316,9 @@ def test_whoever_leaves_frees_a_row_and_a_full_queue_says_so(server: Any) -> Non
 
     assert 429 in asyncio.run(run())
     end = time.monotonic() + 30
-    while (server.scheduler.running or server.scheduler.waiting) and time.monotonic() < end:
+    while (server.queue.running or server.queue.waiting) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not server.scheduler.running and not server.scheduler.waiting
+    assert not server.queue.running and not server.queue.waiting
 
 
 def test_a_round_that_fails_fails_those_in_it_and_no_others(
@@ -330,7 +330,7 @@ def test_a_round_that_fails_fails_those_in_it_and_no_others(
 
     asked: dict[str, Any] = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 5,
                              "temperature": 0}
-    monkeypatch.setattr("draftproof.engine.decoder.Decoder.admit", broken)
+    monkeypatch.setattr("draftproof.engine.decoder.Decoder.prefill", broken)
     with pytest.raises(openai.InternalServerError, match="allocate"):
         client.completions.create(**asked)
     assert client.completions.create(**asked).choices[0].text == alone(server, PROMPTS[0], 5)

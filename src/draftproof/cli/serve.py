@@ -130,7 +130,7 @@ def _facts(server: Server, engine: Engine, access: Access) -> list[str]:
     drafts = f"drafts up to {engine.budget.most} tokens a round" if engine.budget.most else "none"
     keys = f"{len(access.keys)} API keys" if access.keys else "no API key: open to everybody"
     return [
-        f"model: {server.model}, {dtype}{quantised}, {server.scheduler.length} of "
+        f"model: {server.model}, {dtype}{quantised}, {server.queue.length} of "
         f"{target.context} tokens of context, {memory:.1f} GiB of memory in use",
         f"computed by: {paths(target)['layers']}",
         f"drafter: {drafter}, {drafts}",

@@ -6,36 +6,22 @@ have chosen (drafter-invariant, arXiv 2408.07978; optimal for deterministic draf
 (2302.01318) on chains, and recursive rejection without replacement (2402.14160) on trees of drawn
 tokens. `accept_by_block` is block verification of chains (Sun et al., 2403.10444).
 
-The random outcomes of the last two come from a `Chance`: keyed noise when decoding, every outcome
-in turn where the distribution is enumerated.
+The random outcomes of the last two come from a `Chance`, which the sampler makes: keyed noise when
+decoding, every outcome in turn where the distribution is enumerated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftproof.core import noise
 from draftproof.core.messages import Accepted, Frontier
-from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
-from draftproof.core.sampling import argmax_token
+from draftproof.core.sampling import Chance
 from draftproof.core.tree import TokenTree
-
-
-class Chance(Protocol):
-    """The random outcomes of a rule."""
-
-    def flip(self, probability: Tensor, node: int) -> Tensor:
-        """[B] bool, true with `probability` [B]; `node` names the coin."""
-        ...
-
-    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        """[B] a token drawn in proportion to `weights` [B, V], behind a node of `depth` [B]."""
-        ...
 
 
 def accept_by_matching(tree: TokenTree, target_tokens: Tensor) -> Accepted:
@@ -138,7 +124,7 @@ def weighing(rule: Callable[[TokenTree, Tensor, Chance], Accepted]) -> Rule:
         if tree.draft_probs is None:
             return match(tree, logits, frontier)
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
-        return rule(tree, probs, KeyedChance(frontier))
+        return rule(tree, probs, frontier.sampler.chance(frontier.prefix))
 
     return Rule(accept, drawn=True)
 
@@ -148,25 +134,6 @@ RULES = {
     "rejection": weighing(accept_by_rejection),
     "block": weighing(accept_by_block),
 }
-
-
-class KeyedChance:
-    """Outcomes from keyed noise, fresh each round: a round is named by the position of its root."""
-
-    def __init__(self, frontier: Frontier) -> None:
-        self.keys, self.position = frontier.sampler.keys, frontier.prefix.position[:, None]
-        self.ops = frontier.sampler.ops
-
-    def flip(self, probability: Tensor, node: int) -> Tensor:
-        where = torch.full_like(self.position, node)
-        coin = self.ops.run(noise.stream, self.keys, Role.ACCEPT, where, self.position)
-        return noise.uniform(coin)[:, 0] < probability          # strict: 0 never happens
-
-    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        where = self.position + depth[:, None] + 1
-        place = self.ops.run(noise.stream, self.keys, Role.RECOVER, where, self.position)
-        gumbel = self.ops.run(noise.gumbel, place, weights.shape[-1])[:, 0]
-        return argmax_token(weights.log() + gumbel)
 
 
 _TINY = 1e-30       # a divisor where the true one is zero and the quotient is not used

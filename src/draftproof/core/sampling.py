@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, log
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,24 @@ AHEAD, LARGEST = 64, 1 << 20
 """Positions of all rows that noise is made for at once, and numbers, if a round needs no more."""
 
 
+class Chance(Protocol):
+    """The random outcomes of a rule."""
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        """[B] bool, true with `probability` [B]; `node` names the coin."""
+        ...
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        """[B] a token drawn in proportion to `weights` [B, V], behind a node of `depth` [B]."""
+        ...
+
+
 class Sampler(LogitsProcessors):
-    """What all running rows ask for, as tensors. Pure: the same arguments give the same choice."""
+    """What all running rows ask for, as tensors. Pure: the same arguments give the same choice.
+
+    All its random numbers come from `streams`, and the outcomes of acceptance rules from `chance`.
+    A class derived from it may replace these; `Engine` takes it as `sampler`.
+    """
 
     def __init__(
         self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu", ops: Ops = TORCH
@@ -41,13 +57,21 @@ class Sampler(LogitsProcessors):
 
     def select(self, rows: Sequence[int]) -> Sampler:
         """The sampler of these rows, for one call: it makes no noise for later rounds."""
-        other = Sampler([self.rows[row] for row in rows], self.device, self.ops)
+        other = type(self)([self.rows[row] for row in rows], self.device, self.ops)
         other._ahead = 0
         return other
 
     def sample(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N] the target's choice at each node from raw `logits` [B, N, V], or NO_TOKEN."""
         return self.ops.run(sample, self, logits, paths)
+
+    def streams(self, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
+        """[B, N, 2] a random stream per draw at `position` [B, N]; see `noise.stream`."""
+        return self.ops.run(noise.stream, self.keys, role, position, origin)
+
+    def chance(self, prefix: Prefix) -> Chance:
+        """The random outcomes of an acceptance rule in a round whose roots are at these places."""
+        return KeyedChance(self, prefix)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] the target's distribution at each node in fp32, or fp64; one-hot if greedy."""
@@ -153,11 +177,28 @@ class Sampler(LogitsProcessors):
         """[B, reach, V] noise of the choices behind roots at `position` [B]."""
         places = position[:, None] + 1 + torch.arange(reach, device=self.device)
         origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-        streams = self.ops.run(noise.stream, self.keys, role, places, origin)
-        noises = self.ops.run(noise.gumbel, streams, vocab)
+        noises = self.ops.run(noise.gumbel, self.streams(role, places, origin), vocab)
         if not self.some_greedy:
             return noises
         return noises.masked_fill_(self.greedy_rows, 0.0)   # temperature 0: no noise
+
+
+class KeyedChance:
+    """Outcomes from keyed noise, fresh each round: a round is named by the position of its root."""
+
+    def __init__(self, sampler: Sampler, prefix: Prefix) -> None:
+        self.sampler, self.position = sampler, prefix.position[:, None]
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        where = torch.full_like(self.position, node)
+        coin = self.sampler.streams(Role.ACCEPT, where, self.position)
+        return noise.uniform(coin)[:, 0] < probability          # strict: 0 never happens
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        where = self.position + depth[:, None] + 1
+        place = self.sampler.streams(Role.RECOVER, where, self.position)
+        gumbel = self.sampler.ops.run(noise.gumbel, place, weights.shape[-1])[:, 0]
+        return argmax_token(weights.log() + gumbel)
 
 
 class DraftSampling(NamedTuple):

@@ -19,10 +19,10 @@ from math import inf
 import torch
 from torch import Tensor
 
-from draftproof.core import acceptance
-from draftproof.core.acceptance import Chance, Rule
+from draftproof.core.acceptance import RULES, Rule
 from draftproof.core.messages import Accepted, Frontier
 from draftproof.core.prefix import Paths
+from draftproof.core.sampling import Chance
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
 
@@ -56,7 +56,7 @@ class Typical:
         choice, and where its token was rejected that choice would no longer be distributed as p.
         """
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
-        return accept_by_typicality(tree, probs, acceptance.KeyedChance(frontier), self)
+        return accept_by_typicality(tree, probs, frontier.sampler.chance(frontier.prefix), self)
 
     def threshold(self, probs: Tensor) -> Tensor:
         """[...] the probability a token must exceed under each distribution [..., V]."""
@@ -87,3 +87,19 @@ def accept_by_typicality(
     missed = (1 - likelihood).clamp(min=0).gather(1, nodes).roll(-1, 1)
     drafted = torch.arange(nodes.shape[1], device=nodes.device) < depth
     return Accepted(nodes, depth[:, 0] + 1, root, torch.where(drafted, missed, 0))
+
+
+def rule_of(acceptance: str | Rule, lossy: Typical | None) -> tuple[str, Rule]:
+    """The name of an acceptance rule, and the rule.
+
+    Raises:
+        BadInput: There is no such rule, or both a rule and a lossy one were given.
+    """
+    if isinstance(acceptance, Rule) and lossy is None:
+        return getattr(acceptance.accept, "__name__", "custom"), acceptance
+    if acceptance not in (("match", "typical") if lossy else RULES):
+        raise BadInput(
+            f"acceptance was {acceptance!r:.60}; choose one of {', '.join(RULES)}, a Rule, or "
+            "lossy=True, which is not what the target would write, and leave the other one out"
+        )
+    return ("typical", lossy.rule) if lossy else (str(acceptance), RULES[str(acceptance)])

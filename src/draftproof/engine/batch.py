@@ -18,7 +18,7 @@ from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, BrokenModel, DraftproofError
 from draftproof.model.target import Target
 
-Request = Sequence[SequenceState]
+Samples = Sequence[SequenceState]
 """The samples of one prompt, each a row of its own."""
 
 
@@ -34,8 +34,9 @@ class Batch:
 
     def __init__(
         self, target: Target, drafter: Drafter, rows: int, capacity: int, shapes: ShapePolicy,
-        ops: Ops,
+        ops: Ops, new_sampler: type[Sampler] = Sampler,
     ) -> None:  # fmt: skip
+        self.new_sampler = new_sampler
         self.target, self.drafter, self.shapes, self.ops = target, drafter, shapes, ops
         self.cache = target.new_cache(rows, capacity)
         self.text = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
@@ -80,14 +81,14 @@ class Batch:
             self.drafter.observe(_joined(self.pending))
             self.pending.clear()
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Let the samples of requests run, whose prompts were read into the rows behind."""
+    def add(self, groups: Sequence[Samples]) -> None:
+        """Let the samples of some prompts run, which were read into the rows after the others."""
         first, width, device = len(self.running), self.text.shape[1], self.text.device
-        lines = [[*row.prompt, *[0] * (width - len(row.prompt))] for row, *_ in requests]
-        places = torch.arange(first, first + len(requests), device=device)
+        lines = [[*row.prompt, *[0] * (width - len(row.prompt))] for row, *_ in groups]
+        places = torch.arange(first, first + len(groups), device=device)
         self.text.index_copy_(0, places, torch.tensor(lines, device=device))
-        copies = [first + place for place, samples in enumerate(requests) for _ in samples]
-        self.running += [row for samples in requests for row in samples]
+        copies = [first + place for place, samples in enumerate(groups) for _ in samples]
+        self.running += [row for samples in groups for row in samples]
         self.arrange([*range(first), *copies])
 
     def retire(self) -> None:
@@ -137,7 +138,7 @@ class Batch:
         self.view, self.lines = self.cache.rows(0, size), self.text[:size]
         params = [row.params for row in self.running]
         params += params[-1:] * (size - len(params))
-        self.sampler = Sampler(params, self.target.device, self.ops)
+        self.sampler = self.new_sampler(params, self.target.device, self.ops)
         self.wants_logprobs = any(row.sampling.logprobs for row in params)
         self.top_logprobs = max((row.sampling.top_logprobs for row in params), default=0)
 

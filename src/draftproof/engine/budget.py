@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import compress, pairwise
 from math import inf
 
+from draftproof.drafters.base import Drafter
 from draftproof.engine.stats import Round, State
 from draftproof.errors import BadInput
 
@@ -198,3 +199,8 @@ def presets(most: int) -> tuple[int, ...]:
     """Draft sizes to choose from: 0, 1, 2, 3, 5, 7, 10, 14, 20, ... and `most`."""
     sizes = [0, 1, 2, 3, *(round(5 * 2 ** (step / 2)) for step in range(2 * most.bit_length()))]
     return (*(size for size in sizes if size < most), most)
+
+
+def usual_budget(drafter: Drafter) -> Budget:
+    """The budget when nobody says: one that measures, or none for a drafter that drafts nothing."""
+    return Adaptive(drafter.default_budget) if drafter.default_budget else Fixed(0)

@@ -1,4 +1,4 @@
-"""What a call may ask for, and what the engine hands out: completions, and chunks of a stream."""
+"""What a call may ask for, and what came of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypedDict
 
-from draftproof.core.params import Likely, Sampling
+from draftproof.core.params import Likely, Sampling, is_whole
 from draftproof.engine.stats import RoundStats
-from draftproof.errors import DraftproofError
+from draftproof.errors import BadInput, DraftproofError
 
 Wanted = Sampling | Sequence[Sampling] | None
 
@@ -33,8 +33,9 @@ class Completion:
     """What came of one prompt, or of one sample of it.
 
     tokens: the new tokens, an end token included. text: without special tokens and stop string.
-    finish_reason: "stop" (an end token or a stop string), "length", or "error": there was no next
-        token, and `error` says why; the text up to there is what it would have been.
+    finish_reason: "stop" (an end token or a stop string), "length", "abort" (by the caller), or
+        "error": there was no next token, and `error` says why; the text up to there is what it
+        would have been.
     logprobs: natural logarithms under the unprocessed model, one per token, or None.
     top_logprobs: for each token, the likeliest in its place and their logprobs, or None.
     prompt, sample: which of the prompts, which of its samples.
@@ -57,20 +58,13 @@ class Completion:
         return self
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """New text of a stream: pieces, each with the drafter of its token, or "" if it was not
-    drafted. The last carries the completion."""
-
-    pieces: list[tuple[str, str]]
-    completion: Completion | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(piece for piece, _ in self.pieces)
-
-
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first token, counted from 1, at which two texts differ; None if they are equal."""
     pairs = enumerate(zip_longest(ours, theirs), 1)
     return next((place for place, (a, b) in pairs if a != b), None)
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise BadInput for what is no number of things."""
+    if not is_whole(value) or value < 1:
+        raise BadInput(f"{name} was {value!r:.60}; it must be a whole number, at least 1")

@@ -5,8 +5,7 @@ Knows no drafting method by name.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from draftproof.core.acceptance import Rule
 from draftproof.core.messages import Accepted, Commit, Frontier, Reading, append_tokens
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
-from draftproof.engine.batch import Batch, Request
+from draftproof.engine.batch import Batch, Samples
 from draftproof.engine.budget import Budget
 from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
@@ -36,20 +36,21 @@ Watch = Callable[[TokenTree, list[list[str]], Sequence[SequenceState], Sequence[
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
-    `admit` reads prompts, `step` is one round for every running row; finished rows leave by
-    themselves, `retire` has those leave that the caller ended. ops: None takes those of the
-    target's device. prefixes: what prompts may begin with, unread. watch: may be set to see drafts.
+    `prefill` and `read` read prompts, `step` is one round for every running row; finished rows
+    leave by themselves, `retire` has those leave that the caller ended. ops: None takes those of
+    the target's device. prefixes: what prompts may begin with, unread. watch: may be set to see
+    drafts. sampler: makes what chooses tokens, from what the running rows ask for.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, rule: Rule, budget: Budget, rows: int,
         capacity: int, shapes: ShapePolicy = OPEN, ops: Ops | None = None,
-        prefixes: PrefixCache | None = None,
+        prefixes: PrefixCache | None = None, sampler: type[Sampler] = Sampler,
     ) -> None:  # fmt: skip
         self.target, self.rule, self.budget = target, rule, budget
         self.ops = ops or Device(target.device).ops(shapes.closed)
         self.drafter = drafter.for_run(rows, capacity, self.ops)
-        self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops)
+        self.batch = Batch(target, self.drafter, rows, capacity, shapes, self.ops, sampler)
         cache = self.batch.cache
         self.prompts = Prompts(target, self.drafter, cache, shapes, self.ops, prefixes)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
@@ -77,40 +78,37 @@ class Decoder:
         self.budget.record(done._replace(seconds=self.clock.decide.took))
         self.retire()
 
-    def admissible(self, waiting: Iterable[Request]) -> int:
-        """How many of the first requests that wait may be admitted at once: short ones together."""
-        return self.prompts.admissible(len(self.batch.text) - len(self.batch.running), waiting)
-
-    def is_long(self, request: Request) -> bool:
-        """Whether a prompt is to be read by `read_beside`."""
-        return self.prompts.is_long(request[0].prompt)
-
-    def admit(self, *requests: Request) -> None:
-        """Read the prompt of each request and start its samples, as few as `admissible` says."""
-        with torch.inference_mode():
-            self.batch.drop_padding()
-        deque(self._read(requests, len(self.running)), 0)
-
-    def read_beside(self, request: Request) -> Iterator[None]:
-        """As `admit`, of a prompt that `is_long`: a chunk at each step, with rounds between."""
-        return self._read([request], None)
-
     @torch.inference_mode()
-    def _read(self, requests: Sequence[Request], first: int | None) -> Iterator[None]:
-        """first: the row that the first prompt gets; None, if others come and go meanwhile."""
-        for row in (row for samples in requests for row in samples):
+    def prefill(self, groups: Sequence[Samples], *, elsewhere: bool = False) -> Prefill:
+        """Begin to read the prompts of these samples, for `read` to go on with.
+
+        elsewhere: into a cache of its own, so that rows may come and go meanwhile.
+        """
+        if not elsewhere:
+            self.batch.drop_padding()
+        for row in (row for samples in groups for row in samples):
             row.began = self.clock.seconds
         with self.clock.prefill:
-            prefill = Prefill(self.prompts, requests, first)
-        whole = False
-        while not whole:
-            with self.clock.prefill:
-                whole = prefill.read()
-                if whole:
-                    self._start(requests, prefill.join(len(self.running)))
-            if not whole:
-                yield
+            return Prefill(self.prompts, groups, None if elsewhere else len(self.batch.running))
+
+    @torch.inference_mode()
+    def read(self, prefill: Prefill) -> bool:
+        """Read the next chunk of prompts; after the last, start their samples and return True."""
+        with self.clock.prefill:
+            if not prefill.read():
+                return False
+            first = len(self.batch.running)
+            self._start(prefill.groups, prefill.join(first))
         self.retire()
+        return True
+
+    def refresh(self) -> None:
+        """Take up weights that changed; to be called where nothing runs."""
+        target, prefixes = self.target, self.prompts.prefixes
+        if target.group.alone:
+            target.refresh()
+        if prefixes is not None:
+            prefixes.belong_to(target.weights)
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -206,11 +204,11 @@ class Decoder:
         chain = tree.is_chain and ranks is None
         return Round(frontier.budget, len(batch.running), nodes, total, 0.0, chain)
 
-    def _start(self, requests: Sequence[Request], logits: Tensor) -> None:
+    def _start(self, groups: Sequence[Samples], logits: Tensor) -> None:
         """Start samples whose prompts were read, by the logits [b, 1, V] at their ends."""
         first = len(self.batch.running)
-        self.batch.add(requests)
-        copies = [place for place, samples in enumerate(requests) for _ in samples]
+        self.batch.add(groups)
+        copies = [place for place, samples in enumerate(groups) for _ in samples]
         self._choose_first(first, logits[copies])
 
     def _choose_first(self, first: int, logits: Tensor) -> None:

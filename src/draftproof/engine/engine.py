@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import cached_property
 from threading import RLock
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
-from draftproof.core.acceptance import RULES
-from draftproof.core.params import Sampling, is_whole
-from draftproof.core.typical import Typical
+from draftproof.core.acceptance import Rule
+from draftproof.core.params import Sampling
+from draftproof.core.sampling import Sampler
+from draftproof.core.typical import Typical, rule_of
 from draftproof.drafters.base import Drafter, Plain
-from draftproof.engine.batch import Request
-from draftproof.engine.budget import Adaptive, Budget, Fixed
-from draftproof.engine.completion import Chunk as Chunk
+from draftproof.engine.background import Background, updates_of
+from draftproof.engine.budget import Adaptive, Budget, Fixed, usual_budget
 from draftproof.engine.completion import Completion as Completion
-from draftproof.engine.completion import Options, Wanted
+from draftproof.engine.completion import Options, Wanted, check_count
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.prompts import Prompt as Prompt
-from draftproof.engine.request import RequestReader
-from draftproof.engine.sequence import SequenceState
+from draftproof.engine.request import Request as Request
+from draftproof.engine.request import Status as Status
+from draftproof.engine.request import Update as Update
+from draftproof.engine.request_reader import RequestReader
+from draftproof.engine.scheduler import Scheduler as Scheduler
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.stats import Clock, RoundStats, State
+from draftproof.engine.stats import RoundStats
+from draftproof.engine.warm_up import warm_up
 from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadcast_rule
 from draftproof.errors import BadInput, reject_unknown_options
 from draftproof.model.device import Device
-from draftproof.model.kv_cache import CHUNKS
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
+
+Chunk = Update
+"""What `stream` yields, under its earlier name."""
 
 if hasattr(os, "register_at_fork"):     # a forked process lacks the threads OpenMP would wait for
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -42,7 +50,7 @@ class Engine:
     """Writes text with a target and a drafter: the text that the target would have written alone.
 
     acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the same
-        distribution).
+        distribution); or a `Rule` of your own.
     lossy: a `Typical`, or True for its defaults: text that is *not* what the target alone would
         write; how far it strays is in `RoundStats.distance_per_token`. It depends on the drafts, so
         unless a budget is given as many are drafted in every round: one seed gives one text.
@@ -52,23 +60,20 @@ class Engine:
     sampling, stop_tokens: defaults for calls that name none.
     shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves it
         to the device.
-    Calls may run at the same time, also from several threads: their rounds take turns.
-    stats: of all calls together; `seconds` are wall time.
+    sampler: the class that draws tokens: `Sampler`, or one derived from it with another source of
+        random numbers.
+    Calls may run at the same time, also from several threads. stats: of all calls together.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter | None = None, *, codec: Codec | None = None,
-        acceptance: str = "match", lossy: Typical | bool = False,
+        acceptance: str | Rule = "match", lossy: Typical | bool = False,
         budget: Budget | int | None = None, sampling: Sampling | None = None,
         stop_tokens: Sequence[int] = (), shapes: ShapePolicy | None = None,
+        sampler: type[Sampler] = Sampler,
     ) -> None:  # fmt: skip
         self.lossy = Typical() if lossy is True else lossy or None
-        if acceptance not in (("match", "typical") if self.lossy else RULES):
-            raise BadInput(
-                f"acceptance was {acceptance!r}; choose one of {', '.join(RULES)}, or lossy=True, "
-                "which is not what the target would write, and leave the other one out"
-            )
-        self.acceptance = "typical" if self.lossy else acceptance
+        self.acceptance, self.rule = rule_of(acceptance, self.lossy)
         self.target, self.codec, self.drafter = target, codec, drafter or Plain()
         self.shapes = shapes or ShapePolicy(closed=Device(target.device).compiles)
         usual = Fixed(self.drafter.default_budget) if self.lossy else usual_budget(self.drafter)
@@ -76,9 +81,9 @@ class Engine:
             usual = Adaptive(usual.most, sizes=self.shapes.sizes(usual.most))
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
-        self.clock = Clock()            # where the seconds went of the call that began last
+        self.sampler = sampler
         self.prefixes: PrefixCache | None = None    # texts whose beginnings are not read again
-        self.lock = RLock()             # held while a prompt is checked, and in each round
+        self.lock = RLock()                         # held in each step
         self.stats = RoundStats()
         if self.budget.most >= target.context:
             asked = f"{self.budget.most} draft tokens per round"
@@ -100,13 +105,29 @@ class Engine:
             return SourceReader(self.target, self.codec, self.stop_tokens)
         return RequestReader(self.target, self.codec, self.stop_tokens)
 
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Of the requests of `add_request` and `astream`; may be set to one of `new_scheduler`."""
+        return self.new_scheduler(interleave=True)
+
+    @cached_property
+    def _background(self) -> Background:
+        return Background()
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
     ) -> list[Completion]:
-        """Complete every prompt, `n` times each: in the order of prompts, samples side by side.
+        """Complete every prompt, `n` times each.
 
-        options: `max_new_tokens`, `sampling`, `n`, `batch_size`; see `Options`.
-        Raises BadInput, before anything runs, for a request that cannot be honoured.
+        Args:
+            prompts: One prompt or many: text, token ids, a chat, or what a tokenizer returns.
+            **options: `max_new_tokens`, `sampling`, `n` and `batch_size`; see `Options`.
+
+        Returns:
+            Completions in the order of the prompts, the samples of a prompt side by side.
+
+        Raises:
+            BadInput: A request cannot be honoured; nothing has run.
         """
         reject_unknown_options("Engine.generate", options, Options.__annotations__)
         done = self.as_completed(prompts, **options)
@@ -117,79 +138,188 @@ class Engine:
     ) -> Iterator[Completion]:
         """As `generate`, but each completion comes as soon as it is finished."""
         reject_unknown_options("Engine.as_completed", options, Options.__annotations__)
-        rounds = self.rounds(prompts, **options)
-        return (self.completion(row) for rows in rounds for row in rows if row.finish_reason)
+        batch_size = options.get("batch_size")
+        check_count("batch_size", 1 if batch_size is None else batch_size)
+        requests = self.read(
+            prompts, max_new_tokens=options.get("max_new_tokens"),
+            sampling=options.get("sampling"), n=options.get("n", 1),
+        )  # fmt: skip
+        updates = self._run(requests, batch_size)
+        return (update.completion for update in updates if update.completion is not None)
 
-    def rounds(
-        self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None,
-        sampling: Wanted = None, n: int = 1, batch_size: int | None = None,
-    ) -> Generator[list[SequenceState], None, None]:  # fmt: skip
-        """As `generate`, a step at a time: after every prefill and every round the rows that had
-        not ended before it.
+    def generate_ids(
+        self, prompts: Tensor | Sequence[Sequence[int]], **options: Unpack[Options]
+    ) -> list[list[int]]:
+        """Complete prompts that are token ids.
 
-        Those that wait are among them, and the first time all are. They are the engine's own: look,
-        and change nothing but a `finish_reason` that is None, which ends a row.
+        Args:
+            prompts: A list of lists of token ids, or a tensor [B, S] without padding.
+            **options: As for `generate`.
+
+        Returns:
+            The new token ids of each sample, without those of the prompt.
         """
-        for name, given in (("n", n), ("batch_size", 1 if batch_size is None else batch_size)):
-            if not is_whole(given) or given < 1:
-                raise BadInput(f"{name} was {given!r:.60}; it must be a whole number, at least 1")
-        requests = self._read(prompts, max_new_tokens, sampling, n)
-        rows = max(n, min(batch_size or 8, n * len(requests)))
-        if self.shapes.closed and batch_size is not None:       # as many as declared, needed or not
-            rows = max(n, batch_size)
-        return self._run(requests, rows)
+        many = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+        if many and not isinstance(many[0], (list, tuple)):
+            raise BadInput("generate_ids takes a list of prompts, each a list of token ids")
+        return [done.checked().tokens for done in self.generate(many, **options)]
+
+    def stream(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> Generator[Update, None, None]:
+        """Complete one prompt, an update per round; the last carries the completion.
+
+        Raises:
+            BadInput: The request cannot be honoured; nothing has run.
+        """
+        requests = self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling)
+        return self._run(requests, 1)
+
+    async def astream(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> AsyncIterator[Update]:
+        """As `stream`, for asyncio: any number of them run side by side, in a thread of the engine.
+
+        Whoever leaves the loop, or is cancelled, aborts the request.
+        """
+        (request,) = await asyncio.to_thread(
+            self.read, [prompt], max_new_tokens=max_new_tokens, sampling=sampling
+        )
+        async with aclosing(updates_of(request, self.scheduler, self._background)) as updates:
+            async for update in updates:
+                yield update
+
+    def add_request(
+        self, prompt: Prompt, *, max_new_tokens: int | None = None,
+        sampling: Sampling | None = None, n: int = 1, request_id: str | None = None,
+        on_update: Callable[[Update], None] | None = None,
+    ) -> Request:  # fmt: skip
+        """Queue one prompt for `step`.
+
+        Example:
+            ```python
+            for prompt in prompts:
+                engine.add_request(prompt, max_new_tokens=50)
+            while engine.has_unfinished_requests():
+                for update in engine.step():
+                    print(update.request.id, update.text)
+            ```
+
+        Args:
+            prompt: As for `generate`.
+            max_new_tokens: At most so many; None leaves it to `sampling`.
+            sampling: None takes the engine's defaults.
+            n: How many samples of it are wanted.
+            request_id: A name that `abort` takes; None makes one up.
+            on_update: Called with every update, in the thread that runs `step`.
+
+        Returns:
+            The request, whose `status` says where it stands.
+
+        Raises:
+            BadInput: The request cannot be honoured, or another one has this name.
+        """
+        if any(other.id == request_id for other in self.scheduler.requests()):
+            raise BadInput(f"there is a request {request_id!r:.60} already; name it otherwise")
+        (request,) = self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling, n=n)
+        request.on_update, request.id = on_update, request_id or request.id
+        return self.scheduler.add(request)
+
+    def abort(self, request: Request | str) -> None:
+        """End a request of `add_request`, or the one of this id, before the next step.
+
+        Its last update has the completion so far, with the finish reason "abort". Nothing happens
+        if it has ended.
+        """
+        for other in self.scheduler.requests():
+            if request in (other, other.id):
+                self.scheduler.abort(other)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests of `add_request` wait or run."""
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> list[Update]:
+        """Take the next step with all requests of `add_request`: read prompts, or run a round.
+
+        Returns:
+            What is new of each sequence; the last update of one has its completion.
+
+        Raises:
+            Exception: The step failed. Every request that ran ends with the error; those that wait
+                go on with the next step.
+        """
+        try:
+            return self.scheduler.step()
+        except Exception as error:
+            self.scheduler.fail(error)
+            raise
+
+    def read(
+        self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None,
+        sampling: Wanted = None, n: int = 1,
+    ) -> list[Request]:  # fmt: skip
+        """Tokenise prompts and check what is asked for; rounds go on meanwhile.
+
+        Returns:
+            A request for each prompt, for a scheduler.
+
+        Raises:
+            BadInput: One of them cannot be honoured.
+        """
+        check_count("n", n)
+        wanted = self.sampling if sampling is None else sampling
+        with self.lock if self.target.encodes else nullcontext():       # its encoder may be asked
+            return self.requests.read(prompts, max_new_tokens, wanted, n)
 
     def check(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> None:
         """Raise BadInput if `generate` could not honour this request."""
-        self._read([prompt], max_new_tokens, sampling)
+        self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling)
 
-    def stream(
-        self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
-    ) -> Generator[Chunk, None, None]:
-        """Complete one prompt, a chunk per round, of which no stop string takes anything back."""
-        rounds = self._run(self._read([prompt], max_new_tokens, sampling), 1)
-        return (Chunk(row.pieces(), self.completion(row) if row.finish_reason else None)
-                for (row,) in rounds)
+    def new_scheduler(
+        self, batch_size: int = 8, length: int = 4096, *, interleave: bool = False
+    ) -> Scheduler:
+        """A scheduler with a batch of its own; see `Scheduler`.
 
-    def _read(
-        self, prompts: Prompt | Sequence[Prompt], limit: int | None, sampling: Wanted, n: int = 1
-    ) -> list[Request]:
-        wanted = self.sampling if sampling is None else sampling
-        with self.lock:
-            return self.requests.read(prompts, limit, wanted, n)
+        Args:
+            batch_size: Sequences that run side by side.
+            length: Tokens of prompt and text that each has room for, before more is made.
+            interleave: Whether texts go on while a long prompt is read.
+        """
+        return Scheduler(
+            self.decoder, rows=batch_size, length=min(length, self.target.context),
+            interleave=interleave, lock=self.lock, stats=self.stats,
+        )  # fmt: skip
+
+    @contextmanager
+    def scheduled(
+        self, requests: Sequence[Request], batch_size: int | None = None
+    ) -> Iterator[Scheduler]:
+        """A scheduler for requests of `read` alone; what has not ended is aborted at the end.
+
+        batch_size: sequences that run side by side; None takes all, up to 8."""
+        n = max((len(request.sequences) for request in requests), default=1)
+        rows = max(n, min(batch_size or 8, sum(len(request.sequences) for request in requests)))
+        if self.shapes.closed and batch_size is not None:       # as many as declared, needed or not
+            rows = max(n, batch_size)
+        length = max((request.max_length for request in requests), default=1)
+        scheduler = self.new_scheduler(rows, length)
+        for request in requests:
+            scheduler.add(request)
+        try:
+            with self.target.group.intact():
+                yield scheduler
+        finally:
+            scheduler.close()
 
     def _run(
-        self, requests: list[Request], rows: int
-    ) -> Generator[list[SequenceState], None, None]:
-        """Run all of them, at most `rows` rows at a time; see `rounds`."""
-        waiting, all_rows = deque(requests), [row for request in requests for row in request]
-        if not waiting:
-            return
-        decoder = self.decoder(rows, max(len(row.prompt) + row.limit for row in all_rows))
-        self.clock, batch, left, running = decoder.clock, decoder.batch, all_rows, 0
-        try:
-            with decoder.target.group.intact():
-                while waiting or batch.running:
-                    count = decoder.admissible(waiting) if waiting else 0
-                    with self.lock:
-                        if count:
-                            joining = [waiting.popleft() for _ in range(count)]
-                            running += sum(map(len, joining))
-                            decoder.admit(*joining)
-                        else:
-                            decoder.step()
-                    yield left
-                    decoder.retire()                    # rows that the caller ended
-                    if len(batch.running) < running:
-                        running = len(batch.running)
-                        left = [row for row in left if row.finish_reason is None]
-        finally:
-            with self.lock:
-                for row in all_rows:
-                    self.stats.add(replace(row.stats, seconds={}))
-                self.stats.add(RoundStats(seconds=decoder.clock.seconds))
+        self, requests: Sequence[Request], batch_size: int | None
+    ) -> Generator[Update, None, None]:
+        with self.scheduled(requests, batch_size) as scheduler:
+            while scheduler.waiting or scheduler.running:
+                yield from scheduler.step()
 
     def warm_up(
         self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None
@@ -200,63 +330,19 @@ class Engine:
         For devices that compile what they meet, with closed shapes. sampling: what will be asked
         for; filters and penalties have shapes of their own.
         """
-        most, rows = self.budget.most, self.shapes.rows(batch_size)
-        capacity = self.shapes.capacity(tokens + most + 2)
-        longest = min(capacity, self.target.context) - most - 3
-        sizes = self.budget.sizes if isinstance(self.budget, Adaptive) else (most,)
-        pauses = (0, 2, 5) if len(sizes) > 1 else (0,)  # a drafter catches up with what it missed
-        scripts = [(1, [size, *[0] * pause, size]) for size in sizes for pause in pauses]
-        lengths = {min(width, longest) for width in (*CHUNKS, CHUNKS[-1] + 1)}
-        scripts += [(length, [size]) for length in sorted(lengths) for size in sizes]
-        wanted = replace(sampling or self.sampling, stop=(), stop_when=())      # nothing ends early
-        if wanted.min_new_tokens:
-            wanted = replace(wanted, min_new_tokens=capacity, max_new_tokens=None)
-        else:
-            wanted = replace(wanted, stop_tokens=(), stop_token_ids=())
-        for length, script in scripts:
-            decoder, text = self._decoder(_Script(script), rows, capacity), [0] * length
-            params = self.requests.params(wanted, text, capacity)
-            with self.lock:
-                decoder.admit([SequenceState(text, params, capacity)])
-                for _ in list(script):
-                    decoder.step()
+        warm_up(self, tokens, batch_size, sampling or self.sampling)
 
     def decoder(self, rows: int, tokens: int) -> Decoder:
         """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds."""
         capacity = self.shapes.capacity(tokens + self.budget.most + 2)
-        with self.lock:
-            return self._decoder(self.budget, self.shapes.rows(rows), capacity)
+        return self.new_decoder(self.budget, self.shapes.rows(rows), capacity)
 
-    def completion(self, row: SequenceState) -> Completion:
-        """What came of a row that has ended."""
-        sampling = row.params.sampling
-        return Completion(
-            row.text, row.tokens, row.finish_reason or "length",
-            row.logprobs if sampling.logprobs else None, row.stats, row.request, row.params.sample,
-            row.error, row.top_logprobs if sampling.top_logprobs else None,
-        )  # fmt: skip
-
-    def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
-        rule = self.lossy.rule if self.lossy else RULES[self.acceptance]
-        drafter, group = self.drafter, self.target.group
+    def new_decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
+        """As `decoder`, with another budget and exactly this capacity."""
+        rule, drafter, group = self.rule, self.drafter, self.target.group
         if not group.alone:
             drafter, rule = BroadcastDrafter(drafter, group), broadcast_rule(rule, group)
             if isinstance(budget, Adaptive):
                 budget = BroadcastBudget(budget, group)
         return Decoder(self.target, drafter, rule, budget, rows, capacity, self.shapes, None,
-                       self.prefixes)
-
-
-class _Script(Budget):
-    """Sizes that were written down, round by round."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.most, self.sizes = max(sizes), sizes
-
-    def choose(self, state: State) -> int:
-        return self.sizes.pop(0)
-
-
-def usual_budget(drafter: Drafter) -> Budget:
-    """The budget when nobody says: one that measures, or none for a drafter that drafts nothing."""
-    return Adaptive(drafter.default_budget) if drafter.default_budget else Fixed(0)
+                       self.prefixes, self.sampler)

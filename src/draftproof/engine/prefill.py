@@ -15,7 +15,7 @@ from draftproof.core.messages import Commit, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.engine.batch import Request
+from draftproof.engine.batch import Samples
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
@@ -53,14 +53,13 @@ class Prompts:
         self.alike = self.several and target.kv_cache in (None, "int8")
         self.grain, self.chunk = (1, SHORT) if self.alike else (CHUNKS[-1], CHUNKS[-1])
 
-    def admissible(self, free: int, waiting: Iterable[Request]) -> int:
-        """How many of the first requests that wait may have these free rows: several if short."""
+    def admissible(self, prompts: Iterable[Sequence[int]]) -> int:
+        """How many of the first of these prompts are read at once: several if they are short."""
         count = longest = 0
-        for samples in waiting:
-            free -= len(samples)
-            longest = max(longest, self._unread(samples[0].prompt))
+        for prompt in prompts:
+            longest = max(longest, self._unread(prompt))
             together = self.several and longest <= min(SHORT, TOGETHER // (count + 1))
-            if free < 0 or (count and not together):
+            if count and not together:
                 break
             count += 1
         return count
@@ -90,15 +89,16 @@ class Prompts:
 
 
 class Prefill:
-    """The prompts of some requests while they are read, a chunk at a time.
+    """Prompts while they are read, a chunk at a time.
 
-    first: the first of the rows they get; None, if that is not known before they `join`: then, and
-    where shapes are static, they are read into a cache of their own.
+    groups: the samples of each. first: the first of the rows they get; None, if that is not known
+    before they `join`: then, and where shapes are static, they are read into a cache of their own.
     """
 
-    def __init__(self, prompts: Prompts, requests: Sequence[Request], first: int | None) -> None:
-        self.prompts, self.texts = prompts, [samples[0].prompt for samples in requests]
-        self.sources = [samples[0].source for samples in requests]
+    def __init__(self, prompts: Prompts, groups: Sequence[Samples], first: int | None) -> None:
+        self.prompts, self.groups = prompts, groups
+        self.texts = [samples[0].prompt for samples in groups]
+        self.sources = [samples[0].source for samples in groups]
         self.own, self.commits, self.start = prompts.prompt_cache, list[Commit](), 0
         if first is None:
             capacity = prompts.shapes.capacity(len(self.texts[0]))
@@ -107,11 +107,11 @@ class Prefill:
             self.view = self.own
         else:
             assert first is not None
-            self.view = prompts.cache.rows(first, first + len(requests))
+            self.view = prompts.cache.rows(first, first + len(groups))
         self.view.lengths.zero_()
         if prompts.target.encodes:
             prompts.target.begin(self.view, self.sources)
-        self.known = [self._reuse(place) for place in range(len(requests))]
+        self.known = [self._reuse(place) for place in range(len(groups))]
         self.rests = [text[known:] for text, known in zip(self.texts, self.known, strict=True)]
 
     def read(self) -> bool:

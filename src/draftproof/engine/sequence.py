@@ -17,9 +17,10 @@ from draftproof.model.tokenizer import TextStream
 
 @dataclass
 class SequenceState:
-    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens, of a `request`.
+    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens.
 
     source: what the encoder of an encoder-decoder reads of it. began: the clock when it began.
+    reported: tokens that updates have told; reported_at: when the last did, 0 before the first.
     Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
     """
 
@@ -33,10 +34,12 @@ class SequenceState:
     text: str = ""
     finish_reason: str | None = None
     error: DraftproofError | None = None
-    request: int = 0
     source: Any = None
     stats: RoundStats = field(default_factory=RoundStats)
     began: dict[str, float] = field(default_factory=dict)
+    reported: int = 0
+    reported_at: float = 0.0
+    is_reported: bool = False
     _pieces: list[tuple[str, str]] = field(default_factory=list)
     # may begin a stop string; special tokens, which are not shown, among them: the last says so
     _held: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -77,6 +80,11 @@ class SequenceState:
         """End here, with everything written so far: there is no next token."""
         self._end("error")
         self.error = error
+
+    def abort(self) -> None:
+        """End here, with everything written so far: nobody wants more."""
+        if self.finish_reason is None:
+            self._end("abort")
 
     def checked(self) -> None:
         """Raise the error that ended it, if one did."""

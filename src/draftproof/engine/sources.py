@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.prompts import Prompt, several
-from draftproof.engine.request import RequestReader
+from draftproof.engine.request_reader import RequestReader
 from draftproof.errors import BadInput, first_line
 from draftproof.model.encoder_decoder import EncoderDecoder, EncoderOutput, Source
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +132,15 @@ def _decode(
     own = [one for one in criteria if not (isinstance(one, MaxLengthCriteria) or _ends(one))]
     stops, filler = StoppingCriteriaList(own), getattr(config, "_pad_token_tensor", None)
     pad = 0 if filler is None else int(filler)
-    new, rows, going = list[list[int]](), list[Any](), [True] * len(prompts)
-    rounds = engine.rounds(
-        prompts, max_new_tokens=int(limit) - ids.shape[1], sampling=asked, batch_size=len(prompts)
-    )
-    with closing(rounds):
-        for active in rounds:
-            rows = rows or list(active)
-            for row in active:
-                row.checked()
+    new, going = list[list[int]](), [True] * len(prompts)
+    most = int(limit) - ids.shape[1]
+    requests = engine.read(prompts, max_new_tokens=most, sampling=asked)
+    rows = [request.sequences[0] for request in requests]
+    with engine.scheduled(requests, len(prompts)) as scheduler:
+        while any(going) and scheduler.has_unfinished_requests():
+            for update in scheduler.step():
+                if update.completion is not None:
+                    update.completion.checked()
             while any(going):
                 step = len(new)
                 write = [(goes or not pads) and not _over(row, step)
@@ -151,16 +151,15 @@ def _decode(
                 new.append([row.tokens[step] if writes else pad for row, writes in pairs])
                 if streamer is not None:
                     streamer.put(torch.tensor(new[-1]))
-                said = [False] * len(rows)
+                stopped = [False] * len(rows)
                 if own:
-                    said = stops(torch.cat([ids, torch.tensor(new).T.to(ids)], 1), None).tolist()
+                    text = torch.cat([ids, torch.tensor(new).T.to(ids)], 1)
+                    stopped = stops(text, None).tolist()
                 going = [goes and not stop and not _over(row, step + 1)
-                         for row, goes, stop in zip(rows, going, said, strict=True)]  # fmt: skip
-                for row, goes in zip(rows, going, strict=True):
+                         for row, goes, stop in zip(rows, going, stopped, strict=True)]  # fmt: skip
+                for request, goes in zip(requests, going, strict=True):
                     if pads and not goes:
-                        row.finish_reason = row.finish_reason or "stop"
-            if not any(going):
-                break
+                        scheduler.abort(request)
     if streamer is not None:
         streamer.end()
     return torch.tensor(new).T

@@ -26,7 +26,7 @@ from draftproof.model.quantize import weight_bytes
 from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine, Size, read_machine
-from draftproof.plan.playback import PlayedDraft, PlayedDrafter
+from draftproof.plan.playback import Playback, PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import Noise, probe
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
@@ -207,7 +207,7 @@ class Planner:
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), timed,
                      self.progress)
 
-    def _played(self, name: str, heat: float, texts: Sequence[Text]) -> Drafter:
+    def _played(self, name: str, heat: float, texts: Sequence[Text]) -> Playback:
         """A drafter that knows nothing yet of these texts."""
         drafter = Plain() if name == PLAIN else self.drafters[name]
         if isinstance(drafter, DraftModel):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -19,15 +19,30 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.plan.recording import Drafts, Text
 
 
+@dataclass
+class Timing:
+    """What drafts of a run took. going: rows that a draft model drafts, by depth. spent: seconds of
+    what is really drafted. ahead: how far the last draft might reach."""
+
+    going: list[int] = field(default_factory=list)
+    spent: float = 0.0
+    ahead: int = 0
+
+    def take(self) -> float:
+        """Seconds since this was asked last."""
+        spent, self.spent = self.spent, 0.0
+        return spent
+
+
 class Playback(Drafter):
     """Knows which text each row writes, and how many tokens of it are committed.
 
-    going: rows that a draft model drafts, by depth. spent: seconds of what is really drafted.
+    timing: shared by all its runs.
     """
 
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
         self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
-        self.deepest, self.going, self.spent = like.deepest, list[int](), 0.0
+        self.deepest, self.timing = like.deepest, Timing()
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)
@@ -91,6 +106,7 @@ class PlayedDrafter(Playback):
         return Successors(known, *(some[at.clamp(min=0)] for some in self.top))
 
     def propose(self, frontier: Frontier) -> TokenTree:
+        self.timing.ahead = frontier.prefix.ahead
         with self._timed():
             return self.inner.propose(frontier)
 
@@ -102,7 +118,7 @@ class PlayedDrafter(Playback):
     def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.spent += time.perf_counter() - start
+        self.timing.spent += time.perf_counter() - start
 
 
 class PlayedDraft(Playback):
@@ -137,13 +153,14 @@ class PlayedDraft(Playback):
         """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
         most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
         floor = math.log(frontier.floor) if frontier.floor else -math.inf
-        self.lag, self.proposed, self.going = [0] * len(self.rows), True, []
+        self.lag, self.proposed, going = [0] * len(self.rows), True, list[int]()
+        self.timing.going = going
         tokens = torch.full((len(self.rows), 1 + most), ABSENT)
         chances, ranked = torch.full(tokens.shape, -math.inf), list[float]()
         tokens[:, 0], live = frontier.prefix.root, list(range(len(self.rows)))
         scores = [0.0] * len(live)
         for depth in range(most):
-            self.going.append(len(live))
+            going.append(len(live))
             for row in live:
                 number, place = self.rows[row]
                 found = self.drafts[number]
@@ -155,7 +172,7 @@ class PlayedDraft(Playback):
             live = [row for row in live if scores[row] >= least]
             if not live:
                 break
-        depth = len(self.going)
+        depth = len(going)
         tree = TokenTree.chain(tokens[:, : 1 + depth])
         if not frontier.most:
             return tree

@@ -84,18 +84,21 @@ def run(
     running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
     most = sum(sizes) + len(sizes) + count + 2
     limit = min(engine.target.context - max(map(len, prompts)), most)
-    for rows in running.rounds([list(prompt) for prompt in prompts], max_new_tokens=limit,
-                               sampling=replace(sampling, stop_tokens=()), batch_size=count):
-        done, budget.done = budget.done, None
-        if done is not None:
+    requests = running.read([list(prompt) for prompt in prompts], max_new_tokens=limit,
+                            sampling=replace(sampling, stop_tokens=()))
+    rows = [request.sequences[0] for request in requests]
+    with running.scheduled(requests, count) as scheduler:
+        while budget.left and scheduler.has_unfinished_requests():
+            scheduler.step()
+            done, budget.done = budget.done, None
+            if done is None:
+                continue
             before = drafting, drafted
-            drafting = running.clock.draft.seconds
+            drafting = scheduler.clock.draft.seconds
             drafted = sum(row.stats.drafted for row in rows)
             nodes = (drafted - before[1]) / count if engine.target.skips_absent else done.size
             context = sum(len(row.prompt) + len(row.tokens) for row in rows) / count
             yield Seen(done.size, done.seconds, drafting - before[0], nodes, context)
-        if not budget.left:
-            return
 
 
 def rounds(
@@ -192,8 +195,12 @@ def _prompts(
         text = (every * (1 + length // len(every)))[:length]
         for _ in range(2):
             running = Engine(engine.target, chains, budget=0)
-            next(running.rounds([text], max_new_tokens=8, sampling=Sampling(stop_tokens=())))
-        prompts.append((length, running.clock.prefill.seconds))
+            requests = running.read([text], max_new_tokens=8, sampling=Sampling(stop_tokens=()))
+            with running.scheduled(requests) as scheduler:
+                while not requests[0].sequences[0].tokens:
+                    scheduler.step()
+                seconds = scheduler.clock.prefill.seconds
+        prompts.append((length, seconds))
         if length in (lengths[0], lengths[-1]):
             (blocks,) = rounds(engine, [chains], [text], engine.sampling, [[0]], 2 * TIMES)
             plain.append(usual(by_size(blocks)[0]))

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftproof.core.acceptance import RULES, Rule, accept_by_matching
-from draftproof.core.messages import Accepted, Frontier, Reading
+from draftproof.core.messages import Reading
+from draftproof.core.prefix import Paths
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
-from draftproof.drafters.base import Drafter
-from draftproof.engine.batch import Request
 from draftproof.engine.budget import Budget
-from draftproof.engine.decoder import Decoder
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import Round, State
 from draftproof.model.kv_cache import KVCache
@@ -35,7 +32,13 @@ from draftproof.plan.recording import Text
 
 
 class Recorded(Target):
-    """Stands for the target in a replay: it reads nothing, and nothing depends on what it says."""
+    """Stands for the target in a replay: it reads nothing, and nothing depends on what it says.
+
+    tree, lengths: what was read last, and after how many committed tokens of each row.
+    """
+
+    tree: TokenTree
+    lengths: list[int]
 
     def __init__(self, target: Target) -> None:
         self.__dict__.update(target.__dict__)
@@ -49,26 +52,46 @@ class Recorded(Target):
 
     def read(self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
              hidden_layers: tuple[int, ...] = ()) -> Reading:  # fmt: skip
+        self.tree, self.lengths = tree, cache.lengths.tolist()
         cache.write_at(first, tree.tokens.shape[1])
         nodes = 1 if last_only else tree.tokens.shape[1] - first
         return Reading(self._nothing.expand(len(tree.tokens), nodes, self.vocab_size))
+
+
+class RecordedChoices(Sampler):
+    """Chooses what is recorded. texts: by the identity of the sampling parameters of a row."""
+
+    texts: Mapping[int, Text]
+
+    def sample(self, logits: Tensor, paths: Paths) -> Tensor:
+        """[B, N] what follows each node on the way of its row's text."""
+        limit, lines = paths.tree.depth_limit, []
+        for row, position in zip(self.rows, paths.prefix.position.tolist(), strict=True):
+            text = self.texts[id(row.sampling)]
+            following = text.tokens[position + 1 : position + 2 + limit]
+            lines.append(following + [0] * (limit + 1 - len(following)))
+        ahead = torch.tensor(lines, device=logits.device)
+        return ahead.gather(1, paths.tree.depths[:, paths.first :])
 
 
 @dataclass
 class Virtual(Budget):
     """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
 
-    took: of this round. total: of all. seed: of the noise in what `inner` hears.
+    total: seconds of all prompts and rounds. seed: of the noise in what `inner` hears. usual:
+    seconds of a draft that is really made.
     """
 
     inner: Budget
     machine: Machine
+    target: Recorded
+    played: Playback
     drafter: str
     sampled: bool
     seed: int = 0
-    took: float = 0.0
     total: float = 0.0
     unread: int = 0
+    usual: float = 0.0
 
     def __post_init__(self) -> None:
         self.most, self.floor = self.inner.most, self.inner.floor
@@ -80,103 +103,65 @@ class Virtual(Budget):
         return size
 
     def record(self, done: Round) -> None:
-        self.total += self.took
-        heard = self.took * self.dice.choice(self.machine.noise)
-        self.inner.record(done._replace(seconds=heard))
+        tree, context = self.target.tree, 1 + fmean(self.target.lengths[: done.rows])
+        sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
+        took = self.machine.round(self.sampled, done.rows, fmean(sizes), context)
+        took += self._draft_seconds(done, fmean(sizes))
+        self.total += took
+        self.inner.record(done._replace(seconds=took * self.dice.choice(self.machine.noise)))
         self.rest = self.inner.rest
 
+    def read_prompts(self, tokens: int) -> None:
+        """Add the seconds of prompts of so many tokens."""
+        spent = self.played.timing.take()
+        own = 0.0 if self.machine.times(self.drafter) else spent
+        self.total += self.machine.prompt(tokens) + own
 
-class Replay(Decoder):
-    """A decoder whose rows write what is recorded."""
-
-    budget: Virtual
-    texts: Sequence[Text]
-    usual = 0.0                             # seconds of a draft that is really made
-
-    def admit(self, *requests: Request) -> None:
-        super().admit(*requests)
-        tokens = sum(len(samples[0].prompt) for samples in requests)
-        own = 0.0 if self.budget.machine.times(self.budget.drafter) else self._own()
-        self.budget.total += self.budget.machine.prompt(tokens) + own
-
-    @property
-    def _played(self) -> Playback:
-        assert isinstance(self.drafter, Playback)
-        return self.drafter
-
-    def _own(self) -> float:
-        """Seconds that the drafter really took since this was asked last."""
-        own, self._played.spent = self._played.spent, 0.0
-        return own
-
-    def chosen(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-        """What the target would have chosen behind every node on the way of its text."""
-        lines = []
-        for row, place in zip(self.batch.running, frontier.prefix.position.tolist(), strict=False):
-            following = self.texts[row.request].tokens[place + 1 : place + 2 + tree.depth_limit]
-            lines.append(following + [0] * (tree.depth_limit + 1 - len(following)))
-        ahead = torch.tensor(lines, device=tree.tokens.device)
-        return accept_by_matching(tree, ahead.gather(1, tree.depths))
-
-    def _deliver(self, frontier: Frontier, tree: TokenTree, *rest: Any) -> Round:
-        rows, budget = len(self.batch.running), self.budget
-        sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
-        context = fmean(len(row.prompt) + len(row.tokens) for row in self.batch.running)
-        budget.took = budget.machine.round(budget.sampled, rows, fmean(sizes), context)
-        budget.took += self._draft_seconds(frontier, rows, fmean(sizes))
-        return super()._deliver(frontier, tree, *rest)
-
-    def _draft_seconds(self, frontier: Frontier, rows: int, nodes: float) -> float:
-        """What a round takes beside reading; it learns in plain rounds, too."""
-        budget, machine, own = self.budget, self.budget.machine, self._own()
-        name, sampled, size, going = budget.drafter, budget.sampled, frontier.budget, []
+    def _draft_seconds(self, done: Round, nodes: float) -> float:
+        """What a round takes besides reading; it learns in plain rounds, too."""
+        machine, timing, size = self.machine, self.played.timing, done.size
+        name, sampled, own = self.drafter, self.sampled, timing.take()
         if machine.times(name):
-            going = self._played.going if size else []          # of a draft model ever fewer rows
-            drafts = (fmean(going), len(going)) if going else (rows, size)
-            unread = machine.per_unread.get(name, 0.0) * budget.unread * (size > 0)
+            going = timing.going if size else []                # of a draft model ever fewer rows
+            drafts = (fmean(going), len(going)) if going else (done.rows, size)
+            unread = machine.per_unread.get(name, 0.0) * self.unread * (size > 0)
             return machine.draft(name, sampled, *drafts) + unread
         if size:
             own = min(own, 4 * self.usual or own)               # others compute, too
             self.usual += (own - self.usual) / 8 if self.usual else own
-        spare = frontier.prefix.ahead - nodes if size else 0.0
-        asked = self._played.wants_top and not budget.rest
-        return own + (machine.draft(LIGHT, sampled, rows, max(0.0, spare)) if asked else 0.0)
-
-    def _choose_first(self, first: int, logits: Tensor) -> None:
-        for place, row in enumerate(self.batch.running[first:], first):
-            token = self.texts[row.request].tokens[len(row.prompt)]
-            self.batch.text[place, len(row.prompt)] = token
-            row.extend([token], None, ())
-
-
-class ReplayEngine(Engine):
-    """An engine whose runs are replays of these texts."""
-
-    texts: Sequence[Text] = ()
-
-    def _decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
-        assert isinstance(budget, Virtual)
-        match, shapes = RULES["match"], self.shapes
-        made = Replay(self.target, self.drafter, match, budget, rows, capacity, shapes)
-        made.rule, made.texts = Rule(made.chosen, False), self.texts
-        return made
+        spare = timing.ahead - nodes if size else 0.0
+        asked = self.played.wants_top and not self.rest
+        light = machine.draft(LIGHT, sampled, done.rows, max(0.0, spare)) if asked else 0.0
+        return own + light
 
 
 def replay(
-    engine: Engine, drafter: Drafter, texts: Sequence[Text], budget: Budget, machine: Machine,
+    engine: Engine, drafter: Playback, texts: Sequence[Text], budget: Budget, machine: Machine,
     rows: int, name: str, seed: int = 0,
 ) -> tuple[float, list[Completion]]:  # fmt: skip
     """Predicted seconds of all texts, at most `rows` at a time, and what came of each.
 
     seed: of the noise in the seconds that the budget hears."""
-    sampled = texts[0].sampling.temperature > 0
-    virtual = Virtual(budget, machine, name, sampled, seed)
-    playing = ReplayEngine(Recorded(engine.target), drafter, budget=virtual, shapes=engine.shapes)
-    playing.texts = texts
+    sampled, target = texts[0].sampling.temperature > 0, Recorded(engine.target)
+    virtual = Virtual(budget, machine, target, drafter, name, sampled, seed)
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
                          stop_tokens=()) for text in texts]  # fmt: skip
-    prompts = [text.tokens[: text.prompt] for text in texts]
-    start = time.perf_counter()
-    done = playing.generate(prompts, sampling=samplings, batch_size=rows)
-    beside = time.perf_counter() - start - playing.clock.total      # what is no round takes as long
-    return virtual.total + beside, done
+
+    by_sampling = dict(zip(map(id, samplings), texts, strict=True))
+
+    class Choices(RecordedChoices):
+        texts = by_sampling
+
+    playing = Engine(target, drafter, budget=virtual, shapes=engine.shapes, sampler=Choices)
+    start, done = time.perf_counter(), list[Completion]()
+    requests = playing.read([text.tokens[: text.prompt] for text in texts], sampling=samplings)
+    with playing.scheduled(requests, rows) as scheduler:
+        while scheduler.has_unfinished_requests():
+            updates = scheduler.step()
+            began = [update.request.prompt for update in updates
+                     if update.request.sequences[0].reported == len(update.tokens)]  # fmt: skip
+            if began:
+                virtual.read_prompts(sum(map(len, began)))
+            done += [update.completion for update in updates if update.completion is not None]
+        beside = time.perf_counter() - start - scheduler.clock.total    # what is no round
+    return virtual.total + beside, sorted(done, key=lambda completion: completion.prompt)

@@ -1,4 +1,4 @@
-"""One request's way through the scheduler, and what it is told: whole, or as events."""
+"""The answer to a request of HTTP: whole, or as events."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-from fastapi import Request
+import fastapi
 
 from draftproof.engine.engine import Completion
-from draftproof.engine.sequence import SequenceState
+from draftproof.engine.request import DraftTree, Request, Update
 from draftproof.errors import DraftproofError, Unavailable
 from draftproof.model.tokenizer import Codec
 from draftproof.server.problems import problem
-from draftproof.server.scheduler import Progress, Scheduler, Ticket, Tree
-from draftproof.server.schema import Chat
-from draftproof.server.schema import Request as Asked
+from draftproof.server.request_queue import RequestQueue
+from draftproof.server.schema import Chat, GenerationBody
 from draftproof.server.tools import CallReader, Form
 
 
 class Service(NamedTuple):
     """What all answers share. timeout: seconds that a request may take, or None."""
 
-    scheduler: Scheduler
+    queue: RequestQueue
     codec: Codec | None
     model: str
     timeout: float | None
 
 
 class Answer:
-    """The samples of one or more prompts. form: of tool calls, if they are to be read."""
+    """The samples of one or more requests. form: of tool calls, if they are to be read."""
 
     def __init__(
-        self, service: Service, asked: Asked, prompts: Sequence[Sequence[SequenceState]],
+        self, service: Service, asked: GenerationBody, requests: Sequence[Request],
         form: Form | None = None,
     ) -> None:  # fmt: skip
         self.service, self.asked, self.chat = service, asked, isinstance(asked, Chat)
@@ -46,68 +44,72 @@ class Answer:
         self.kind = "chat.completion" if self.chat else "text_completion"
         if self.chat and asked.stream:
             self.kind += ".chunk"
-        self.size = sum(map(len, prompts))
-        self.prompt_tokens = sum(len(rows[0].prompt) for rows in prompts)
-        self.logprobs = prompts[0][0].params.sampling.logprobs
-        each = [row.prompt for rows in prompts for row in rows]
+        self.requests = requests
+        self.size = sum(len(request.sequences) for request in requests)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.logprobs = requests[0].sampling.logprobs
+        each = [request.prompt for request in requests for _ in request.sequences]
         self.offsets = [Offsets(service.codec, prompt) for prompt in each] if self.logprobs else []
         tools = asked.tools or () if isinstance(asked, Chat) else ()
         self.readers = [CallReader(form, tools) if form else None for _ in range(self.size)]
         self.begun_samples, self.done = set[int](), list[Completion]()
-        self.news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
-        how = bool(asked.stream), asked.draftproof.trees
-        self.tickets = [Ticket(rows, partial(self._hear, place * len(rows)), *how)
-                        for place, rows in enumerate(prompts)]
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
 
     def start(self) -> None:
-        """Queue every prompt, or none."""
+        """Queue every request, or none."""
+        options, stream = self.asked.draftproof, bool(self.asked.stream)
         try:
-            for ticket in self.tickets:
-                self.service.scheduler.submit(ticket, self.asked.draftproof.drafter)
+            for request in self.requests:
+                request.draft_trees = options.trees
+                self.service.queue.submit(
+                    request, self.updates.put_nowait, stream, options.drafter
+                )
         except DraftproofError:
             self.cancel()
             raise
 
     def cancel(self) -> None:
         """Nobody listens any more: its rows are free before the next round."""
-        for ticket in self.tickets:
-            ticket.cancelled = True
+        for request in self.requests:
+            self.service.queue.abort(request, self.asked.draftproof.drafter)
 
-    def _hear(self, first: int, progress: Progress) -> None:
-        self.news.put_nowait((first + progress.sample, progress))
+    async def progress(self, request: fastapi.Request) -> AsyncIterator[tuple[int, Update]]:
+        """Updates, each with the number of its choice, until all samples are done.
 
-    async def progress(self, request: Request) -> AsyncIterator[tuple[int, Progress]]:
-        """News until all samples are done. Raises Unavailable where one failed or took too long."""
+        Raises:
+            Unavailable: A request failed or took too long.
+        """
         timeout = self.service.timeout
         try:
             while len(self.done) < self.size:
                 if timeout is not None and time.perf_counter() - self.begun > timeout:
                     raise Unavailable(f"the request took more than {timeout:g} seconds", 504)
                 try:
-                    index, progress = await asyncio.wait_for(self.news.get(), 0.5)
+                    update = await asyncio.wait_for(self.updates.get(), 0.5)
                 except TimeoutError:
                     if await request.is_disconnected():
                         return
                     continue
-                if progress.completion is not None:
-                    self.done.append(progress.completion.checked())
-                yield index, progress
+                if update.completion is not None:
+                    self.done.append(update.completion.checked())
+                n = len(update.request.sequences)
+                yield update.request.index * n + update.sample, update
         finally:
             self.cancel()
 
-    async def whole(self, request: Request) -> dict[str, Any]:
+    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
         """The answer in one piece."""
-        news = {index: progress async for index, progress in self.progress(request)}
-        choices = [self._choice(index, progress) for index, progress in sorted(news.items())]
+        updates = {index: update async for index, update in self.progress(request)}
+        choices = [self._choice(index, update) for index, update in sorted(updates.items())]
         return self._body(choices, usage=self._usage())
 
-    async def events(self, request: Request) -> AsyncIterator[str]:
+    async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
         """The answer as server-sent events: a chunk for each round that brought something."""
         try:
-            async for index, progress in self.progress(request):
+            async for index, update in self.progress(request):
                 asked = "draftproof" in self.asked.model_fields_set
-                seen = {"draftproof": self._seen(progress)} if asked else {}
-                yield _event(self._body([self._choice(index, progress)], **seen))
+                seen = {"draftproof": self._seen(update)} if asked else {}
+                yield _event(self._body([self._choice(index, update)], **seen))
             if self.asked.stream_options and self.asked.stream_options.include_usage:
                 yield _event(self._body([], usage=self._usage()))
         except DraftproofError as error:
@@ -115,10 +117,10 @@ class Answer:
             yield _event(json.loads(bytes(failed.body)))
         yield "data: [DONE]\n\n"
 
-    def _choice(self, index: int, progress: Progress) -> dict[str, Any]:
+    def _choice(self, index: int, update: Update) -> dict[str, Any]:
         """What is new of a sample: all of it, or a chunk."""
-        done, reader, calls = progress.completion, self.readers[index], list[dict[str, Any]]()
-        text = "".join(piece for piece, _ in progress.pieces)
+        done, reader, calls = update.completion, self.readers[index], list[dict[str, Any]]()
+        text = update.text
         reason = done.finish_reason if done else None
         if reader is not None:
             text, calls = reader.push(text, last=done is not None)
@@ -130,15 +132,15 @@ class Answer:
             tools = {"tool_calls": calls} if calls else {}
             message = {**role, "content": text or (None if calls else ""), **tools}
             said = {"delta" if self.asked.stream else "message": message}
-        scores = self._scores(progress, index) if self.logprobs and progress.tokens else None
+        scores = self._scores(update, index) if self.logprobs and update.tokens else None
         return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
 
-    def _seen(self, progress: Progress) -> dict[str, Any]:
+    def _seen(self, update: Update) -> dict[str, Any]:
         """How new text came about, for the page."""
-        tree = {"tree": self._drawn(progress.tree)} if progress.tree else {}
-        return {"pieces": progress.pieces, "tokens": len(progress.tokens), **tree}
+        tree = {"tree": self._drawn(update.tree)} if update.tree else {}
+        return {"pieces": update.pieces, "tokens": len(update.tokens), **tree}
 
-    def _drawn(self, tree: Tree) -> list[tuple[str, int, bool, str]]:
+    def _drawn(self, tree: DraftTree) -> list[tuple[str, int, bool, str]]:
         """A draft's nodes with their text; those that are not there are left out."""
         places = [place for place, (token, *_) in enumerate(tree) if token >= 0]
         number = {place: count for count, place in enumerate(places)}
@@ -149,15 +151,15 @@ class Answer:
         return {"id": self.id, "object": self.kind, "created": self.created,
                 "model": self.service.model, "choices": choices, **more}
 
-    def _scores(self, progress: Progress, index: int | None = None) -> dict[str, Any]:
+    def _scores(self, update: Update, index: int | None = None) -> dict[str, Any]:
         """Of new tokens, and of the likeliest in their places.
 
         Args:
-            progress: The new tokens.
+            update: The new tokens.
             index: The sample among those of all prompts; by default the one of the first prompt.
         """
-        codec, tokens, scores = self.service.codec, progress.tokens, progress.logprobs
-        top = progress.top or [[]] * len(tokens)
+        codec, tokens, scores = self.service.codec, update.tokens, update.logprobs
+        top = update.top_logprobs or [[]] * len(tokens)
         if self.chat:
             def described(token: int, score: float) -> dict[str, Any]:
                 data = codec.token_bytes[token] if codec else str(token).encode()
@@ -166,12 +168,12 @@ class Answer:
             return {"content": [
                 {**described(token, score), "top_logprobs": [described(*pair) for pair in likely]}
                 for token, score, likely in zip(tokens, scores, top, strict=True)]}
-        offsets = self.offsets[progress.sample if index is None else index]
+        offsets = self.offsets[update.sample if index is None else index]
         named = [self._named([(token, score), *likely])
                  for token, score, likely in zip(tokens, scores, top, strict=True)]
         return {"tokens": [self._text(token) for token in tokens], "token_logprobs": scores,
                 "text_offset": [offsets.add(token) for token in tokens],
-                "top_logprobs": named if progress.top else None}
+                "top_logprobs": named if update.top_logprobs else None}
 
     def _named(self, scored: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Log-probabilities by text; a second token of the same text is named by its id."""

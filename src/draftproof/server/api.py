@@ -31,7 +31,7 @@ from draftproof.server.grammar import Grammars
 from draftproof.server.guard import LOOPBACK_ORIGIN, Access, Guard, Lifecycle
 from draftproof.server.metrics import Metrics
 from draftproof.server.problems import HANDLED, refusal
-from draftproof.server.scheduler import Scheduler
+from draftproof.server.request_queue import RequestQueue
 from draftproof.server.tools import call_messages, call_rule, offered, show_marks
 
 
@@ -65,10 +65,10 @@ class Server:
         exact = engine.acceptance if engine.lossy is None else "match"
         plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
         plain.lock, plain.prefixes = engine.lock, engine.prefixes
-        self.scheduler = Scheduler(engine, plain, self.metrics, rows=rows, queue=queue,
-                                   length=length)
+        self.queue = RequestQueue(engine, plain, self.metrics, rows=rows, limit=queue,
+                                  length=length)
         self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
-        self.service = Service(self.scheduler, engine.codec, model, timeout)
+        self.service = Service(self.queue, engine.codec, model, timeout)
         self.sampling = default_sampling(engine)
 
     def app(self) -> FastAPI:
@@ -105,17 +105,17 @@ class Server:
 
     def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
-        first, *others = self._read(body).tickets
+        first, *others = self._read(body).requests
         if others:
             raise BadInput(f"{1 + len(others)} prompts were given; give one")
-        tokens, length = list(first.rows[0].prompt), self.scheduler.length
+        tokens, length = list(first.prompt), self.queue.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
     def models(self) -> dict[str, Any]:
         """The one model, and the drafters that may write with it."""
         about = {"id": self.model, "object": "model", "created": self.created,
-                 "owned_by": "draftproof", "max_model_len": self.scheduler.length,
-                 "drafter": self.engine.drafter.name, "drafters": list(self.scheduler.lanes)}
+                 "owned_by": "draftproof", "max_model_len": self.queue.length,
+                 "drafter": self.engine.drafter.name, "drafters": list(self.queue.schedulers)}
         return {"object": "list", "data": [about]}
 
     def named_model(self, name: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Server:
 
     def _too_long(self, tokens: int) -> ContextTooLong:
         return ContextTooLong(
-            f"the prompt has {tokens} tokens; this server takes {self.scheduler.length} tokens of "
+            f"the prompt has {tokens} tokens; this server takes {self.queue.length} tokens of "
             "prompt and answer together (--max-model-len)", tokens
         )  # fmt: skip
 
@@ -157,8 +157,8 @@ class Server:
     ) -> Response:
         self._must_be_here(body.model)
         answer = await run_in_threadpool(self._read, body)
-        request.scope[ROWS] = prompts = [ticket.rows for ticket in answer.tickets]
-        if (longest := max(len(rows[0].prompt) for rows in prompts)) >= self.scheduler.length:
+        request.scope[ROWS] = [one.sequences for one in answer.requests]
+        if (longest := max(len(one.prompt) for one in answer.requests)) >= self.queue.length:
             raise self._too_long(longest)
         answer.start()
         if body.stream:
@@ -186,17 +186,16 @@ class Server:
                 rule = call_rule(body, form, self.grammars) or rule
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
         prompts, n = self.engine.requests.several(prompts), body.n or 1
-        self.scheduler.check(body.draftproof.drafter, len(prompts), n)
+        self.queue.check(body.draftproof.drafter, len(prompts), n)
         limited = sampling.max_new_tokens is not None or sampling.max_length is not None
-        limit = None if limited else self.scheduler.length
+        limit = None if limited else self.queue.length
         try:
-            with self.engine.lock:
-                rows = self.engine.requests.read(prompts, limit, sampling, n)
+            requests = self.engine.read(prompts, max_new_tokens=limit, sampling=sampling, n=n)
         except ContextTooLong as error:
             raise self._too_long(error.tokens) from None
         if form is not None and self.engine.codec is not None:
-            show_marks(rows, form, self.engine.codec)
-        return Answer(self.service, body, rows, form)
+            show_marks(requests, form, self.engine.codec)
+        return Answer(self.service, body, requests, form)
 
 
 def _readable(

@@ -53,7 +53,7 @@ class Own(BaseModel):
     trees: bool = False
 
 
-class Request(Body):
+class GenerationBody(Body):
     """What both kinds of requests may hold."""
 
     model: str | None = None
@@ -64,13 +64,13 @@ class Request(Body):
     draftproof: Own = Own()
 
 
-class Completion(Request):
+class Completion(GenerationBody):
     """Of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
 
-class Chat(Request):
+class Chat(GenerationBody):
     """Of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]

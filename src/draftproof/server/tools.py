@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftproof.core.params import LogitsRule
-from draftproof.engine.sequence import SequenceState
+from draftproof.engine.request import Request
 from draftproof.errors import BadInput
 from draftproof.model.tokenizer import Codec
 from draftproof.server.call_forms import (
@@ -119,12 +119,13 @@ def call_messages(messages: list[dict[str, Any]], form: Form | None) -> list[dic
     return messages
 
 
-def show_marks(rows: Sequence[Sequence[SequenceState]], form: Form, codec: Codec) -> None:
+def show_marks(requests: Sequence[Request], form: Form, codec: Codec) -> None:
     """Have texts show the special tokens that are marks of calls: others are left out."""
     marks = "".join([form.begin, form.separator, form.between or "", form.end])
     shown = {token: name for token, name in codec.special_tokens.items() if name in marks}
-    for row in (row for samples in rows for row in samples if shown):
-        row.detokenizer = codec.marked_stream(row.prompt, shown)
+    for request in requests if shown else ():
+        for sequence in request.sequences:
+            sequence.detokenizer = codec.marked_stream(request.prompt, shown)
 
 
 class CallReader:

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftproof.core.acceptance import RULES, Chance, Rule, accept_by_rejection, weighing
+from draftproof.core.acceptance import RULES, Rule, accept_by_rejection, weighing
 from draftproof.core.messages import Accepted
 from draftproof.core.params import Sampling
+from draftproof.core.sampling import Chance
 from draftproof.core.tree import TokenTree
 from draftproof.verify.cases import (
     PLAIN,

@@ -1,0 +1,163 @@
+"""Prompts and sampling parameters in, checked; requests to run out. Reads no model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from draftproof.core.params import (
+    LogitsProcessor,
+    RuleRequest,
+    Sampling,
+    SamplingParams,
+    is_whole,
+)
+from draftproof.engine.prompts import Prompt, one, several
+from draftproof.engine.request import Request
+from draftproof.engine.sequence import SequenceState
+from draftproof.errors import BadInput, ContextTooLong, first_line
+from draftproof.model.target import Target
+from draftproof.model.tokenizer import Codec, Messages
+
+NEW_TOKENS = 128
+"""New tokens per prompt when neither the call, the sampling nor the model says."""
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Refuses, before anything runs, what cannot be honoured exactly.
+
+    stop_tokens: end a text where its sampling parameters name none.
+    """
+
+    target: Target
+    codec: Codec | None
+    stop_tokens: tuple[int, ...]
+
+    def read(
+        self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int | None,
+        sampling: Sampling | Sequence[Sampling], n: int,
+    ) -> list[Request]:  # fmt: skip
+        """A request of `n` samples for each prompt, checked."""
+        asked = self.several(prompts)
+        wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else sampling
+        sound = isinstance(wanted, Sequence) and all(isinstance(want, Sampling) for want in wanted)
+        if not sound or len(wanted) != len(asked):
+            raise BadInput(
+                f"sampling was {sampling!r:.80} for {len(asked)} prompts; give one Sampling, or a "
+                "list of as many as prompts"
+            )
+        requests = list[Request]()
+        for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
+            tokens, source = self.begun(prompt)
+            limit = self._limit(tokens, max_new_tokens, want)
+            params = self.params(want, tokens, limit, source)
+            sequences = [SequenceState(tokens, replace(params, sample=sample), limit,
+                                       self.codec.stream(tokens) if self.codec else None,
+                                       source=source) for sample in range(n)]  # fmt: skip
+            requests.append(Request(sequences, index=index))
+        return requests
+
+    def several(self, prompts: Any) -> list[Any]:
+        """One prompt or many, as a list."""
+        return several(prompts)
+
+    def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
+        """The tokens that the text begins with, and what an encoder reads, if there is one."""
+        return self.tokens(prompt), None
+
+    def tokens(self, given: Prompt) -> list[int]:
+        """Token ids of one prompt, checked."""
+        prompt = one(given)
+        if isinstance(prompt, str):
+            tokens = self._codec("a prompt").encode(prompt) if prompt else []
+        elif prompt and not isinstance(prompt[0], int):
+            tokens = self._codec("a prompt").encode_chat(cast(Messages, prompt))
+        else:
+            tokens = cast(list[int], prompt)
+        if not tokens:
+            raise BadInput("the prompt is empty; give at least one word or token")
+        self._known(tokens, "the prompt")
+        return tokens
+
+    def _codec(self, what: str) -> Codec:
+        if self.codec is None:
+            raise BadInput(
+                f"{what} was given as text but the model has no tokenizer; pass tokenizer=... to "
+                "load, or give token ids"
+            )
+        return self.codec
+
+    def _limit(self, tokens: list[int], asked: int | None, sampling: Sampling) -> int:
+        """New tokens this row may have; the context bounds them."""
+        name, asked = "max_new_tokens", sampling.max_new_tokens if asked is None else asked
+        if asked is None and sampling.max_length is not None:
+            name = f"max_length, less the {len(tokens)} tokens of the prompt,"
+            asked = sampling.max_length - len(tokens)
+        if asked is not None and not (is_whole(asked) and asked >= 1):
+            raise BadInput(f"{name} was {asked!r:.60}; ask for a whole number, at least 1")
+        room = self.target.context - len(tokens)
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most "
+                f"{self.target.context}, one of them new; shorten the prompt", len(tokens)
+            )
+        return min(asked if asked is not None else NEW_TOKENS, room)
+
+    def params(
+        self, sampling: Sampling, prompt: Sequence[int], limit: int, source: Any = None
+    ) -> SamplingParams:
+        """Resolve strings to tokens, make rules' processors, refuse what cannot be honoured."""
+        if sampling.stop:
+            self._codec("a stop string")
+        ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
+        ends = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
+        banned = set[tuple[int, ...]]()
+        for word in sampling.banned_words:
+            if isinstance(word, str):
+                encode = self._codec("a banned word").encode
+                banned |= {tuple(encode(part, special=False)) for part in (word, " " + word)}
+            else:
+                banned.add(tuple(word))
+        for word in banned:
+            self._known(word, "banned_words")
+        self._known(list(sampling.logit_bias), "logit_bias")
+        for processor in sampling.processors:
+            self._must_be_pure(processor)
+        ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
+        encoded = prompt if source is None else source.tokens
+        request = RuleRequest(prompt, limit, ends, self.target.device, encoded)
+        rules = tuple((rule, rule.make(request)) for rule in sampling.logits_rules)
+        words = tuple(sorted(banned))
+        return SamplingParams(sampling, len(prompt), ends, words, logits_rules=rules)
+
+    def _known(self, tokens: Sequence[int], where: str) -> None:
+        strange = next((one for one in tokens if not 0 <= one < self.target.vocab_size), None)
+        if strange is not None:
+            last = self.target.vocab_size - 1
+            raise BadInput(f"{where} has token id {strange}; {self.target.name} knows 0 to {last}")
+
+    def _must_be_pure(self, processor: LogitsProcessor) -> None:
+        """Ask twice, another question in between: a function of the prefix answers the same."""
+        name = getattr(processor, "__name__", type(processor).__name__)
+        vocab, device = self.target.vocab_size, self.target.device
+        texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]
+        scores = torch.linspace(-1, 1, vocab, device=device)[None]
+        try:
+            asked = copy.deepcopy(processor)
+            answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
+            pairs = zip(answers, answers[:2] * 3, strict=True)
+            alike = all(torch.equal(answer, first) for answer, first in pairs)
+        except Exception as error:
+            why = f"returns no tensor, or fails on a short text: {first_line(error)}"
+            raise BadInput(f"the logits processor {name} {why}") from error
+        if not alike or answers[0].shape != scores.shape:
+            raise BadInput(
+                f"the logits processor {name} returns another shape than it was given, or keeps "
+                "state: asked twice about the same text it answers differently; rewrite it as a "
+                "function of the text alone, or leave it out"
+            )

@@ -1,0 +1,51 @@
+"""Shapes run before the first text, for devices that compile what they meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from draftproof.core.params import Sampling
+from draftproof.engine.budget import Adaptive, Budget
+from draftproof.engine.sequence import SequenceState
+from draftproof.engine.stats import State
+from draftproof.model.kv_cache import CHUNKS
+
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+
+
+def warm_up(engine: Engine, tokens: int, batch_size: int, sampling: Sampling) -> None:
+    """Run once every shape that `Engine.warm_up` says."""
+    most, rows = engine.budget.most, engine.shapes.rows(batch_size)
+    capacity = engine.shapes.capacity(tokens + most + 2)
+    longest = min(capacity, engine.target.context) - most - 3
+    sizes = engine.budget.sizes if isinstance(engine.budget, Adaptive) else (most,)
+    pauses = (0, 2, 5) if len(sizes) > 1 else (0,)      # a drafter catches up with what it missed
+    scripts = [(1, [size, *[0] * pause, size]) for size in sizes for pause in pauses]
+    lengths = {min(width, longest) for width in (*CHUNKS, CHUNKS[-1] + 1)}
+    scripts += [(length, [size]) for length in sorted(lengths) for size in sizes]
+    sampling = replace(sampling, stop=(), stop_when=())                 # nothing ends early
+    if sampling.min_new_tokens:
+        sampling = replace(sampling, min_new_tokens=capacity, max_new_tokens=None)
+    else:
+        sampling = replace(sampling, stop_tokens=(), stop_token_ids=())
+    for length, script in scripts:
+        decoder, text = engine.new_decoder(_Script(script), rows, capacity), [0] * length
+        params = engine.requests.params(sampling, text, capacity)
+        with engine.lock:
+            prefill = decoder.prefill([[SequenceState(text, params, capacity)]])
+            while not decoder.read(prefill):
+                pass
+            for _ in list(script):
+                decoder.step()
+
+
+class _Script(Budget):
+    """Sizes that were written down, round by round."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.most, self.sizes = max(sizes), sizes
+
+    def choose(self, state: State) -> int:
+        return self.sizes.pop(0)

@@ -1,0 +1,138 @@
+"""The requests of a server: bounded, counted, and run by the engine's scheduler in a thread of
+its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from draftproof.engine.background import Background
+from draftproof.engine.engine import Engine
+from draftproof.engine.request import Request, Update
+from draftproof.errors import BadInput, Unavailable
+from draftproof.native.kernels import release_workers
+from draftproof.server.metrics import Metrics
+
+Listener = Callable[[Update], None]
+
+
+class RequestQueue:
+    """Runs requests as they come. The text of each is the one it has alone.
+
+    Args:
+        engine: Runs them.
+        plain: The same target with nothing drafted, one sequence at a time, for requests that ask
+            for the drafter "none".
+        rows: Sequences that run side by side.
+        limit: Requests that may wait.
+        length: Tokens of prompt and text together.
+    """
+
+    def __init__(
+        self, engine: Engine, plain: Engine, metrics: Metrics, *, rows: int, limit: int, length: int
+    ) -> None:
+        self.limit, self.length = limit, min(length, engine.target.context)
+        self.schedulers = {
+            "": engine.new_scheduler(rows, self.length, interleave=True),
+            "none": plain.new_scheduler(1, self.length, interleave=True),
+        }
+        self.background = Background(self._deliver)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._news = list[tuple[Listener, Update]]()
+        release_workers()
+        metrics.watch("vllm:num_requests_running", "Requests that run.",
+                      lambda: len(self.running))
+        metrics.watch("vllm:num_requests_waiting", "Requests that wait.",
+                      lambda: len(self.waiting))
+        metrics.watch("vllm:kv_cache_usage_perc", "Share of the KV cache's positions in use.",
+                      lambda: self._tokens_held() / (rows * self.length))
+        self._metrics = metrics
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run."""
+        return [request for scheduler in self.schedulers.values() for request in scheduler.running]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait."""
+        return [request for scheduler in self.schedulers.values()
+                for request in tuple(scheduler.waiting)]
+
+    def check(self, drafter: str, prompts: int, n: int) -> None:
+        """Refuse what can never run, before anything is made of it.
+
+        Raises:
+            BadInput: There is no such drafter, or there are too many samples or prompts.
+        """
+        scheduler = self.schedulers.get(drafter)
+        if scheduler is None:
+            raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
+        if n > scheduler.rows:
+            raise BadInput(f"n was {n}; this server runs at most {scheduler.rows} rows")
+        if prompts > self.limit:
+            raise BadInput(f"{prompts} prompts were given; this server queues {self.limit} at most")
+
+    def submit(self, request: Request, listener: Listener, stream: bool, drafter: str = "") -> None:
+        """Queue a request.
+
+        Args:
+            request: Of `Engine.read`.
+            listener: Called with updates, in the event loop that this is called in.
+            stream: Every update is wanted; otherwise the last of each sequence, which then holds
+                everything.
+            drafter: Which scheduler runs it.
+
+        Raises:
+            BadInput: The prompt is too long for this server.
+            Unavailable: Too many requests wait already.
+        """
+        size = len(request.prompt)
+        if size >= self.length:
+            raise BadInput(
+                f"the prompt has {size} tokens; this server reads at most {self.length - 1}"
+            )
+        if len(self.waiting) >= self.limit:
+            raise Unavailable(f"{self.limit} requests wait already; try again later", 429)
+        for sequence in request.sequences:
+            sequence.limit = min(sequence.limit, self.length - size)
+        self.loop = asyncio.get_running_loop()
+        request.on_update = partial(self._note, listener, stream)
+        self.background.add(self.schedulers[drafter], request)
+        self._metrics.prompt_tokens.inc(size)
+
+    def abort(self, request: Request, drafter: str = "") -> None:
+        """End a request before the next step."""
+        self.schedulers[drafter].abort(request)
+
+    def _tokens_held(self) -> int:
+        return sum(len(sequence.prompt) + len(sequence.tokens)
+                   for request in self.running for sequence in request.sequences)  # fmt: skip
+
+    def _note(self, listener: Listener, stream: bool, update: Update) -> None:
+        """Count an update, in the thread that decodes, and keep it for `_deliver`."""
+        if new := len(update.tokens):
+            done = update.request.sequences[update.sample].reported
+            first = done == new
+            seconds = self._metrics.first_token if first else self._metrics.between
+            seconds.observe(update.seconds / (1 if first else new))
+        if update.completion is not None:
+            self._metrics.ended(update.completion, update.latency)
+        if stream:
+            self._news.append((listener, update))
+        elif update.completion is not None:
+            self._news.append((listener, update.complete()))
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """Once a step: whoever wakes the event loop gives it the processor."""
+        news, self._news = self._news, []
+
+        def tell() -> None:
+            for listener, update in news:
+                listener(update)
+
+        if news and self.loop is not None:
+            with contextlib.suppress(RuntimeError):             # the loop is closed: all are gone
+                self.loop.call_soon_threadsafe(tell)
