@@ -25,6 +25,8 @@ from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way
 if TYPE_CHECKING:
     from draftproof.model.fast_forward import FastForward
 
+UNPACKED = 4096
+"""Embeddings in blocks that are unpacked at a time."""
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
 
@@ -38,10 +40,14 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, fast: FastForward) -> Tables | None:
-        """Of a model that our kernels read."""
+        """Of a model that our kernels read. A table in blocks is unpacked for them."""
         head, weight = fast.native_head, fast.embed.weight
-        if fast.fused is None or head is None or weight is None:
+        if fast.fused is None or head is None:
             return None
+        if weight is None:
+            weight = _bfloat16(*fast.embed.shape)
+            for some in torch.arange(len(weight)).split(UNPACKED):
+                weight[some[0] : some[-1] + 1] = fast.embed.rows(some)
         return cls(weight, head, fast)
 
 

@@ -6,7 +6,6 @@ architectures that are mapped there and not here.
 
 from __future__ import annotations
 
-import logging
 import re
 from importlib.util import find_spec
 from typing import Any
@@ -21,8 +20,7 @@ from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.gguf.config import Model
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.weights import numbers_of
-
-log = logging.getLogger("draftproof")
+from draftproof.model.gguf_source import note_unused
 
 
 def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> Any:
@@ -60,13 +58,6 @@ def config_object(model: Model) -> Any:
     config = AutoConfig.for_model(**settings)
     config.architectures = architectures
     return config
-
-
-def note_unused(file: GGUFFile, model: Model) -> None:
-    """Say what the file holds that nothing reads."""
-    if model.unused:
-        more = f" and {len(model.unused) - 1} more" if model.unused[1:] else ""
-        log.warning("note: %s%s of %s: not used", model.unused[0], more, file.path)
 
 
 def transformers_source(file: GGUFFile) -> dict[str, Any]:

@@ -14,35 +14,19 @@ from draftproof.gguf.blocks import PLAIN, BlockTensor, dequantize
 from draftproof.gguf.config import Model, model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.weights import blocks_of, numbers_of
+from draftproof.model.block_linear import BlockLinear, BlockTable
 from draftproof.model.native_config import why_not_native
 from draftproof.model.native_model import NativeModel
 from draftproof.model.pack import pack
 from draftproof.model.packed_linear import JointLinear
 from draftproof.model.token_table import DenseTable, TokenTable
+from draftproof.native.kernels import kernels
+from draftproof.native.pages import release
 
 log = logging.getLogger("draftproof")
 
-
-class BlockTable:
-    """Token embeddings in blocks, whose rows are unpacked when they are looked up.
-
-    Args:
-        blocks: [vocab, size], in the mapped file.
-        dtype: Of the rows.
-    """
-
-    weight: Tensor | None = None
-
-    def __init__(self, blocks: BlockTensor, dtype: torch.dtype) -> None:
-        self.blocks, self.dtype = blocks, dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.blocks.shape[0], self.blocks.shape[1]
-
-    def rows(self, tokens: Tensor) -> Tensor:
-        rows = dequantize(self.blocks.rows(tokens.flatten()), self.dtype)
-        return rows.view(*tokens.shape, -1)
+BLOCKS = "blocks"
+"""The kind of matrices that stay as the file has them."""
 
 
 class GGUFSource:
@@ -52,7 +36,8 @@ class GGUFSource:
         file: The file.
         model: What it says about its model.
         dtype: What is computed in.
-        kind: None keeps matrices as they are; "int8" or "int4" quantises them anew.
+        kind: `BLOCKS` keeps matrices in the blocks of the file; None unpacks them to `dtype`;
+            "int8" or "int4" quantises them anew.
     """
 
     def __init__(
@@ -79,11 +64,19 @@ class GGUFSource:
         parts = [self._blocks(name) for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         joined = torch.cat(biases).to(self.dtype) if biases else None
-        return pack(names, [dequantize(part, self.dtype) for part in parts], joined, self.kind)
+        layer: JointLinear
+        if self.kind == BLOCKS:
+            layer = BlockLinear.from_blocks(parts, joined)
+        else:
+            weights = [dequantize(part, self.dtype) for part in parts]
+            layer = pack(names, weights, joined, self.kind)
+        for name in names:                  # the mapped pages would stay beside the packed copy
+            release(self.file.tensors[self.model.tensors[f"{name}.weight"].name].data)
+        return layer
 
     def embedding(self, name: str) -> TokenTable:
         blocks = self._blocks(name)
-        if PLAIN.get(blocks.type) == self.dtype:
+        if self.kind != BLOCKS or PLAIN.get(blocks.type) == self.dtype:
             return DenseTable(dequantize(blocks, self.dtype))
         return BlockTable(blocks, self.dtype)
 
@@ -109,7 +102,14 @@ def native_gguf(
     model = model_of(file)
     if model is None or why_not_native(model.config) is not None:
         return None
+    note_unused(file, model)
+    kind = None if unpack or kernels() is None else BLOCKS
+    source = GGUFSource(file, model, dtype, kind)
+    return NativeModel(model.config, source, dtype=dtype, name=str(path))
+
+
+def note_unused(file: GGUFFile, model: Model) -> None:
+    """Say what the file holds that nothing reads."""
     if model.unused:
         more = f" and {len(model.unused) - 1} more" if model.unused[1:] else ""
         log.warning("note: %s%s of %s: not used", model.unused[0], more, file.path)
-    return NativeModel(model.config, GGUFSource(file, model, dtype), dtype=dtype, name=str(path))
