@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from draftproof.drafters.token_recycling import TokenRecycling
     from draftproof.engine.budget import Adaptive, Budget, Fixed
     from draftproof.engine.config import EngineConfig
-    from draftproof.engine.engine import Chunk, Completion, Engine
+    from draftproof.engine.engine import (
+        Chunk,
+        Completion,
+        Engine,
+        Request,
+        Scheduler,
+        Status,
+        Update,
+    )
     from draftproof.engine.load import load
     from draftproof.engine.shape_policy import ShapePolicy
     from draftproof.errors import BadInput, DraftproofError
@@ -43,9 +51,10 @@ __all__ = [
     "ABSENT", "Accepted", "Adaptive", "BadInput", "Budget", "Chunk", "Commit", "Completion",
     "DataConfig", "DraftModel", "Drafter", "DraftproofError", "Engine", "EngineConfig", "Fixed",
     "Frontier", "Medusa", "MedusaHead", "Plain", "Portfolio", "PromptLookup", "ReDrafter",
-    "ReDrafterHead", "Reading", "Sampling", "SelfDraft", "SelfGenerateConfig", "ShapePolicy",
-    "SuffixDrafter", "Target", "TokenRecycling", "TokenTree", "TrainConfig", "TrainRun",
-    "TreeShape", "Typical", "embedded", "generate", "load", "read_head", "train", "write_head",
+    "ReDrafterHead", "Reading", "Request", "Sampling", "Scheduler", "SelfDraft",
+    "SelfGenerateConfig", "ShapePolicy", "Status", "SuffixDrafter", "Target", "TokenRecycling",
+    "TokenTree", "TrainConfig", "TrainRun", "TreeShape", "Typical", "Update", "embedded",
+    "generate", "load", "read_head", "train", "write_head",
 ]
 
 _HOME = {
@@ -55,7 +64,8 @@ _HOME = {
     "draftproof.core.tree": ("ABSENT", "TokenTree", "TreeShape"),
     "draftproof.engine.budget": ("Adaptive", "Budget", "Fixed"),
     "draftproof.engine.config": ("EngineConfig",),
-    "draftproof.engine.engine": ("Chunk", "Completion", "Engine"),
+    "draftproof.engine.engine": ("Chunk", "Completion", "Engine", "Request", "Scheduler", "Status",
+                                 "Update"),
     "draftproof.engine.load": ("load",),
     "draftproof.engine.shape_policy": ("ShapePolicy",),
     "draftproof.drafters.base": ("Drafter", "Plain"),

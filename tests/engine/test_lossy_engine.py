@@ -44,8 +44,8 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):
         outcomes = Outcomes(plans)
-        with decided(case, outcomes, len(plans)):
-            all_done = case.run([0], len(plans), len(plans))
+        sampler = decided(case, outcomes, len(plans))
+        all_done = case.run([0], len(plans), len(plans), sampler)
         for done in all_done:
             probability = float(outcomes.probs[done.sample])
             law[tuple(done.tokens)] += probability

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
 from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
 from draftproof.core.params import Sampling
+from draftproof.core.sampling import Sampler
 from draftproof.verify import exact, sampling
 from draftproof.verify.audit import detectable, g_test, too_equal
 from draftproof.verify.cases import Ask, Case
@@ -36,7 +35,7 @@ def test_a_planted_mistake_that_is_not_seen_fails_the_section(
     monkeypatch.setattr(sampling, "TRIALS", sampling.TRIALS[:1])
     section = prove_sampling(quick=True, sequences=6144)
     assert not section.failures and section.figures["planted_mistake"] < 1e-6
-    monkeypatch.setattr(sampling, "shared_noise", nullcontext)
+    monkeypatch.setattr(sampling, "SharedNoise", Sampler)
     assert "blind" in prove_sampling(quick=True, sequences=1024).failures[0]
 
 

@@ -7,9 +7,10 @@ rank 0's choice stands.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,22 +31,25 @@ ROOM = 2048
 
 
 class DrafterWrapper(Drafter):
-    """Passes everything on to `inner`."""
+    """Passes everything on to `inner`, attributes that drafters have by default included."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        for name in ("name", "hidden_layers", "reads_every_state", "wants_top", "has_kv_cache",
-                     "default_budget", "deepest"):
-            setattr(self, name, getattr(inner, name))
 
-    def unread(self, pending: int = 0) -> int:
-        return self.inner.unread(pending)
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__
+        mine = name in own(self, "__dict__") or any(
+            name in kind.__dict__ for kind in type(self).__mro__ if kind not in _DEFAULTS
+        )
+        return own(self, name) if mine or name.startswith("__") else getattr(self.inner, name)
+
+    def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
+        made = copy.copy(self)
+        made.start(rows, capacity, ops)
+        return made
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         self.inner = self.inner.for_run(rows, capacity, ops)
-
-    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
-        self.inner.begin(rows, sources)
 
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
@@ -56,8 +60,9 @@ class DrafterWrapper(Drafter):
     def select(self, rows: Sequence[int]) -> None:
         self.inner.select(rows)
 
-    def drafted_by(self, tree: TokenTree) -> list[list[str]]:
-        return self.inner.drafted_by(tree)
+
+_DEFAULTS = set(Drafter.__mro__)
+"""Classes whose attributes a wrapper does not take for its own."""
 
 
 class SourceText(DrafterWrapper):

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from draftproof.core.acceptance import RULES, Rule
 from draftproof.core.params import LogitsProcessor, Sampling
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TreeShape
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel
@@ -123,19 +123,21 @@ class Case:
         """The same requests without drafts."""
         return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.asks, self.target)
 
-    def run(self, seeds: Sequence[int], n: int, batch_size: int | None = None) -> list[Completion]:
+    def run(
+        self, seeds: Sequence[int], n: int, batch_size: int | None = None,
+        sampler: type[Sampler] = Sampler,
+    ) -> list[Completion]:  # fmt: skip
         """Every request `n` times, with the seed of its place."""
         asked = [
             replace(ask.sampling, seed=seed, max_new_tokens=ask.limit)
             for ask, seed in zip(self.asks, seeds, strict=True)
         ]
-        with patch.dict(RULES, examined=self.rule):
-            engine = Engine(
-                self.target, self.setup.draft(), codec=Letters(), acceptance="examined",
-                budget=self.budget(self.setup.most), shapes=self.shapes,
-            )
-            prompts = [list(ask.prompt) for ask in self.asks]
-            return engine.generate(prompts, sampling=asked, n=n, batch_size=batch_size)
+        engine = Engine(
+            self.target, self.setup.draft(), codec=Letters(), acceptance=self.rule,
+            budget=self.budget(self.setup.most), shapes=self.shapes, sampler=sampler,
+        )
+        prompts = [list(ask.prompt) for ask in self.asks]
+        return engine.generate(prompts, sampling=asked, n=n, batch_size=batch_size)
 
 
 OPTIONS = {

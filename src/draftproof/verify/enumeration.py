@@ -7,20 +7,16 @@ probabilities, in float64: the distribution of the text is known, not estimated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from draftproof.core import acceptance
-from draftproof.core.messages import Frontier
 from draftproof.core.noise import Role
-from draftproof.core.prefix import Paths
-from draftproof.core.sampling import Sampler, argmax_token
+from draftproof.core.prefix import Paths, Prefix
+from draftproof.core.sampling import Chance, Sampler, argmax_token
 from draftproof.core.tree import NO_TOKEN
 from draftproof.engine.engine import Completion
 from draftproof.verify.cases import Case
@@ -92,54 +88,54 @@ def _ordered(
     return order
 
 
-@contextmanager
-def decided(case: Case, outcomes: Outcomes, samples: int) -> Iterator[None]:
-    """While this lasts, engines draw from `outcomes` instead of from the random source.
+def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
+    """Samplers that draw from `outcomes` instead of from the random source.
 
     A row's world is named by its seed (the request) and sample. A drafted node has as many
     children, and so many draws, as the case's fan says for its depth.
     """
 
-    def worlds(sampler: Sampler) -> Tensor:
-        rows = [row.sampling.seed * samples + row.sample for row in sampler.rows]
-        return torch.tensor(rows, dtype=torch.int64)
+    class Decided(Sampler):
+        @property
+        def worlds(self) -> Tensor:
+            rows = [row.sampling.seed * samples + row.sample for row in self.rows]
+            return torch.tensor(rows, dtype=torch.int64)
 
-    def ordered(sampler: Sampler, logits: Tensor, paths: Paths, children: int) -> Tensor:
-        return _ordered(outcomes, worlds(sampler), sampler, logits, paths, children)
+        def ordered(self, logits: Tensor, paths: Paths, children: int) -> Tensor:
+            return _ordered(outcomes, self.worlds, self, logits, paths, children)
 
-    def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
-        return argmax_token(ordered(sampler, logits, paths, 1))
+        def sample(self, logits: Tensor, paths: Paths) -> Tensor:
+            return argmax_token(self.ordered(logits, paths, 1))
 
-    def gumbel_logits(sampler: Sampler, logits: Tensor, paths: Paths, role: Role) -> Tensor:
-        """Drafted tokens, best first; a draft that is chosen takes its likeliest tokens."""
-        if role is Role.TARGET or sampler.greedy:
-            return sampler.filtered(logits, paths)
-        depth = int(paths.tree.depths[0, paths.first])
-        return ordered(sampler, logits, paths, case.setup.fan[depth])
+        def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
+            """Drafted tokens, best first; a draft that is chosen takes its likeliest tokens."""
+            if role is Role.TARGET or self.greedy:
+                return self.filtered(logits, paths)
+            depth = int(paths.tree.depths[0, paths.first])
+            return self.ordered(logits, paths, case.setup.fan[depth])
 
-    class Decided:
-        """The coins and draws of a rule, in the place of `KeyedChance`."""
+        def chance(self, prefix: Prefix) -> Chance:
+            return DecidedChance(outcomes, self.worlds)
 
-        def __init__(self, frontier: Frontier) -> None:
-            self.worlds = worlds(frontier.sampler)
+    return Decided
 
-        def flip(self, probability: Tensor, node: int) -> Tensor:
-            heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
-            return outcomes.take(self.worlds, torch.stack([1 - heads, heads], -1)) == 1
 
-        def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-            weights = weights.double()
-            broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
-            sure = one_hot(torch.zeros_like(depth), weights.shape[1]).double()
-            law = torch.where(broken[:, None], sure, weights / weights.sum(-1, keepdim=True))
-            return torch.where(broken, NO_TOKEN, outcomes.take(self.worlds, law))
+class DecidedChance:
+    """The coins and draws of a rule, from `outcomes`."""
 
-    with (
-        patch.object(Sampler, "sample", sample),
-        patch.object(Sampler, "gumbel_logits", gumbel_logits),
-        patch.object(acceptance, "KeyedChance", Decided),
-    ):
-        yield
+    def __init__(self, outcomes: Outcomes, worlds: Tensor) -> None:
+        self.outcomes, self.worlds = outcomes, worlds
+
+    def flip(self, probability: Tensor, node: int) -> Tensor:
+        heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
+        return self.outcomes.take(self.worlds, torch.stack([1 - heads, heads], -1)) == 1
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        weights = weights.double()
+        broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
+        sure = one_hot(torch.zeros_like(depth), weights.shape[1]).double()
+        probs = torch.where(broken[:, None], sure, weights / weights.sum(-1, keepdim=True))
+        return torch.where(broken, NO_TOKEN, self.outcomes.take(self.worlds, probs))
 
 
 class Enumerated(NamedTuple):
@@ -160,8 +156,8 @@ def enumerate_texts(case: Case) -> Enumerated:
         samples = max(map(len, now))
         filled = [torch.cat([own, own.new_full((samples - len(own), DRAWS), -1)]) for own in now]
         outcomes = Outcomes(torch.cat(filled))
-        with decided(case, outcomes, samples):
-            all_done = case.run(range(len(now)), samples, samples * len(now))
+        sampler = decided(case, outcomes, samples)
+        all_done = case.run(range(len(now)), samples, samples * len(now), sampler)
         for done in all_done:
             if done.sample >= len(now[done.prompt]):
                 continue                                        # only there to fill the batch

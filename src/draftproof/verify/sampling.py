@@ -7,19 +7,15 @@ audit that other people's engines get. At a temperature where all tokens are equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
+from draftproof.core.sampling import Sampler
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
 from draftproof.verify.audit import FALSE_ALARM, POWER, Audit, audit, g_test, model_law, too_equal
@@ -58,12 +54,14 @@ def trial(words: str) -> Case:
     return Case(words, RULES[rule], SETUPS[setup], [Ask(WANTS[want], (3,), 4)], OURS)
 
 
-def audited(case: Case, samples: int, seed: int) -> Audit:
+def audited(
+    case: Case, samples: int, seed: int, sampler: type[Sampler] = Sampler
+) -> Audit:  # fmt: skip
     """The texts of a case with one request, against the model's own distribution."""
     (ask,) = case.asks
 
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        return [one.tokens for one in case.run([seed], n)]
+        return [one.tokens for one in case.run([seed], n, None, sampler)]
 
     law = model_law(case.target.model, ask.sampling, len(ask.prompt))
     ends = tuple(ask.sampling.stop_tokens or ())
@@ -72,10 +70,11 @@ def audited(case: Case, samples: int, seed: int) -> Audit:
     )
 
 
-def shared_noise() -> AbstractContextManager[Any]:
+class SharedNoise(Sampler):
     """A planted mistake: the token that replaces a rejected one is drawn with the draft's noise."""
-    roles = {role.name: role for role in Role} | {"RECOVER": Role.DRAFT}
-    return patch.object(acceptance, "Role", SimpleNamespace(**roles))
+
+    def streams(self, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
+        return super().streams(Role.DRAFT if role is Role.RECOVER else role, position, origin)
 
 
 def noise_texts(rule: str, drafted: int, dtype: torch.dtype, seeds: Sequence[int]) -> Tensor:
@@ -116,20 +115,15 @@ def draws_used_twice(rule: str, seed: int) -> int:
     """How many random streams a run with drawn drafts asks for more than once."""
     asked: list[Tensor] = []
 
-    def recorded(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def record(streams: Tensor, *rest: Any) -> Tensor:
-            asked.append(streams.reshape(-1, 2).clone())
-            return call(streams, *rest)
+    class Recorded(Sampler):
+        def streams(self, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
+            made = super().streams(role, position, origin)
+            asked.append(made.reshape(-1, 2).clone())
+            return made
 
-        return record
-
-    engine = Engine(OURS, SETUPS["chain"].draft(), acceptance=rule, budget=3)
+    engine = Engine(OURS, SETUPS["chain"].draft(), acceptance=rule, budget=3, sampler=Recorded)
     want = Sampling(temperature=1.0, seed=seed)
-    with (
-        patch.object(noise, "uniform", recorded(noise.uniform)),
-        patch.object(noise, "gumbel", recorded(noise.gumbel)),
-    ):
-        engine.generate([[3]], max_new_tokens=12, sampling=want, n=16)
+    engine.generate([[3]], max_new_tokens=12, sampling=want, n=16)
     streams = torch.cat(asked)
     return len(streams) - len(torch.unique(streams, dim=0))
 
@@ -154,9 +148,8 @@ def prove_sampling(
         streams = dict(noise_tests(seed))
         twice = {name: draws_used_twice(name, seed) for name, rule in RULES.items() if rule.drawn}
         tick(0.95, "a planted mistake")
-        with shared_noise():
-            found = audited(trial(TRIALS[0]), count, seed)
-            planted = min(check.p_value for check in found.checks)
+        found = audited(trial(TRIALS[0]), count, seed, SharedNoise)
+        planted = min(check.p_value for check in found.checks)
     failures = [
         f"{name}: {check.name}: the texts do not follow the distribution (p = {check.p_value:.2g}; "
         f"total variation {found.joint.tv:.3f})"
