@@ -20,6 +20,7 @@ from draftproof.model.native_model import NativeModel
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.model.tensor_source import SafetensorsSource
+from draftproof.model.variants import first_layers, quantized
 from draftproof.native.kernels import kernels
 
 SIZES = {
@@ -118,6 +119,24 @@ def test_a_native_model_has_the_bits_of_our_forward_around_the_class(
         for raw in (False, True):
             assert torch.equal(ours.embed(tokens, raw), theirs.embed(tokens, raw))
             assert torch.equal(ours.unembed(hidden, raw), theirs.unembed(hidden, raw))
+
+
+@pytest.mark.skipif(kernels() is None, reason="no kernels for linear layers here")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama 3", "gemma3", "granite", "phi3"])
+def test_a_native_model_is_quantised_and_compared_as_the_class_is(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    module, text = saved(family, tmp_path, torch.bfloat16), torch.arange(1, 90)
+    ours = quantized(Target(native(tmp_path, torch.bfloat16)), kind, text)
+    theirs = quantized(Target(module), kind, text)
+    mine, hers = ours.quantization, theirs.quantization
+    assert mine is not None and hers is not None
+    assert mine.tokens == hers.tokens and abs(mine.kl - hers.kl) < 0.2 * hers.kl + 1e-4
+    assert abs(mine.agreement - hers.agreement) < 0.06
+    assert torch.equal(readings(ours), readings(theirs))
+    short = first_layers(ours, 2)
+    assert torch.equal(readings(short), readings(first_layers(theirs, 2)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

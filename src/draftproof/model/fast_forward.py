@@ -99,12 +99,8 @@ class FastForward:
         last_only: bool, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.embedded(tokens)
-        # queries of heads that share keys are read as one head's
-        folded = tokens.shape[1] * self.sharing
-        copies = self.sharing * -(-QUERIES // folded)
-        masks = [mask.repeat(1, 1, copies, 1) if copies > 1 else mask for mask in masks]
         seen = [
-            (*self._rotation(kind, positions), mask)
+            (*self._rotation(kind, positions), self._folded(mask))
             for kind, mask in zip(self.kinds, masks, strict=True)
         ]
         states = [hidden]
@@ -129,7 +125,12 @@ class FastForward:
             mask: As of `tree_mask`.
         """
         cos, sin = self._rotation(self.kinds[layer.kind], positions)
-        return self._layer(layer, store, hidden, cos, sin, mask)
+        return self._layer(layer, store, hidden, cos, sin, self._folded(mask))
+
+    def _folded(self, mask: Tensor) -> Tensor:
+        """A mask for queries of heads that share keys, which are read as one head's."""
+        copies = self.sharing * -(-QUERIES // (mask.shape[2] * self.sharing))
+        return mask.repeat(1, 1, copies, 1) if copies > 1 else mask
 
     def _layer(
         self, layer: DecoderLayer, store: Any, hidden: Tensor, cos: Tensor, sin: Tensor,

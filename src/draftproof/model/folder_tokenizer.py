@@ -18,6 +18,8 @@ from draftproof.gguf.tokenizer import GGUFTokenizer
 from draftproof.model.fast_tokenizer import FastTokenizer
 from draftproof.model.kept import kept_of_files
 
+FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+"""One of these is in a folder with a tokenizer."""
 OVERRIDES = {"_decode", "decode", "_encode_plus", "apply_chat_template", "__call__"}
 """Methods by which a class of transformers does more than its backend."""
 
@@ -57,7 +59,7 @@ def folder_tokenizer(name: str, load: Callable[[], Any]) -> Any:
         name: The folder.
         load: Loads transformers' tokenizer of the folder; None if there is none.
     """
-    if not Path(name, "tokenizer.json").is_file():
+    if not any(Path(name, file).is_file() for file in FILES):
         return load()
     place = kept_of_files(name, "tokenizer")
     state = place.read()

@@ -89,7 +89,7 @@ def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
         cached = try_to_load_from_cache(name, "config.json")
         place = Path(cached).parent if isinstance(cached, str) else place
     files = sorted(place.iterdir()) if place.is_dir() else [place]
-    kinds = (".json", ".safetensors", ".bin", ".gguf", ".py", ".jinja", ".model")
+    kinds = (".json", ".safetensors", ".bin", ".gguf", ".py", ".jinja", ".model", ".txt")
     sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
              for one in files if one.suffix in kinds]
     return str(place.resolve()), sizes

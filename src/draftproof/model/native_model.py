@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.model.facts import Facts
 from draftproof.model.fast_forward import FastForward
+from draftproof.model.generation_file import read_generation
 from draftproof.model.kv_layer import LayerShape
 from draftproof.model.layers import AttentionKind, Decoder, DecoderLayer, Linear, rms_norm
 from draftproof.model.layout import Layout, context_of
@@ -84,6 +87,14 @@ class NativeModel:
         checked = "built by draftproof; its tests compare the family with transformers' forward"
         return Facts(layout, reads_trees=True, fast=True, fused=self.forward.fused is not None,
                      checked=checked)
+
+    @property
+    def generation_config(self) -> SimpleNamespace | None:
+        """The folder's generation_config.json, where nothing in it needs transformers."""
+        settings = read_generation(Path(self.config.name_or_path))
+        if settings is None:
+            return None
+        return SimpleNamespace(**{"eos_token_id": None, "do_sample": None, **settings})
 
     @property
     def vocab_size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class NativeTarget(Target):
     """A target that is no transformers module. Its weights never change."""
 
     model: NativeModel
+    _module: Any
 
     def __init__(
         self, model: NativeModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
@@ -27,7 +30,7 @@ class NativeTarget(Target):
             raise UnsupportedModel(
                 f"{self.name} was built natively, which is not sharded; give its name to load"
             )
-        self.name = model.name
+        self.name, self._module = model.name, None
         self._adopt(model.facts, model.forward)
 
     @property
@@ -36,9 +39,19 @@ class NativeTarget(Target):
 
     def with_model(self, model: NativeModel) -> Target:
         other = self._copy()
-        other.model = model
+        other.model, other._module = model, None
         other._adopt(model.facts, model.forward)
         return other
+
+    def module(self) -> Any:
+        if self._module is None:
+            from draftproof.model.loading import load_model
+            from draftproof.model.quantize import quantized
+
+            module = load_model(self.model.config.name_or_path, self.dtype, "cpu")
+            kind = self.model.source.kind
+            self._module = module if kind is None else quantized(module, kind)
+        return self._module
 
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,

@@ -7,6 +7,7 @@ import torch
 
 from draftproof.model.fused_forward import NODES
 from draftproof.model.native_config import ARCHITECTURES
+from draftproof.model.native_model import NativeModel
 from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels, library
@@ -20,6 +21,7 @@ def paths(target: Target) -> dict[str, str]:
         "layers": _layers(target),
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond"
         if target.skips_absent else sdpa,
+        "checked": target.facts.checked,
         "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
     }
     for kind in ("int8", "int4") if host else ():
@@ -31,11 +33,14 @@ def paths(target: Target) -> dict[str, str]:
 
 def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
-    found, name, build = kernels(), type(target.model).__name__, library().build
+    found, build = kernels(), library().build
+    name = getattr(target.model, "architecture", type(target.model).__name__)
     own = "the model's own forward in transformers"
     own = own if target.fast is None else "torch's operators in a short forward"
     if target.skips_absent:
-        return f"our {build} kernels, a read in one call"
+        read = f"our {build} kernels, a read in one call"
+        return f"{read}; transformers' {name} is not built" if isinstance(
+            target.model, NativeModel) else read
     if any(getattr(one, "native", None) is not None for one in target.model.modules()):
         return f"{own}, with linear layers by our {build} kernels"
     if target.device.type != "cpu":

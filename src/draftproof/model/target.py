@@ -168,6 +168,11 @@ class Target:
         """This target with another model, which stores and sees what its own does."""
         raise NotImplementedError
 
+    def module(self) -> Any:
+        """The transformers module of the same weights, for what only that can do; a native target
+        loads it when it is first asked."""
+        return self.model
+
     def refresh(self) -> None:
         """Take up weights that somebody changed."""
 

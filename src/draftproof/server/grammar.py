@@ -105,7 +105,8 @@ class Grammars:
         with self._lock:
             if self._tokenizer is None:
                 size = max(self.vocab, len(tokenizer))
-                self._tokenizer = from_tokenizer(tokenizer, size, list(self.ends) or None)
+                full = getattr(tokenizer, "transformers", tokenizer)
+                self._tokenizer = from_tokenizer(full, size, list(self.ends) or None)
             matcher = self._compiled.pop(grammar, None)
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)

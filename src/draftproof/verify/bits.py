@@ -8,6 +8,7 @@ every difference.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Completion, Engine
 from draftproof.model.exactness import probe
+from draftproof.model.layout import cache_argument
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, silent
 
@@ -208,10 +210,11 @@ def _usual(seed: int) -> list[Sampling]:
 @torch.inference_mode()
 def _own(target: Target, text: list[int], width: int) -> Tensor:
     """[L, V] logits by transformers alone, `width` tokens at a time."""
-    name = target.layout.cache_name
+    module = target.module()
+    name = cache_argument(inspect.signature(module.forward).parameters)
     tokens, cache, out = torch.tensor([text], device=target.device), None, []
     for part in torch.split(tokens, width, 1):
-        read = target.model(input_ids=part, use_cache=width < len(text), **{name: cache})
+        read = module(input_ids=part, use_cache=width < len(text), **{name: cache})
         cache = getattr(read, name) if width < len(text) else None
         out.append(read.logits[0].double())
     return torch.cat(out)
