@@ -92,3 +92,14 @@ def test_the_documentation_is_short_and_its_links_lead_somewhere() -> None:
             assert to.exists(), f"{page.name}: {link}"
             assert not heading or heading in headings[to], f"{page.name}: {link}"
     assert sum(len(text.splitlines()) for text in texts.values()) <= 700
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_tensor_is_made_in_the_default_dtype(path: Path) -> None:
+    """A program may set it to anything; C trusts what Python makes."""
+    makers = {"empty", "zeros", "ones", "full", "eye", "rand", "randn", "linspace", "logspace"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            made = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if made and node.func.attr in makers:
+                assert "dtype" in {one.arg for one in node.keywords}, f"line {node.lineno}"

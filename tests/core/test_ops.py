@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,21 +17,18 @@ from draftproof.core import messages, noise
 from draftproof.core.acceptance import accept_by_matching
 from draftproof.core.messages import Accepted, Commit, Frontier
 from draftproof.core.noise import Role
-from draftproof.core.ops import TORCH
+from draftproof.core.ops import TORCH, Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
-from draftproof.core.sampling import best_tokens, sample
-from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape, well_formed
-from draftproof.drafters import suffix, token_recycling
+from draftproof.core.sampling import sample
+from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.bigram import bigram_tree
-from draftproof.drafters.medusa import heads_logits, prepare_heads
-from draftproof.drafters.portfolio import Portfolio, judge, merge_trees
-from draftproof.drafters.prompt_lookup import PromptLookup, match_prompt
-from draftproof.drafters.redrafter import beam_search, prepare_recurrence
+from draftproof.drafters.portfolio import Portfolio, judge
+from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, slot_of
 from draftproof.drafters.token_recycling import TokenRecycling
-from draftproof.native.kernels import kernels
+from draftproof.native import cpu_ops
+from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.structures import LANES
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no C compiler here")
@@ -160,21 +158,56 @@ def test_numbers_come_to_the_host_as_they_are() -> None:
     assert TORCH.to_host(columns[0]) == [[[1, -2], [3, 2**20]]]
 
 
-def test_own_functions_have_the_arguments_of_those_they_stand_for() -> None:
-    own = ("recycle", "likely_successors")
-    torch_functions = [
-        noise.stream, noise.gumbel, sample, best_tokens, messages.top_tokens, accept_by_matching,
-        messages.append_tokens, prepare_heads, heads_logits, bigram_tree,
-        prepare_recurrence, beam_search, TokenTree.likeliest, match_prompt, suffix.learn_text,
-        suffix.continue_text, judge, merge_trees, well_formed,
-        *(getattr(token_recycling, name) for name in own),
-    ]  # fmt: skip
-    assert {function.__name__ for function in torch_functions} == CPU._own.keys()
-    for function in torch_functions:
+def test_kernels_have_the_arguments_of_the_functions_they_stand_for() -> None:
+    for function, kernel in cpu_ops._KERNELS.items():
         theirs = list(inspect.signature(function).parameters)
-        assert (
-            list(inspect.signature(CPU._own[function.__name__]).parameters)[: len(theirs)] == theirs
-        ), function.__name__
+        assert list(inspect.signature(kernel).parameters)[1:] == theirs, function.__name__
+    assert {noise.gumbel, sample, judge, TokenTree.likeliest} < cpu_ops._KERNELS.keys()
+
+
+def test_a_function_that_has_the_name_of_a_kernel_runs_as_it_is_written() -> None:
+    """Kernels belong to function objects: a name says nothing."""
+    def named(name: str) -> Callable[..., str]:
+        def function(*args: object, **kwargs: object) -> str:
+            return f"its own {name}"
+
+        function.__name__ = name
+        return function
+
+    for function in cpu_ops._KERNELS:
+        name = function.__name__
+        assert CPU.run(named(name), 1, key=2) == f"its own {name}"
+    assert CPU.run(named("append_tokens"), 1) == "its own append_tokens"
+
+
+@pytest.mark.parametrize("ops", [CPU, TORCH], ids=["kernels", "operators"])
+def test_whatever_can_be_called_can_be_run(ops: Ops) -> None:
+    class Callable_:
+        __hash__ = None
+
+        def __call__(self, number: int) -> int:
+            return number + 1
+
+    assert ops.run(partial(pow, 2), 5) == 32 and ops.run(lambda number: -number, 3) == -3
+    assert ops.run(Callable_(), 1) == 2 and ops.run(len, [1, 2]) == 2
+    tokens = torch.tensor([[1, 2]])
+    chain = ops.run(partial(TokenTree.chain, draft_probs=None), tokens)
+    assert torch.equal(chain.tokens, tokens)
+
+
+def test_a_drafter_registers_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called where there is a library, and asked first whether it is made for this."""
+    monkeypatch.setattr(cpu_ops, "_KERNELS", dict(cpu_ops._KERNELS))
+
+    def twice(number: int) -> str:
+        return f"torch: {2 * number}"
+
+    @cpu_ops.cpu_kernel(twice)
+    def _twice(library: Kernels, number: int) -> str | cpu_ops.Unsupported:
+        return cpu_ops.UNSUPPORTED if number < 0 else f"C: {2 * number}"
+
+    assert CPU.run(twice, 4) == "C: 8" and CPU.run(twice, number=-4) == "torch: -8"
+    assert TORCH.run(twice, 4) == "torch: 8"
 
 
 CAPACITY = 160

@@ -246,7 +246,7 @@ def test_packed_heads_say_what_operators_say(share: bool, layers: int, known: in
     drafter, hidden = Medusa(head, tables), torch.randn(3, 64, generator=dice).bfloat16()
     with torch.inference_mode():
         found, wanted = logits_of(drafter, hidden, 3).float(), torch.zeros(3, 3, 96)
-        assert (drafter.prepared is not None) == share
+        assert (drafter.packed is not None) == share
         for step, one in enumerate(head.heads):
             state = one(hidden.float())
             own = head.own_projections[step] if not share else head.projection

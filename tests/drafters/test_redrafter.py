@@ -214,9 +214,9 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
             params = {"temperature": temperature, "seed": trial}
             frontier = asking(drafter, hidden, list(range(40)), 99, **params)
             frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
-            once, native = drafter.propose(frontier), drafter.prepared
-            drafter.prepared = None
-            often, drafter.prepared = drafter.propose(frontier), native
+            once, native = drafter.propose(frontier), drafter.packed
+            drafter.packed = None
+            often, drafter.packed = drafter.propose(frontier), native
             assert native is not None and once.tokens.shape == often.tokens.shape
             assert once.tokens.shape[1] == 1 + 3 + 9 + 9 + 9 or trial == 3
             for row in range(40):

@@ -11,15 +11,18 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager as Context
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from draftproof.core import noise
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.native import cpu_ops
 
 Plant = Callable[[], Context[Any]]
 NOISE, CHANCE = "core.noise:", "core.acceptance:KeyedChance."
@@ -66,6 +69,12 @@ def around(where: str, change: Callable[..., Any]) -> Plant:
         return patch.object(owner, name, lambda *args, **how: change(own, *args, **how))
 
     return plant
+
+
+def kernel(function: Callable[..., Any], change: Callable[..., Any]) -> Plant:
+    """Plants ``change(kernel, library, *args)`` in the place of the kernel of a function."""
+    original = cpu_ops._KERNELS[function]
+    return lambda: patch.dict(cpu_ops._KERNELS, {function: partial(change, original)})
 
 
 def drafts(change: Callable[[TokenTree], Tensor]) -> Plant:
@@ -181,8 +190,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the target's noise repeats", "4: stale buffer",
            text(SAMPLER + "_made", (KEYED, "self.keys, role, places % 4, origin")), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
-           around("native.cpu_ops:DraftFunctions.stream", lambda own, self, keys, role, place, *on:
-                  own(self, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
+           kernel(noise.stream, lambda own, library, keys, role, place, *on:
+                  own(library, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
     Mutant("replacement drawn by the smallest noise", "6: exponential race upside down",
            text(CHANCE + "draw", ("+ gumbel", "- gumbel")), "draws"),
     Mutant("a coin that cannot fall falls at zero", "6: transformers r_i <= probability_ratio",

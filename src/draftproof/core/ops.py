@@ -15,9 +15,9 @@ R = TypeVar("R")
 class Ops:
     """Runs functions of tensors as written: in torch, with static shapes, without host reads.
 
-    A subclass runs implementations of its own in the place of those it knows by name, where it has
-    one for the dtypes and shapes given; the function says what is to be computed. exact: the widest
-    floating-point numbers of the device. flush: called before a copy to the host.
+    A subclass may run another implementation that is registered for a function object, where there
+    is one for the dtypes and shapes given; the function says what is to be computed. exact: the
+    widest floating-point numbers of the device. flush: called before a copy to the host.
     """
 
     on_host = False

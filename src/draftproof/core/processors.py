@@ -132,7 +132,8 @@ class LogitsProcessors:
         counted = place < paths.lengths[..., None]
         if not prompt:
             counted = counted & (place >= self._prompt_lengths)
-        counts = torch.zeros(*sequences.shape[:2], vocab, device=self.device)
+        shape = (*sequences.shape[:2], vocab)
+        counts = torch.zeros(shape, dtype=torch.float32, device=self.device)
         return counts.scatter_add_(2, sequences, counted.float())
 
     def _ban_ngrams(self, scores: Tensor, paths: Paths) -> Tensor:

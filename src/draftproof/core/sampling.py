@@ -50,7 +50,8 @@ class Sampler(LogitsProcessors):
         given = [row.sampling.temperature for row in rows]
         self.greedy = not any(given)
         # [B, 1] what logits are divided by; 1 in greedy rows
-        self.temperatures = torch.tensor([one or 1.0 for one in given], device=device)[:, None]
+        divisors = [temperature or 1.0 for temperature in given]
+        self.temperatures = torch.tensor(divisors, dtype=torch.float32, device=device)[:, None]
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._ahead = 1 if len(rows) > 1 else AHEAD     # batches change: they begin with little
         self._kept: _KeptNoise | None = None

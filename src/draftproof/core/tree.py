@@ -84,7 +84,7 @@ class TokenTree:
         number = torch.arange(width, device=paths.device)[:, None]
         first = (owner == number) & ((paths == ABSENT).cumsum(-1) == 0)
         if votes is None:
-            chances = 1 / first.flatten(1).cumsum(1).clamp(min=1).view_as(owner)
+            chances = 1 / first.flatten(1).cumsum(1).clamp(min=1).view_as(owner).float()
         else:
             chances = (same * votes[:, None]).sum(2).gather(1, owner).cummin(-1).values.clamp(max=1)
         place = owner * length + torch.arange(length, device=paths.device)          # in the pool

@@ -16,9 +16,10 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.packed_linear import pack_linears, packable, put
+from draftproof.model.packed_linear import JointLinear, pack_linears, packable, put
 from draftproof.model.quantized_linear import Int8Linear, slow_because
 from draftproof.model.target import Target
+from draftproof.native.structures import Native
 
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
@@ -219,13 +220,11 @@ class HeadDrafter(Drafter, Generic[H]):
     """
 
     hidden_layers = (-1,)
-    prepared: object | None = None
-    """What `ops` made of the weights at `start`, to draft in one call."""
 
     def __init__(self, head: H, vocabulary: Vocabulary) -> None:
         must_fit(head, vocabulary)
         self.vocabulary, self.head = vocabulary, decoding_copy(head, vocabulary)
-        self.hidden = torch.zeros(0, vocabulary.hidden_size)
+        self.hidden = torch.zeros(0, vocabulary.hidden_size, dtype=vocabulary.dtype)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
@@ -241,6 +240,23 @@ class HeadDrafter(Drafter, Generic[H]):
 
     def select(self, rows: Sequence[int]) -> None:
         self.hidden[: len(rows)] = self.hidden[list(rows)]
+
+    def packed_projection(self, own: nn.Module | None) -> Native | None:
+        """What the head projects with, as our kernels read it: its `own` projection, its rows of
+        the target's LM head, or that LM head; None if it is not packed."""
+        tables = self.vocabulary.native
+        projection = own if own is not None else self.head.projection
+        if tables is None or projection is None:
+            return None if tables is None else tables.head
+        natives = packed([projection])
+        return None if natives is None else natives[0]
+
+
+def packed(layers: Iterable[nn.Module]) -> list[Native] | None:
+    """Layers as our kernels read them; None if one of them is not packed for these."""
+    natives = [layer.native if isinstance(layer, JointLinear) else None for layer in layers]
+    known = [native for native in natives if native is not None]
+    return known if len(known) == len(natives) else None
 
 
 def must_fit(head: DraftHead, vocabulary: Vocabulary) -> None:

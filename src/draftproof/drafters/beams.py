@@ -25,7 +25,7 @@ def weighed(
     prefix, sampler = frontier.prefix, frontier.sampler
     nodes = prefix.root[:, None]
     place, depths, parents = (torch.full_like(nodes, fill) for fill in (0, 0, -1))
-    above = torch.zeros(nodes.shape, device=nodes.device)
+    above = torch.zeros(nodes.shape, dtype=torch.float32, device=nodes.device)
     pool, size, first = [(nodes, place, above)], 1, 0
     for depth in range(1, deepest + 1):
         tree = TokenTree(nodes, parents, depth - 1, form=TreeForm(parents, depths))

@@ -19,7 +19,13 @@ from draftproof.core.noise import Role
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import DrafterMismatch
+from draftproof.native.cpu_ops import UNSUPPORTED, Unsupported, cpu_kernel
+from draftproof.native.declarations import structure
+from draftproof.native.kernels import Kernels
+from draftproof.native.structures import LANES
+from draftproof.native.trees import TreeBuffer
 
+Pairs = structure("Pairs")
 MOST = 128
 """Bigrams kept of one first token, the commonest."""
 PRIOR = 10.0
@@ -46,7 +52,8 @@ class Bigrams(NamedTuple):
     def none(cls, vocab_size: int) -> Bigrams:
         """Of which no token has any."""
         starts, tokens = (torch.zeros(size, dtype=torch.int32) for size in (vocab_size + 1, 0))
-        return cls(starts, tokens, torch.zeros(0), torch.zeros(vocab_size), 0)
+        gains, rest = (torch.zeros(size, dtype=torch.float32) for size in (0, vocab_size))
+        return cls(starts, tokens, gains, rest, 0)
 
     @classmethod
     def counted(cls, first: Tensor, second: Tensor, vocab_size: int) -> Bigrams:
@@ -140,3 +147,23 @@ def bigram_tree(
         return TokenTree.shaped(tokens, shape, confidence=confidence)
     pool = (tokens, torch.cat(parents, 1), confidence)
     return sampler.ops.run(TokenTree.likeliest, *pool, nodes + 1, logits.shape[1])
+
+
+@cpu_kernel(bigram_tree)
+def _bigram_tree(
+    library: Kernels, table: Bigrams, logits: Tensor, frontier: Frontier, nodes: int,
+    shape: TreeShape | None, weight: float,
+) -> TokenTree | Unsupported:  # fmt: skip
+    rows, heads, vocab = logits.shape
+    sampling = frontier.sampler.draft_sampling(frontier.prefix, heads, vocab, 0)
+    if logits.dtype != torch.bfloat16 or sampling is None or len(table.rest) != vocab:
+        return UNSUPPORTED
+    pairs = Pairs(*table[:4], vocab, len(table.tokens))
+    out = TreeBuffer(rows, nodes + 1)
+    work = torch.empty(rows * heads * (vocab + LANES), dtype=torch.float32)
+    children = nodes if shape is None else max(shape.ranks) + 1
+    library(
+        "bigram_tree", pairs, weight, None if shape is None else shape.child_ranks, logits,
+        frontier.prefix.root, rows, heads, vocab, children, *sampling[:4], out.output, work
+    )
+    return out.tree(heads, shape)

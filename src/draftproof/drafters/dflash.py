@@ -217,7 +217,7 @@ class Convolution(nn.Module):
     def __init__(self, size: int, kernel: int, group: int) -> None:
         super().__init__()
         self.kernel, self.group = kernel, group
-        self.base_kernel = nn.Parameter(torch.empty(2, kernel, size))
+        self.base_kernel = nn.Parameter(torch.empty(2, kernel, size, dtype=torch.float32))
         self.kernel_projection = nn.Linear(size, 2 * kernel * (size // group), bias=False)
 
     def forward(self, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -241,8 +241,8 @@ class Selector(nn.Module):
 
     def __init__(self, vocab_size: int, size: int, rank: int) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank, dtype=torch.float32))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank, dtype=torch.float32))
         self.hidden_projection = nn.Linear(size, rank, bias=False)
 
     def forward(self, hidden: Tensor, before: Tensor, tokens: Tensor) -> Tensor:

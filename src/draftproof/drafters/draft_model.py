@@ -153,7 +153,8 @@ class DraftModel(Drafter):
     def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
         root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor
         tokens, probs = root, []
-        scores = torch.zeros(root.shape, device=root.device)        # log-probabilities of paths
+        # log-probabilities of paths
+        scores = torch.zeros(root.shape, dtype=torch.float32, device=root.device)
         live = torch.ones_like(root, dtype=torch.bool)
         logits = self._read_root(frontier.prefix, most)
         for depth, level in enumerate(shape.levels[1:], start=1):

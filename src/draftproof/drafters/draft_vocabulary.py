@@ -84,7 +84,7 @@ class SharedVocabulary:
             found = {index: own for index, own in found.items() if own != theirs.end}
             found[ours.end] = theirs.end
         self.specials = {own: index for index, own in found.items() if theirs.is_special(own)}
-        self.count, self.to_draft = len(found), torch.full((target_size,), -1)
+        self.count, self.to_draft = len(found), torch.full((target_size,), -1, dtype=torch.int64)
         self.to_draft[list(found)] = torch.tensor([*found.values()])
 
     def to(self, device: torch.device) -> SharedVocabulary:

@@ -7,10 +7,11 @@ where they were counted, correct each choice by the one before.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,14 @@ from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters import base
-from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary
+from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary, packed
 from draftproof.drafters.bigram import WEIGHT, Bigrams, bigram_tree
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.cpu_ops import UNSUPPORTED, Unsupported, cpu_kernel
+from draftproof.native.declarations import array_of
+from draftproof.native.kernels import Kernels
+from draftproof.native.structures import LANES, Native
 
 NODES = 16
 """Draft tokens per row and round of a dynamic tree when nobody says."""
@@ -125,6 +130,7 @@ class Medusa(HeadDrafter[MedusaHead]):
     """
 
     name = "medusa"
+    packed: PackedHeads | None = None
 
     def __init__(
         self, head: MedusaHead, vocabulary: Vocabulary,
@@ -140,7 +146,7 @@ class Medusa(HeadDrafter[MedusaHead]):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.prepared = ops.run(prepare_heads, self)
+        self.packed = self._packed()
 
     def propose(self, frontier: Frontier) -> TokenTree:
         heads, nodes, shape = self.head.steps, frontier.budget, None
@@ -157,10 +163,28 @@ class Medusa(HeadDrafter[MedusaHead]):
         """[rows, heads, V] what the first heads say of the first rows."""
         return self.ops.run(heads_logits, self, self.hidden[:rows], heads)
 
+    def _packed(self) -> PackedHeads | None:
+        """The heads as our kernels read them; None where they have projections of their own, or
+        some layer is not packed."""
+        head, form = self.head, self.head.config
+        blocks = packed(block for part in head.heads for block in cast(Head, part).blocks)
+        projection = self.packed_projection(None)
+        fits = form.share_lm_head and form.hidden_size % LANES == 0
+        if not fits or blocks is None or projection is None:
+            return None
+        return PackedHeads(array_of("Linear", blocks), form.num_layers, projection, head.token_map)
 
-def prepare_heads(medusa: Medusa) -> object | None:
-    """What ops need to compute all heads in one call, if they can."""
-    return None
+
+class PackedHeads(NamedTuple):
+    """Heads as our kernels read them: blocks of all, so many of each head, then the projection.
+
+    token_map: [D] the tokens that the projection knows; None: all. The weights must live as long.
+    """
+
+    blocks: ctypes.Array[Native]
+    layers: int
+    projection: Native
+    token_map: Tensor | None
 
 
 def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
@@ -172,6 +196,22 @@ def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
     else:
         logits = medusa.head.unembed(states, medusa.vocabulary)
     return base.over_vocabulary(logits, medusa.vocabulary.vocab_size, medusa.head.token_map)
+
+
+@cpu_kernel(heads_logits)
+def _heads_logits(
+    library: Kernels, medusa: Medusa, hidden: Tensor, heads: int
+) -> Tensor | Unsupported:
+    if medusa.packed is None:
+        return UNSUPPORTED
+    blocks, layers, projection, token_map = medusa.packed
+    (rows, size), vocab = hidden.shape, medusa.vocabulary.vocab_size
+    logits = hidden.new_empty(rows, heads, vocab)
+    work = hidden.new_empty(rows * heads * (2 * size + projection.outputs))
+    library(
+        "heads", blocks, projection, token_map, hidden, logits, work, rows, heads, layers, vocab
+    )
+    return logits
 
 
 @lru_cache(maxsize=256)

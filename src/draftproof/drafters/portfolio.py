@@ -23,6 +23,12 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
 from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.cpu_ops import cpu_kernel
+from draftproof.native.declarations import array_of, structure
+from draftproof.native.kernels import Kernels
+from draftproof.native.trees import TreeBuffer, texts_of
+
+Member = structure("Member")
 
 LEVELS = 16
 """Kinds of node of a member, by the chance it gives."""
@@ -61,7 +67,9 @@ class Portfolio(Drafter):
         deepest = [member.deepest for member in members if member.deepest is not None]
         self.deepest = max(deepest) if len(deepest) == len(members) else None
         kinds = len(members) * LEVELS
-        self._counts = SharedMemory(lambda device: torch.zeros(kinds, 2, device=device))
+        self._counts = SharedMemory(
+            lambda device: torch.zeros(kinds, 2, dtype=torch.float32, device=device)
+        )
         self._proposed: Proposed | None = None
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -159,7 +167,7 @@ def merge_trees(
     for number, tree in enumerate(trees):
         paths = tree.confidence
         if paths is None:
-            paths = unknown**tree.depths * tree.present
+            paths = unknown**tree.depths.float() * tree.present
         chances.append(paths / paths.gather(1, tree.parents.clamp(min=0)).clamp(min=1e-9))
         levels.append(number * count + (chances[-1] * count).long().clamp(max=count - 1))
     kinds = torch.cat(levels, 1)                                                        # [B, M]
@@ -169,6 +177,35 @@ def merge_trees(
     confidence = torch.where(pool.ancestors, steps[:, None], 1).prod(-1)
     confidence = torch.where(pool.present, confidence, 0)
     return (pool.texts.contiguous(), pool.parents, kinds), pool.merged(confidence, nodes)
+
+
+@cpu_kernel(judge)
+def _judge(
+    library: Kernels, counts: Tensor, proposed: Proposed, prefix: Prefix, fade: float
+) -> None:
+    where = (proposed.texts, proposed.parents, proposed.kinds, proposed.position)
+    size = proposed.texts.shape[1]
+    library("judge", counts, len(counts), fade, *where, size, texts_of(prefix), ABSENT)
+
+
+@cpu_kernel(merge_trees)
+def _merge_trees(
+    library: Kernels, trees: Sequence[TokenTree], counts: Tensor,
+    constants: tuple[int, float, float], nodes: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], TokenTree]:
+    rows, sizes = len(trees[0].tokens), [tree.tokens.shape[1] for tree in trees]
+    members = [
+        Member(tree.tokens, tree.parents, tree.confidence if tree.confidence is None
+               else tree.confidence.float(), size, rows)
+        for tree, size in zip(trees, sizes, strict=True)
+    ]
+    texts, parents, kinds = torch.empty(3, rows, sum(sizes), dtype=torch.int64)
+    out = TreeBuffer(rows, min(nodes, sum(sizes)))
+    library(
+        "merge_trees", counts, *constants, array_of("Member", members), len(members), rows,
+        sum(sizes), texts, parents, kinds, out.output
+    )
+    return (texts, parents, kinds), out.tree(max(tree.depth_limit for tree in trees))
 
 
 def _path(text: Sequence[int]) -> tuple[int, ...]:

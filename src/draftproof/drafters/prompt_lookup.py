@@ -17,6 +17,9 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
+from draftproof.native.cpu_ops import cpu_kernel
+from draftproof.native.kernels import Kernels
+from draftproof.native.trees import TreeBuffer, texts_of
 
 NEAR = 32
 """Earlier places of the last token that are looked at, those with the one before it first."""
@@ -62,7 +65,7 @@ def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int) 
     drafted = prefix.tokens.gather(1, place.flatten(1)).view_as(place)
     drafted = torch.where(length[..., None] > 0, drafted, ABSENT)
     root = prefix.root[:, None, None].expand(-1, drafted.shape[1], 1)
-    grown = length[..., None] + ahead
+    grown = (length[..., None] + ahead).float()
     steps = (grown / (grown + 3)) * (length > 0)[..., None]
     missed = (1 - steps[:, :-1, :1]).cumprod(1)                                     # [B, W - 1, 1]
     left = torch.cat([torch.ones_like(steps[:, :1, :1]), missed], 1)                # [B, W, 1]
@@ -90,3 +93,12 @@ def _matches(
     length = torch.where((recent.values >= 0) & (length >= shortest), length, 0)
     best = (length * size + end).topk(min(places, end.shape[1]), 1).indices
     return end.gather(1, best) + 1, length.gather(1, best)
+
+
+@cpu_kernel(match_prompt)
+def _match_prompt(
+    library: Kernels, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int
+) -> TokenTree:
+    out = TreeBuffer(len(prefix.position), 1 + budget)
+    library("match_prompt", texts_of(prefix), *sizes, budget, out.output)
+    return out.tree(budget)

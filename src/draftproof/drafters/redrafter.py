@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
-from draftproof.core.tree import TokenTree
+from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import base
-from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary
+from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary, packed
 from draftproof.drafters.beams import Read, weighed
 from draftproof.errors import BadInput
+from draftproof.native.cpu_ops import UNSUPPORTED, Unsupported, cpu_kernel
+from draftproof.native.declarations import Structure, array_of, structure
+from draftproof.native.kernels import Kernels
+from draftproof.native.structures import LANES
+from draftproof.native.trees import TreeBuffer
+
+Recurrence = structure("Recurrence")
 
 STEPS = 5
 """Tokens a fresh head predicts, as published."""
@@ -148,7 +155,7 @@ class ReDrafterHead(DraftHead):
         P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps."""
         if self.config.exit_dim == 2 * self.config.hidden_size:
             return                                                      # it has no such projection
-        covariance, moments = torch.zeros(()), torch.zeros(())
+        covariance, moments = (torch.zeros((), dtype=torch.float32) for _ in range(2))
         for features in texts:
             hidden = features.hidden[:, :, 0].to(self.input_proj.weight.dtype)
             for step, (context, state) in enumerate(self._steps(features, vocabulary)):
@@ -158,7 +165,8 @@ class ReDrafterHead(DraftHead):
                 covariance = covariance + inputs.T @ inputs
                 moments = moments + inputs.T @ outputs
         if covariance.dim():
-            ridge = RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+            ridge = torch.zeros_like(covariance)
+            ridge.fill_diagonal_(RIDGE * float(covariance.diagonal().mean()))
             found = torch.linalg.solve((covariance + ridge).double(), moments.double()).T
             self.input_proj.weight[: len(found)] = found[:, :-1].to(self.input_proj.weight)
             self.input_proj.bias[: len(found)] = found[:, -1].to(self.input_proj.bias)
@@ -216,6 +224,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
     """
 
     name = "redrafter"
+    packed: Structure | None = None
 
     def __init__(
         self, head: ReDrafterHead, vocabulary: Vocabulary, *, width: int = WIDTH,
@@ -235,7 +244,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.prepared = ops.run(prepare_recurrence, self)
+        self.packed = self._packed()
 
     def propose(self, frontier: Frontier) -> TokenTree:
         budget = frontier.budget
@@ -262,10 +271,27 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
 
         return read
 
-
-def prepare_recurrence(drafter: ReDrafter) -> object | None:
-    """What ops need to search in one call, if they can."""
-    return None
+    def _packed(self) -> Structure | None:
+        """The head as our kernels read it; None where the target's tables or some layers are not
+        packed."""
+        head, form, tables = self.head, self.head.config, self.vocabulary.native
+        own = None if form.share_lm_head else head.own_projections[-1]
+        projection = self.packed_projection(own)
+        if projection is None or tables is None:
+            return None
+        narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []
+        blocks = [block.linear for block in head.lm_head if isinstance(block, ResBlock)]
+        layers = packed([head.rnn_w, head.rnn_u, *narrow, *blocks])
+        vocab, odd = len(tables.embeddings), form.hidden_size % LANES or form.exit_dim % LANES
+        known = vocab if head.token_map is None else len(head.token_map)
+        if layers is None or odd or projection.outputs != known:
+            return None
+        array = array_of("Linear", layers[2 + len(narrow) :])
+        return Recurrence(
+            *layers[:2], layers[2] if narrow else structure("Linear")(), projection, array,
+            tables.embeddings, head.token_map, form.hidden_size, len(blocks),
+            form.rnn_activation == "silu", not form.skip_u_at_first_step, vocab
+        )
 
 
 def beam_search(
@@ -273,3 +299,22 @@ def beam_search(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All nodes that a search weighs, as `beams.weighed` gives them."""
     return weighed(frontier, drafter.reader(), width, length)
+
+
+@cpu_kernel(beam_search)
+def _beam_search(
+    library: Kernels, drafter: ReDrafter, frontier: Frontier, length: int, width: int
+) -> tuple[Tensor, Tensor, Tensor] | Unsupported:
+    head, vocab, root = drafter.packed, drafter.vocabulary.vocab_size, frontier.prefix.root
+    sampling = frontier.sampler.draft_sampling(frontier.prefix, length, vocab, frontier.floor)
+    if head is None or sampling is None or width > head.projection.outputs:
+        return UNSUPPORTED
+    rows, context = len(root), drafter.hidden[: len(root)]
+    out = TreeBuffer(rows, 1 + width + max(length - 1, 0) * width * width)
+    numbers = 8 * head.hidden + 2 * head.projection.size + 3 * head.projection.outputs
+    size = library(
+        "beam_search", head, context, root, rows, width, length, *sampling[:4], sampling.floor,
+        out.output, context.new_empty(rows * width * numbers)
+    )
+    tokens, parents, chances = (part[:, :size] for part in out.parts)
+    return torch.where(chances > -torch.inf, tokens, ABSENT), parents, chances.exp()

@@ -27,6 +27,10 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput
+from draftproof.native.cpu_ops import cpu_kernel
+from draftproof.native.declarations import Structure, structure
+from draftproof.native.kernels import Kernels
+from draftproof.native.trees import TreeBuffer, texts_of
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 """Context sizes, in tokens; the largest is as many as the C library holds at a time."""
@@ -58,14 +62,15 @@ class SuffixDrafter(Drafter):
         super().start(rows, capacity, ops)
         self._width = capacity + 3                          # a root and two ends after the text
         self._places = max(self.memory // self._width, 2 * rows + 1)
-        self._rows = Rows(*(torch.zeros(0) for _ in range(3)))
+        self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
 
     def observe(self, commit: Commit) -> None:
         device, known = commit.tokens.device, len(self._rows.end)
         index = self._index(device)
         if commit.rows[-1] == known:
             begin = torch.tensor([self._place(index)], device=device)
-            new = Rows(torch.full((1, SIZES[0]), ABSENT, device=device), begin, begin.clone())
+            tail = torch.full((1, SIZES[0]), ABSENT, dtype=torch.int64, device=device)
+            new = Rows(tail, begin, begin.clone())
             both = zip(self._rows, new, strict=True)
             self._rows = Rows(*map(torch.cat, both)) if known else new
         tail, _, end = (part[commit.rows[0] : commit.rows[-1] + 1] for part in self._rows)
@@ -123,10 +128,10 @@ class SuffixIndex:
     def __init__(self, memory: int, device: torch.device) -> None:
         self.slots = 1 << max(memory * len(SIZES) // SLOTS - 1, 0).bit_length()
         size = self.slots * SLOTS + 1                       # the last is for what has no place
-        self.text, self.cursor = torch.full((1,), ABSENT, device=device), 0
+        self.text, self.cursor = torch.full((1,), ABSENT, dtype=torch.int64, device=device), 0
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
         self.places = torch.zeros(size, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(size, device=device)
+        self.counts = torch.zeros(size, dtype=torch.float32, device=device)
         self.sizes = torch.tensor(SIZES, device=device)
         dice, shape = torch.Generator().manual_seed(0), (2, len(SIZES), SIZES[0])
         low, high = -(1 << 31), (1 << 31) - 1
@@ -142,16 +147,12 @@ class SuffixIndex:
                 more = self.text.new_full((size + 2 - len(self.text),), ABSENT)
                 self.text = torch.cat([self.text[:-1], more])
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Its tensors, in the order of lookup.c."""
-        return self.text, self.places, self.tags, self.counts, self.context, self.sizes
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Its sizes and constants, in the order of lookup.c."""
-        sizes = len(self.text), len(SIZES), SLOTS, self.slots, self.shift
-        return *sizes, _FOLLOW, _SCATTER, ABSENT
+    def in_c(self) -> Structure:
+        """As the C library reads it."""
+        return structure("Index")(
+            self.text, self.places, self.tags, self.counts, self.context, self.sizes,
+            len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT
+        )
 
     def hash(self, context: Tensor, successor: Tensor) -> tuple[Tensor, Tensor]:
         """First entry and tag [..., O] of contexts that end `context` [..., L], and a successor."""
@@ -238,6 +239,25 @@ def _successors(
     return ((left / whole)[..., None] * counts).flatten(1), place.flatten(1)
 
 
+@cpu_kernel(learn_text)
+def _learn_text(
+    library: Kernels, index: SuffixIndex, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor
+) -> None:
+    library("learn_text", index.in_c(), tail, end, tokens, count, *tokens.shape)
+
+
+@cpu_kernel(continue_text)
+def _continue_text(
+    library: Kernels, index: SuffixIndex, prefix: Prefix, rows: Rows, own: float, paths: int,
+    budget: int
+) -> TokenTree:
+    out = TreeBuffer(len(prefix.position), 1 + budget)
+    library(
+        "continue_text", index.in_c(), texts_of(prefix), *rows, own, paths, budget, out.output
+    )
+    return out.tree(budget)
+
+
 @lru_cache(maxsize=64)
 def _lasting(budget: int, device: torch.device) -> Tensor:
     """[O, 1 + K] by context size, the chance that a continuation holds for 0, 1, ... tokens.
@@ -245,6 +265,7 @@ def _lasting(budget: int, device: torch.device) -> Tensor:
     A match of n tokens is followed by the same token n times in n + 3: what was found on stories,
     code and quotations. The first token has its own chance.
     """
-    grown = torch.tensor(SIZES, device=device)[:, None] + torch.arange(1, budget, device=device)
+    sizes = torch.tensor(SIZES, dtype=torch.float32, device=device)[:, None]
+    grown = sizes + torch.arange(1, budget, device=device)
     steps = (grown / (grown + 3)).cumprod(1)
-    return torch.cat([torch.ones(len(SIZES), 2, device=device), steps], 1)
+    return torch.cat([torch.ones(len(SIZES), 2, dtype=torch.float32, device=device), steps], 1)

@@ -21,6 +21,10 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput
+from draftproof.native.cpu_ops import cpu_kernel
+from draftproof.native.declarations import Structure, structure
+from draftproof.native.kernels import Kernels
+from draftproof.native.trees import TreeBuffer, texts_of
 
 BEST = 8
 """Successors kept per context."""
@@ -89,17 +93,14 @@ class SuccessorTable:
         self.shift = min(31, 33 - slots.bit_length())               # high bits are mixed best
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
         self.tokens = torch.full((size, BEST), ABSENT, dtype=torch.int32, device=device)
-        self.confidence = torch.zeros((size, BEST), device=device)
+        self.confidence = torch.zeros((size, BEST), dtype=torch.float32, device=device)
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Its tensors, in the order of ensemble.c."""
-        return self.tags, self.tokens, self.confidence
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Its sizes and constants, in the order of ensemble.c."""
-        return BEST, self.slots, self.shift, _TOKEN, _BEFORE, ABSENT
+    def in_c(self) -> Structure:
+        """As the C library reads it."""
+        return structure("Table")(
+            self.tags, self.tokens, self.confidence, BEST, self.slots, self.shift, _TOKEN, _BEFORE,
+            ABSENT
+        )
 
     def place(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """[2, ...] where pair and token belong, and their tags, never 0; in 32 bits that wrap."""
@@ -137,7 +138,7 @@ def likely_successors(
     """
     width, few, depth = sizes
     tokens, before = prefix.root[:, None], last[:, None]
-    confidence = torch.ones(tokens.shape, device=tokens.device)
+    confidence = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
     pool, start = [(tokens, torch.zeros_like(tokens), confidence)], 0
     for level in range(depth):
         best = confidence.topk(min(width, confidence.shape[1]), 1)                      # [B, w]
@@ -155,3 +156,21 @@ def likely_successors(
         pool.append((tokens, parents, confidence))
     tokens, parents, confidence = (torch.cat(part, 1) for part in zip(*pool, strict=True))
     return TokenTree.likeliest(tokens, parents, confidence, nodes, depth)
+
+
+@cpu_kernel(recycle)
+def _recycle(library: Kernels, table: SuccessorTable, last: Tensor, seen: Successors) -> None:
+    library(
+        "recycle", table.in_c(), seen.tree.tokens, seen.tree.parents, last, seen.tokens,
+        seen.logits.float(), *seen.tokens.shape
+    )
+
+
+@cpu_kernel(likely_successors)
+def _likely_successors(
+    library: Kernels, table: SuccessorTable, prefix: Prefix, last: Tensor,
+    sizes: tuple[int, int, int], nodes: int
+) -> TokenTree:
+    out = TreeBuffer(len(prefix.position), nodes)
+    library("likely_successors", table.in_c(), texts_of(prefix), last, *sizes, out.output)
+    return out.tree(sizes[2])

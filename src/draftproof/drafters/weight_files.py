@@ -97,7 +97,7 @@ def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 if wanted is None:
-                    return dict.fromkeys(opened.keys(), torch.empty(0))
+                    return dict.fromkeys(opened.keys(), torch.empty(0, dtype=torch.float32))
                 return {name: opened.get_tensor(name) for name in wanted}
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except BROKEN as error:

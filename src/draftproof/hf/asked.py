@@ -97,7 +97,7 @@ def logits_of(
     else:
         extra["input_ids"] = ids
         if mask is not None:
-            behind = torch.ones(len(ids), ids.shape[1] - mask.shape[1]).to(mask)
+            behind = mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])
             whole = torch.cat([mask, behind], 1)
             extra |= {"attention_mask": whole, "position_ids": _counted(whole)}
         extra = {name: one for name, one in extra.items() if name in takes}

@@ -99,7 +99,8 @@ class Snapshot(NamedTuple):
                 if one.dim() == 1:
                     compared.append(one.detach().float())
         values = [one.to(compared[0].device) for one in compared]
-        return cls(parts, weights, torch.cat(values) if values else torch.empty(0))
+        nothing = torch.empty(0, dtype=torch.float32)
+        return cls(parts, weights, torch.cat(values) if values else nothing)
 
     def same(self, other: Snapshot) -> bool:
         return self[:2] == other[:2] and torch.equal(self.values, other.values)

@@ -105,10 +105,9 @@ class EncoderDecoder(ModuleTarget):
         config = getattr(self.encoder, "config", model.config).get_text_config()
         width = getattr(config, "hidden_size", 0)
         dice = torch.Generator().manual_seed(2)
-        self._check_sources = [
-            Source({}, (), (self.encoder, torch.randn(1, size, width, generator=dice)))
-            for size in (5, 9 if self._together else 5)
-        ]
+        states = [torch.randn(1, size, width, dtype=torch.float32, generator=dice)
+                  for size in (5, 9 if self._together else 5)]
+        self._check_sources = [Source({}, (), (self.encoder, state)) for state in states]
         super().__init__(model, **options)
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:

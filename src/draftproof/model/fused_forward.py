@@ -64,15 +64,14 @@ class FusedForward:
         self._angles = list[tuple[Tensor, Tensor]]()
         layers = (Layer * len(fast.layers))()
         for number, layer in enumerate(fast.layers):
-            places = [None if one is None else one.data_ptr() for one in layer.weights]
-            layers[number] = Layer(*layer.natives, *places, layer.kind)
+            layers[number] = Layer(*layer.natives, *layer.weights, layer.kind)
         widest = max(one.inner.outputs + one.output.size + 3 * one.down.size for one in layers)
         # numbers a token needs on its way through a layer
         self._work = 2 * decoder.hidden_size + widest
         self._held = (layers, head)
         self._model = Model(
             ctypes.addressof(layers), len(layers), self.table.shape[0], decoder.gelu,
-            decoder.norm_weight.data_ptr(), _place_of(self.table), ctypes.addressof(head),
+            decoder.norm_weight, _place_of(self.table), ctypes.addressof(head),
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
 
@@ -175,13 +174,11 @@ class FusedForward:
         assert cache.stores is not None
         if (positions := min(cache.capacity, fast.context)) > self._reach:
             self._see(positions)
-        starts, nodes = (None, None) if present is None else (
-            present.starts.data_ptr(), present.nodes.data_ptr()
-        )
+        starts, nodes = (None, None) if present is None else (present.starts, present.nodes)
         return Read(
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
             cache.capacity, fast.context, torch.get_num_threads(),
-            cache.stores.count // len(fast.layers), cache.lengths.data_ptr(), parents.data_ptr(),
+            cache.stores.count // len(fast.layers), cache.lengths, parents,
             starts, nodes, ctypes.addressof(self._ways), layer.scale
         )
 
@@ -191,9 +188,7 @@ class FusedForward:
         for number, kind in enumerate(self.fast.kinds):
             angles = self.fast.angles(kind, places)
             cos, sin = (one[0].contiguous() for one in angles)
-            self._ways[number] = Way(
-                kind.window or 0, kind.rotary_dim, cos.data_ptr(), sin.data_ptr()
-            )
+            self._ways[number] = Way(kind.window or 0, kind.rotary_dim, cos, sin)
             self._angles.append((cos, sin))
 
 

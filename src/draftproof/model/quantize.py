@@ -186,7 +186,7 @@ Answer: The capital of France is Paris, a city of about two million people on th
 def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
     """[S, V] behind every token of a text."""
     if text is None or not len(text):
-        return torch.empty(0, 1)
+        return torch.empty(0, 1, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(input_ids=text[None].to(model.device), use_cache=False).logits
         return logits[0].float().log_softmax(-1)

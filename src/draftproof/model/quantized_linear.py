@@ -63,7 +63,8 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         bias = None if bias is None else bias.to(weight.dtype)
         super().__init__(weight.shape[1], len(weight), bias, weight.dtype == torch.bfloat16)
-        self.weight, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        self.weight = torch.empty(weight.shape, dtype=torch.int8)
+        scale = torch.empty(len(weight), dtype=torch.float32)
         for rows in _chunks(weight):
             scale[rows] = weight[rows].abs().amax(1).float().clamp(min=1e-30) / 127
             self.weight[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)

@@ -54,7 +54,7 @@ class _Reads:
     further than those before, and how many nodes each row had, [B]. All on the host."""
 
     marks: list[_Mark] = field(default_factory=list)
-    present: Tensor = field(default_factory=lambda: torch.zeros(0))
+    present: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
 
 class StateCache(KVCache):

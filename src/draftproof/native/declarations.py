@@ -1,50 +1,221 @@
-"""What the C sources declare, for ctypes: structures and functions, read from the sources."""
+"""What the C sources declare, for ctypes: structures and functions, read from the sources.
+
+The sources also say what each pointer points to: its type, and in a comment behind its name how
+many elements the function reads or writes, such as `const bf16 *logits /* [rows, vocab] */`, or
+`/* [vocab] or null */`. Every tensor is compared with that before its address goes to C.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
+from torch import Tensor
+
+from draftproof.errors import BadInput
 from draftproof.native.build import HERE, SOURCES
 
-_NUMBERS: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+Value = Tensor | ctypes.Structure | ctypes.Array[Any] | int | float | None
+"""What Python may pass for an argument in C, or for a field of a structure."""
+_NUMBERS: dict[str, Any] = {
+    "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float,
+}
+_DTYPES = {
+    "int64_t": torch.int64, "int32_t": torch.int32, "int8_t": torch.int8, "uint8_t": torch.uint8,
+    "float": torch.float32, "bf16": torch.bfloat16, "uint16_t": torch.float16,
+}
+"""What an element of a tensor is in C; `void` is anything, and a structure is no tensor."""
+_NOTE = re.compile(r"/\*\s*(?:\[([^]]*)\]\s*)?(or null)?\s*\*/")
+
+
+class Declaration(NamedTuple):
+    """An argument of a function, or a field of a structure.
+
+    Attributes:
+        name: The name in C.
+        type: The ctypes type.
+        pointee: The name of the type it points to; empty for a number.
+        is_const: C only reads what it points to.
+        nullable: It may be null.
+        size: From the values of all arguments (or fields), how many elements it must have;
+            None where the source does not say.
+    """
+
+    name: str
+    type: Any
+    pointee: str
+    is_const: bool
+    nullable: bool
+    size: Callable[[Sequence[Any]], int] | None
 
 
 class Function(NamedTuple):
-    """Types of what it returns and takes; threaded: whether a number of threads comes last."""
+    """A function in C. threaded: whether a number of threads comes last, which Python adds."""
 
     returns: Any
-    takes: list[Any]
+    takes: list[Declaration]
     threaded: bool
 
 
+class Checked(NamedTuple):
+    """A declaration, and what is compared for each value: looked up once."""
+
+    declaration: Declaration
+    dtype: torch.dtype | None
+    any_dtype: bool
+    is_pointer: bool
+    size: Callable[[Sequence[Any]], int] | None
+
+    @classmethod
+    def of(cls, declaration: Declaration) -> Checked:
+        pointee = declaration.pointee
+        dtype, is_void = _DTYPES.get(pointee), pointee == "void"
+        return cls(declaration, dtype, is_void, pointee != "", declaration.size)
+
+    def tensor(self, tensor: Tensor, values: Sequence[Any], where: str) -> Tensor:
+        """The tensor whose memory goes to C: this one, or a contiguous copy of one C only reads.
+
+        Args:
+            tensor: The tensor to pass.
+            values: All values of the call or of the structure.
+            where: The function or structure, for the error.
+
+        Raises:
+            BadInput: It has another dtype, lies elsewhere, is too small, or would be written to
+                in a copy.
+        """
+        if tensor.dtype is not self.dtype and not self.any_dtype:
+            wanted = self.dtype or self.declaration.pointee or "a number"
+            self._refuse(where, f"{wanted} was wanted, and a tensor of {tensor.dtype} was passed")
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            self._refuse(where, "a dense tensor on the CPU was wanted, and one of "
+                                f"{tensor.layout} on {tensor.device} was passed")
+        if not tensor.is_contiguous():
+            if not self.declaration.is_const:
+                self._refuse(where, "C writes to it, and the tensor passed is not contiguous")
+            tensor = tensor.contiguous()
+        if self.size is not None and tensor.numel() < self.size(values):
+            self._refuse(where, f"{self.size(values)} elements were wanted, and {tensor.numel()} "
+                                "were passed")
+        return tensor
+
+    def pointer(self, value: Value, values: Sequence[Any], where: str) -> None:
+        """Compare what is passed for a pointer and is no tensor.
+
+        Raises:
+            BadInput: It is no structure of this kind and no array of so many, or it is null where
+                it may not be.
+        """
+        declared, pointee = self.declaration, self.declaration.pointee
+        if isinstance(value, ctypes.Structure):
+            fits = type(value).__name__ == pointee
+        elif isinstance(value, ctypes.Array):
+            kind = value._type_
+            fits = kind.__name__ == pointee or kind is _NUMBERS.get(pointee)
+            fits |= kind is ctypes.c_void_p and pointee.endswith("*")
+            fits &= self.size is None or len(value) >= self.size(values)
+        else:
+            fits = value is None and declared.nullable
+        if not fits:
+            self._refuse(where, f"{declared.pointee} was wanted, and {value!r} was passed")
+
+    def _refuse(self, where: str, why: str) -> None:
+        raise BadInput(f"the argument {self.declaration.name} of the C kernel {where}: {why}; "
+                       "correct the code that calls it")
+
+
+class Structure(ctypes.Structure):
+    """A structure of the sources. Tensors may be given for its pointers, and are kept alive."""
+
+    checks: ClassVar[tuple[Checked, ...]]
+
+    def __init__(self, *values: Value) -> None:
+        held, fields = list[Value](), list[Any]()
+        for check, value in zip(self.checks, values, strict=False):
+            if isinstance(value, Tensor):
+                value = check.tensor(value, values, type(self).__name__)
+                fields.append(value.data_ptr())
+            elif isinstance(value, ctypes.Array):
+                check.pointer(value, values, type(self).__name__)
+                fields.append(ctypes.addressof(value))
+            else:
+                fields.append(value)
+            held.append(value)
+        self.held = held
+        super().__init__(*fields)
+
+
 @cache
-def _text() -> str:
-    """All sources, without comments."""
-    texts = (path.read_text(encoding="utf-8") for path in (*sorted(HERE.glob("*.h")), *SOURCES))
-    return re.sub(r"/\*.*?\*/", "", "\n".join(texts), flags=re.S)
+def _text() -> tuple[str, list[tuple[str, bool]]]:
+    """All sources without comments; behind a name, @i@ stands for the i-th note on its size."""
+    notes = list[tuple[str, bool]]()
+
+    def noted(match: re.Match[str]) -> str:
+        notes.append((match[1] or "", match[2] is not None))
+        return f"@{len(notes) - 1}@"
+
+    texts = (path.read_text(encoding="utf-8")
+             for path in (*sorted(HERE.glob("*.h")), *SOURCES))
+    text = re.sub(rf"(?<=\w)\s*{_NOTE.pattern}", noted, "\n".join(texts))
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.S), notes
 
 
-def _type(declared: str) -> Any:
-    """Of a field or an argument as C declares it."""
-    if "*" in declared:
-        return ctypes.c_void_p
-    name = declared.removeprefix("const ").split()[0]
-    return _NUMBERS.get(name) or structure(name)
+def _declared(declarations: Sequence[str]) -> list[Declaration]:
+    """Of arguments or fields, such as "const bf16 *logits@3@"."""
+    parts = [re.fullmatch(r"(.*?)(\w+)(?:@(\d+)@)?", one.strip(), re.S) for one in declarations]
+    names = [part[2] for part in parts if part is not None]
+    made = []
+    for part in parts:
+        assert part is not None, declarations
+        kind, name = part[1], part[2]
+        shape, nullable = _text()[1][int(part[3])] if part[3] else ("", False)
+        words = kind.replace("*", " * ").split()
+        base = next(word for word in words if word not in ("const", "*"))
+        pointee = base + " *" * (words.count("*") - 1) if "*" in words else ""
+        made.append(Declaration(
+            name, ctypes.c_void_p if pointee else _NUMBERS.get(base) or structure(base), pointee,
+            words[0] == "const" and words.count("*") == 1, nullable, _size(shape, names)
+        ))  # fmt: skip
+    return made
+
+
+def _size(shape: str, names: Sequence[str]) -> Callable[[Sequence[Any]], int] | None:
+    """The product of what stands in "rows, 2 * layer->size", of the values of `names`."""
+    if not shape:
+        return None
+    product = " * ".join(f"({part.strip()})" for part in shape.split(","))
+    code = re.sub(r"(?<!\.)\b[A-Za-z_]\w*",
+                  lambda word: f"values[{names.index(word[0])}]", product.replace("->", "."))
+    size: Callable[[Sequence[Any]], int] = eval(f"lambda values: {code}")
+    return size
 
 
 @cache
-def structure(name: str) -> type[ctypes.Structure]:
+def structure(name: str) -> type[Structure]:
     """The structure of this name; its fields have the names that they have in C."""
-    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", _text())
+    body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", _text()[0])
     assert body is not None, name
-    fields = []
-    for line in body[1].split(";")[:-1]:
-        kind, names = line.strip().removeprefix("const ").split(maxsplit=1)
-        fields += [(one.strip(" *\n"), _type(f"{kind} {one}")) for one in names.split(",")]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+    lines = [line.strip() for line in body[1].split(";")[:-1]]
+    declared = []
+    for line in lines:
+        match = re.match(r"(?:const )?\w+\s", line)
+        assert match is not None, line
+        declared += [match[0] + field for field in line[match.end() :].split(",")]
+    fields = _declared(declared)
+    return type(name, (Structure,), {
+        "_fields_": [(field.name, field.type) for field in fields],
+        "checks": tuple(map(Checked.of, fields)),
+    })
+
+
+def array_of(name: str, values: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.Structure]:
+    """An array of copies of structures of this name; what they point to must be kept alive."""
+    kind: type[ctypes.Structure] = structure(name)
+    return (kind * len(values))(*values)
 
 
 @cache
@@ -52,8 +223,10 @@ def functions() -> dict[str, Function]:
     """All functions by their names in C, less the `draftproof_` in front."""
     found = {}
     defined = r"^(void|int64_t) draftproof_(\w+)\(([^)]*)\)\s*\{"
-    for returns, name, takes in re.findall(defined, _text(), re.M):
-        given = [one.strip() for one in takes.split(",")]
-        threaded = given[-1] == "int64_t threads"
-        found[name] = Function(_NUMBERS.get(returns), list(map(_type, given)), threaded)
+    for returns, name, takes in re.findall(defined, _text()[0], re.M):
+        declared = _declared(takes.split(","))
+        threaded = declared[-1].name == "threads"
+        takes = declared[: len(declared) - threaded]
+        found[name] = Function(_NUMBERS.get(returns), takes, threaded)
     return found
+

@@ -1,12 +1,12 @@
 /* Choosing tokens by scores, accepting trees, and chains of a draft model. */
 #include "scores.h"
 
-/* The first token of the highest score in each row of logits [rows, vocab]; `nothing` if all are
- * -inf or one is NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is
- * whose. */
-void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *places,
-        const float *heats, int64_t each, int64_t rows, int64_t vocab, int64_t nothing,
-        int64_t *tokens, int64_t threads) {
+/* The first token of the highest score in each row of logits; `nothing` if all are -inf or one is
+ * NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is whose. */
+void draftproof_sample(const bf16 *logits /* [rows, vocab] */, const float *noise /* or null */,
+        const int64_t *places /* [rows] or null */, const float *heats /* [rows / each] */,
+        int64_t each, int64_t rows, int64_t vocab, int64_t nothing, int64_t *tokens /* [rows] */,
+        int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         const float *own = noise ? noise + places[r] * vocab : NULL;
@@ -28,10 +28,11 @@ void draftproof_sample(const bf16 *logits, const float *noise, const int64_t *pl
     }
 }
 
-/* Whether trees [rows, nodes] are well formed: tokens are below `vocab` or `absent`, parents come
+/* Whether trees are well formed: tokens are below `vocab` or `absent`, parents come
  * before their children, and no path is deeper than `deep`. */
-int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, int64_t rows,
-        int64_t nodes, int64_t deep, int64_t vocab, int64_t absent) {
+int64_t draftproof_well_formed(const int64_t *tokens /* [rows, nodes] */,
+        const int64_t *parents /* [rows, nodes] */, int64_t rows, int64_t nodes, int64_t deep,
+        int64_t vocab, int64_t absent) {
     int64_t depths[nodes];
     for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes)
         for (int64_t node = 0; node < nodes; node++) {
@@ -44,19 +45,25 @@ int64_t draftproof_well_formed(const int64_t *tokens, const int64_t *parents, in
     return 1;
 }
 
-/* The nodes of trees [rows, nodes] that stand: those picked at their parents, whose ancestors stand
- * too. Of the path to the first of the deepest: its nodes, root first, [rows, deep], places beyond
- * it hold their own index. found [4, rows]: how many they are, what was picked behind them, how
- * many nodes behind the root are not absent, and how deep these go. */
-void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int64_t *picks,
-        int64_t rows, int64_t nodes, int64_t deep, int64_t absent, int64_t *path, int64_t *found) {
-    int64_t depths[nodes], levels[nodes];
+/* The nodes of trees that stand: those picked at their parents, whose ancestors stand too. Of the
+ * path to the first of the deepest: its nodes, root first, places beyond it hold their own index.
+ * found: how many they are, what was picked behind them, how many nodes behind the root are not
+ * absent, and how deep these go. The root is the parent of a node whose own does not come before
+ * it. */
+void draftproof_accept(const int64_t *tokens /* [rows, nodes] */,
+        const int64_t *parents /* [rows, nodes] */, const int64_t *picks /* [rows, nodes] */,
+        int64_t rows, int64_t nodes, int64_t deep, int64_t absent, int64_t *path /* [rows, deep] */,
+        int64_t *found /* [4, rows] */) {
+    int64_t depths[nodes], levels[nodes], up[nodes];
     for (int64_t r = 0; r < rows; r++, tokens += nodes, parents += nodes, picks += nodes,
             path += deep) {
         int64_t last = depths[0] = levels[0] = 0, there = 0, reach = 0;
+        up[0] = -1;
         for (int64_t node = 1; node < nodes; node++) {
-            int64_t above = parents[node];
-            int64_t stands = depths[above] >= 0 && tokens[node] == picks[above];
+            int64_t above = parents[node] < 0 || parents[node] >= node ? 0 : parents[node];
+            int64_t stands = depths[above] >= 0 && depths[above] + 1 < deep
+                    && tokens[node] == picks[above];
+            up[node] = above;
             depths[node] = stands ? depths[above] + 1 : -1;
             last = depths[node] > depths[last] ? node : last;
             levels[node] = levels[above] + 1;
@@ -67,14 +74,15 @@ void draftproof_accept(const int64_t *tokens, const int64_t *parents, const int6
         found[r] = depths[last] + 1, found[rows + r] = picks[last], found[2 * rows + r] = there,
                 found[3 * rows + r] = reach;
         for (int64_t d = deep - 1; d > depths[last]; d--) path[d] = d;
-        for (int64_t node = last; node >= 0; node = parents[node]) path[depths[node]] = node;
+        for (int64_t node = last; node >= 0; node = up[node]) path[depths[node]] = node;
     }
 }
 
 /* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is
  * none of them. */
-void draftproof_top_tokens(const bf16 *logits, int64_t rows, int64_t vocab, int64_t count,
-        int64_t *tokens, float *best, int64_t threads) {
+void draftproof_top_tokens(const bf16 *logits /* [rows, vocab] */, int64_t rows, int64_t vocab,
+        int64_t count, int64_t *tokens /* [rows, count] */, float *best /* [rows, count] */,
+        int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         const bf16 *own = logits + r * vocab;
@@ -90,9 +98,11 @@ void draftproof_top_tokens(const bf16 *logits, int64_t rows, int64_t vocab, int6
 /* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of
  * each: chances are the softmax of trust times the scores. Where a logit is NaN nothing has a
  * chance. */
-void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places,
-        const float *heats, const float *trusts, int64_t rows, int64_t vocab, int64_t count,
-        float *odds, int64_t *tokens, int64_t threads) {
+void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
+        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
+        const float *heats /* [rows] */, const float *trusts /* [rows] */, int64_t rows,
+        int64_t vocab, int64_t count, float *odds /* [rows, count] */,
+        int64_t *tokens /* [rows, count] */, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
     for (int64_t r = 0; r < rows; r++) {
         Scored best[count];
@@ -108,21 +118,24 @@ void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_
     }
 }
 
-/* Draft a chain per row. Each row reads what it lacks of its text [rows, room], up to its root at
+/* Draft a chain per row. Each row reads what it lacks of its text, up to its root at
  * positions[row], and has lengths[row] = positions[row] then; behind the root, token after token
- * the best of each, each read in turn as the next node of the scratch. places [rows] name the noise
+ * the best of each, each read in turn as the next node of the scratch. places name the noise
  * of the root. A row ends after `steps` tokens, where the logarithm of the chance that its chain
  * stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest
- * `nodes` tokens are kept. tokens [rows, 1 + steps], the root first, `absent` behind the end.
- * turns, likewise, with how many nodes per row each would be kept. reads [rows]: how many tokens of
+ * `nodes` tokens are kept. tokens: the root first, `absent` behind the end. turns, likewise, with
+ * how many nodes per row each would be kept. reads: how many tokens of
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
  * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
  * rows * width * size + rows * vocab more. */
-int64_t draftproof_chain(Read *read, const Model *model, void *const *stores, const int64_t *text,
-        int64_t room, const int64_t *positions, int64_t *lengths, int64_t width, int64_t steps,
-        int64_t nodes, const float *noise, const int64_t *places, const float *heats,
-        const float *trusts, float floor, int64_t absent, int64_t *tokens, int64_t *turns,
-        int64_t *reads, bf16 *work) {
+int64_t draftproof_chain(Read *read, const Model *model, void *const *stores,
+        const int64_t *text /* [read->rows, room] */, int64_t room,
+        const int64_t *positions /* [read->rows] */, int64_t *lengths /* [read->rows] */,
+        int64_t width, int64_t steps, int64_t nodes, const float *noise /* or null */,
+        const int64_t *places /* [read->rows] or null */, const float *heats /* [read->rows] */,
+        const float *trusts /* [read->rows] */, float floor, int64_t absent,
+        int64_t *tokens /* [read->rows, 1 + steps] */, int64_t *turns /* [read->rows, 1 + steps] */,
+        int64_t *reads /* [read->rows] */, bf16 *work) {
     const Linear *head = model->head;
     int64_t rows = read->rows, vocab = head->outputs, size = head->size, lack = 1;
     int64_t most = width > steps ? width : steps;

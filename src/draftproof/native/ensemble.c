@@ -2,18 +2,19 @@
  * right. */
 #include "pools.h"
 
-/* Of pools [rows, size] the trees. */
-void draftproof_likeliest(const int64_t *pool, const int64_t *above, const float *odds,
+/* Of pools the trees. */
+void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
+        const int64_t *above /* [rows, size] */, const float *odds /* [rows, size] */,
         int64_t rows, int64_t size, TreeOutput *out) {
     for (int64_t r = 0; r < rows; r++)
         grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
 }
 
-/* Of pairs of tokens, and of tokens alone, the `best` likeliest successors, [2 slots, best] both.
- * As in drafters/token_recycling.py. */
+/* Of pairs of tokens, and of tokens alone, the `best` likeliest successors. As in
+ * drafters/token_recycling.py. */
 typedef struct {
-    int32_t *tags, *tokens;
-    float *odds;
+    int32_t *tags /* [2 * slots] */, *tokens /* [2 * slots, best] */;
+    float *odds /* [2 * slots, best] */;
     int64_t best, slots, shift, token, before, absent;
 } Table;
 
@@ -26,10 +27,12 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
     return (((int32_t)key >> table->shift) & (table->slots - 1)) + (alone ? table->slots : 0);
 }
 
-/* Learn what came out behind each node of trees [rows, nodes]: the `count` best tokens and their
- * logits [rows, nodes, count]. The tokens before the roots are `last` [rows]. */
-void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t *parents,
-        const int64_t *last, const int64_t *best, const float *logits, int64_t rows, int64_t nodes,
+/* Learn what came out behind each node of trees: the `count` best tokens, of which the table keeps
+ * no more than it has room for, and their logits. The tokens before the roots are `last`. */
+void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, nodes] */,
+        const int64_t *parents /* [rows, nodes] */, const int64_t *last /* [rows] */,
+        const int64_t *best /* [rows, nodes, count] */,
+        const float *logits /* [rows, nodes, count] */, int64_t rows, int64_t nodes,
         int64_t count) {
     for (int64_t i = 0; i < rows * nodes; i++) {
         int64_t r = i / nodes, token = tokens[i],
@@ -43,7 +46,7 @@ void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t
             int32_t tag;
             int64_t place = placed(table, before, token, alone, &tag);
             table->tags[place] = tag;
-            for (int64_t k = 0; k < count; k++) {
+            for (int64_t k = 0; k < count && k < table->best; k++) {
                 table->tokens[place * table->best + k] = (int32_t)best[i * count + k];
                 /* NaN is not */
                 table->odds[place * table->best + k] = sum > 0 ? odds[k] / sum : 0;
@@ -54,8 +57,9 @@ void draftproof_recycle(const Table *table, const int64_t *tokens, const int64_t
 
 /* Trees of what is known to follow each root: of each level the `width` likeliest nodes are
  * followed, the root by all that is known, others by `fan` tokens, down to `depth`. */
-void draftproof_likely_successors(const Table *table, const Texts *texts, const int64_t *last,
-        int64_t width, int64_t fan, int64_t depth, TreeOutput *out) {
+void draftproof_likely_successors(const Table *table, const Texts *texts,
+        const int64_t *last /* [texts->rows] */, int64_t width, int64_t fan, int64_t depth,
+        TreeOutput *out) {
     int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
     float odds[most];
     Scored best[width];
@@ -86,43 +90,47 @@ void draftproof_likely_successors(const Table *table, const Texts *texts, const 
     }
 }
 
-/* Judge pools [rows, size] that were proposed behind roots at `asked` [rows] by the texts that came:
- * in counts [count, 2], by kind of node, how many stood of how many judged. As in
- * drafters/portfolio.py. */
-void draftproof_judge(float *counts, int64_t count, float fade, const int64_t *pool,
-        const int64_t *above, const int64_t *kinds, const int64_t *asked, int64_t size,
-        const Texts *texts, int64_t absent) {
+/* Judge pools that were proposed behind roots at `asked` by the texts that came: in counts, by kind
+ * of node, how many stood of how many judged. As in drafters/portfolio.py. */
+void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
+        const int64_t *pool /* [texts->rows, size] */,
+        const int64_t *above /* [texts->rows, size] */,
+        const int64_t *kinds /* [texts->rows, size] */, const int64_t *asked /* [texts->rows] */,
+        int64_t size, const Texts *texts, int64_t absent) {
     for (int64_t k = 0; k < 2 * count; k++) counts[k] *= fade;
     for (int64_t r = 0; r < texts->rows; r++, pool += size, above += size, kinds += size) {
         int64_t depth[size];
         int stands[size];
         for (int64_t i = 0; i < size; i++) {
-            depth[i] = above[i] < 0 ? 0 : depth[above[i]] + 1, stands[i] = above[i] < 0;
+            int root = above[i] < 0 || above[i] >= i;
+            depth[i] = root ? 0 : depth[above[i]] + 1, stands[i] = root;
             int64_t place = asked[r] + depth[i];
-            if (above[i] < 0 || !stands[above[i]] || pool[i] == absent
-                    || place > root_at(texts, r)) continue;
+            if (root || !stands[above[i]] || pool[i] == absent || place < 0
+                    || place > root_at(texts, r) || kinds[i] < 0 || kinds[i] >= count) continue;
             stands[i] = texts->tokens[r * texts->room + place] == pool[i];
             counts[2 * kinds[i]] += (float)stands[i], counts[2 * kinds[i] + 1]++;
         }
     }
 }
 
-/* A member's trees [rows, nodes]; their odds may be null. */
+/* A member's trees. */
 typedef struct {
-    const int64_t *tokens, *parents;
-    const float *odds;
-    int64_t nodes;
+    const int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
+    const float *odds /* [rows, nodes] or null */;
+    int64_t nodes, rows;
 } Member;
 
 /* Trees of the likeliest nodes of all members' trees, by odds that are corrected by counts as
  * `judge` makes them, in which members have `levels` kinds each, by the odds that they gave, or
- * `untold`; these count for `trust` comparisons. The pools, members side by side, and the kinds of
- * their nodes are [rows, .] too. */
-void draftproof_merge_trees(const float *counts, int64_t levels, float trust, float untold,
-        const Member *members, int64_t count, int64_t rows, int64_t *pools, int64_t *parents,
-        int64_t *classes, TreeOutput *out) {
+ * `untold`; these count for `trust` comparisons. Out go as well the pools, of `nodes` for all members
+ * side by side, and the kinds of their nodes. */
+void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_t levels,
+        float trust, float untold, const Member *members /* [count] */, int64_t count, int64_t rows,
+        int64_t nodes, int64_t *pools /* [rows, nodes] */, int64_t *parents /* [rows, nodes] */,
+        int64_t *classes /* [rows, nodes] */, TreeOutput *out) {
     int64_t size = 0;
     for (int64_t m = 0; m < count; m++) size += members[m].nodes;
+    if (size > nodes) return;
     float odds[size];
     for (int64_t r = 0; r < rows; r++) {
         int64_t *pool = pools + r * size, *above = parents + r * size, *kinds = classes + r * size,
@@ -139,7 +147,8 @@ void draftproof_merge_trees(const float *counts, int64_t levels, float trust, fl
                     given = n ? member->odds[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;
                 }
                 int64_t level = (int64_t)(given * (float)levels);
-                kinds[i] = m * levels + (level < levels - 1 ? level : levels - 1);
+                level = level < levels - 1 ? level : levels - 1;
+                kinds[i] = m * levels + (level > 0 ? level : 0);        /* NaN is 0 */
                 const float *seen = counts + 2 * kinds[i];
                 float step = (seen[0] + trust * given) / (seen[1] + trust);
                 odds[i] = !n ? 1 : pool[i] == out->absent ? 0 : odds[above[i]] * step;

@@ -4,8 +4,9 @@
 
 /* Pairs of tokens, as in drafters/bigram.py. */
 typedef struct {
-    const int32_t *starts, *tokens;
-    const float *gains, *rest;
+    const int32_t *starts /* [vocab + 1] */, *tokens /* [count] */;
+    const float *gains /* [count] */, *rest /* [vocab] */;
+    int64_t vocab, count;
 } Pairs;
 
 /* The `count` likeliest children of a parent and the logarithms of their chances, falling: its
@@ -39,13 +40,14 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
         best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
-/* What heads of `layers` residual blocks each, blocks [heads, layers], and a projection say of
- * hidden states [rows, size]: logits [rows, heads, vocab], -inf where the projection lacks a token;
- * map: the tokens that it knows, or none. Heads know nothing of each other, so threads take whole
- * ones where there are enough. work: rows * heads * (2 size + outputs) numbers. */
-void draftproof_heads(const Linear *blocks, const Linear *projection, const int64_t *map,
-        const bf16 *hidden, bf16 *logits, bf16 *work, int64_t rows, int64_t heads, int64_t layers,
-        int64_t vocab, int64_t threads) {
+/* What heads of `layers` residual blocks each and a projection say of hidden states: logits, -inf
+ * where the projection lacks a token; map: the tokens that it knows, or none. Heads know nothing of
+ * each other, so threads take whole ones where there are enough. */
+void draftproof_heads(const Linear *blocks /* [heads, layers] */, const Linear *projection,
+        const int64_t *map /* [projection->outputs] or null */,
+        const bf16 *hidden /* [rows, projection->size] */, bf16 *logits /* [rows, heads, vocab] */,
+        bf16 *work /* [rows, heads, 2 * projection->size + projection->outputs] */, int64_t rows,
+        int64_t heads, int64_t layers, int64_t vocab, int64_t threads) {
     int64_t size = projection->size, known = projection->outputs, all = rows * heads;
     bf16 *states = work + all * size, *said = states + all * size, lowest = narrow(-INFINITY);
     int64_t whole = heads >= threads;
@@ -65,19 +67,22 @@ void draftproof_heads(const Linear *blocks, const Linear *projection, const int6
         for (int64_t t = 0; t < vocab; t++) logits[i * vocab + t] = lowest;
         for (int64_t k = 0; k < known; k++) {
             int64_t token = map ? map[k] : k;
-            if (token < vocab) logits[i * vocab + token] = said[i * known + k];
+            if (token >= 0 && token < vocab) logits[i * vocab + token] = said[i * known + k];
         }
     }
 }
 
-/* Each row's tree of the likeliest nodes behind its root by logits [rows, heads, vocab] and pairs,
- * in falling order of their chances, of which at most `children` have one parent. With a shape [2,
- * nodes], the tree of this shape instead: each node's parent, and which of its children it is.
- * Noise, places, heats and trusts as for a chain. work: rows * heads * (vocab + LANES) numbers. */
-void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *shape,
-        const bf16 *logits, const int64_t *roots, int64_t rows, int64_t heads, int64_t vocab,
-        int64_t children, const float *noise, const int64_t *places, const float *heats,
-        const float *trusts, TreeOutput *out, float *work, int64_t threads) {
+/* Each row's tree of the likeliest nodes behind its root by logits and pairs, in falling order of
+ * their chances, of which at most `children` have one parent. With a shape, the tree of this shape
+ * instead: each node's parent, and which of its children it is. Noise, places, heats and trusts as
+ * for a chain. */
+void draftproof_bigram_tree(const Pairs *pairs, float weight,
+        const int64_t *shape /* [2, out->nodes] or null */,
+        const bf16 *logits /* [rows, heads, vocab] */, const int64_t *roots /* [rows] */,
+        int64_t rows, int64_t heads, int64_t vocab, int64_t children,
+        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
+        const float *heats /* [rows] */, const float *trusts /* [rows] */, TreeOutput *out,
+        float *work /* [rows, heads, vocab + 16] */, int64_t threads) {
     int64_t wide = vocab + LANES, most = children < vocab ? children : vocab, nodes = out->nodes;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();
@@ -122,7 +127,7 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
                     next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
             }
             rank[n] = 0, next[n] = -INFINITY;
-            if (token[n] == out->absent || depth[n] == heads) continue;
+            if (token[n] < 0 || token[n] >= pairs->vocab || depth[n] == heads) continue;
             int64_t at = r * heads + depth[n];
             behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most,
                     most);
@@ -134,13 +139,13 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight, const int64_t *sha
 }
 
 /* A recurrent draft head. Its state is `smooth`: through SiLU; `first`: the bias of `back` counts
- * where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: [vocab,
- * hidden]. map: the tokens of a draft vocabulary, that the projection knows alone, or none. */
+ * where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: of
+ * embeddings. map: the tokens of a draft vocabulary, that the projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks;
-    const bf16 *table;
-    const int64_t *map;
+    const bf16 *table /* [vocab, hidden] */;
+    const int64_t *map /* [projection.outputs] or null */;
     int64_t hidden, layers, smooth, first, vocab;
 } Recurrence;
 
@@ -162,15 +167,16 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     }
 }
 
-/* Beam search: `length` steps of `width` beams and as many children of each, behind context [rows,
- * hidden] and roots [rows]. All that is weighed goes into pools [rows, .]: tokens, parents (places
- * in the pool), logarithms of the chance of the path; the root is in place 0. A search may end
- * early below `floor`, as a chain does. Returns the size of a pool. work: room for rows * width *
- * (8 hidden + 2 wide + 3 outputs) numbers, where wide and outputs are the projection's. */
-int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, const int64_t *roots,
-        int64_t rows, int64_t width, int64_t length, const float *noise, const int64_t *places,
-        const float *heats, const float *trusts, float floor, TreeOutput *out, bf16 *work,
-        int64_t threads) {
+/* Beam search: `length` steps of `width` beams and as many children of each, behind context and
+ * roots. All that is weighed goes into pools [rows, .]: tokens, parents (places in the pool),
+ * logarithms of the chance of the path; the root is in place 0. A search may end early below
+ * `floor`, as a chain does. Returns the size of a pool. */
+int64_t draftproof_beam_search(const Recurrence *head,
+        const bf16 *context /* [rows, head->hidden] */, const int64_t *roots /* [rows] */, int64_t rows, int64_t width, int64_t length,
+        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
+        const float *heats /* [rows] */, const float *trusts /* [rows] */, float floor,
+        TreeOutput *out, bf16 *work /* [rows, width, 8 * head->hidden + 2 * head->projection.size
+        + 3 * head->projection.outputs] */, int64_t threads) {
     int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab;
     int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;
     int64_t *tokens = out->tokens, *parents = out->parents;
@@ -193,6 +199,7 @@ int64_t draftproof_beam_search(const Recurrence *head, const bf16 *context, cons
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < beams; b++) {
                 int64_t at = r * beams + b, token = tokens[r * room + ends[r * width + b]];
+                token = token < 0 ? 0 : token < vocab ? token : vocab - 1;
                 memcpy(state + at * hidden, head->table + token * hidden,
                         (size_t)hidden * sizeof(bf16));
                 if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import BadInput
 from draftproof.native.build import Library, load
-from draftproof.native.declarations import functions
+from draftproof.native.declarations import Checked, Value, functions
 from draftproof.native.structures import Native
 
 WIDEST = 256
@@ -21,28 +21,53 @@ WIDEST = 256
 
 class Kernels:
     """Calls the functions of the library by their names in C, less `draftproof_`, with what they
-    take there; the number of threads is torch's."""
+    take there; the number of threads is torch's.
+
+    This is the only place where Python calls our C code. Every tensor is compared with what the
+    source declares (see `declarations`), so that a mistake in Python raises and never reaches
+    memory that is not the tensor's.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {}
         for name, (returns, takes, threaded) in functions().items():
             function = getattr(library, f"draftproof_{name}")
-            function.restype, function.argtypes = returns, takes
-            self._functions[name] = function, threaded
+            function.restype = returns
+            function.argtypes = [one.type for one in takes] + [ctypes.c_int64] * threaded
+            self._functions[name] = function, tuple(map(Checked.of, takes)), threaded
 
-    def __call__(self, name: str, *args: Any) -> Any:
-        """Tensors, which are made contiguous, and structures are passed by their places."""
-        function, threaded = self._functions[name]
-        held, given = list[Tensor](), list[Any]()
-        for one in args:
-            if isinstance(one, Tensor):
-                held.append(one.contiguous())
-                given.append(held[-1].data_ptr())
+    def __call__(self, name: str, *args: Value) -> int:
+        """Call a function of the library.
+
+        Args:
+            name: The function, less `draftproof_`.
+            *args: What it takes. Tensors and structures are passed by their address; a tensor that
+                is only read may be non-contiguous and is copied then.
+
+        Returns:
+            What the function returns; 0 if it returns nothing.
+
+        Raises:
+            BadInput: A tensor is not what the function declares: its dtype, its device, its
+                contiguity or its size.
+        """
+        function, checks, threaded = self._functions[name]
+        held, values = list[Tensor](), list[Any]()
+        for check, value in zip(checks, args, strict=True):
+            if isinstance(value, Tensor):
+                tensor = check.tensor(value, args, name)
+                held.append(tensor)                             # a copy must live until C returns
+                values.append(tensor.data_ptr())
+            elif check.is_pointer:
+                check.pointer(value, args, name)
+                values.append(
+                    ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
+                )
             else:
-                given.append(ctypes.byref(one) if isinstance(one, ctypes.Structure) else one)
+                values.append(value)                            # ctypes refuses what is no number
         if threaded:
-            given.append(torch.get_num_threads())
-        return function(*given)
+            values.append(torch.get_num_threads())
+        return function(*values) or 0
 
     def multiply(self, layer: Native, inputs: Tensor) -> Tensor:
         """[..., outputs] of inputs [..., size], in bfloat16."""

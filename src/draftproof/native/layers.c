@@ -51,8 +51,9 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows,
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows,
  * heads, capacity] of so many bytes a slot. A node never lies before its destination, so nothing is
  * overwritten that is still to be read. */
-void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *bytes, int64_t count,
-        int64_t capacity, int64_t rows, const int64_t *lengths, const int64_t *nodes,
+void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* [count] */,
+        const int64_t *bytes /* [count] */, int64_t count, int64_t capacity, int64_t rows,
+        const int64_t *lengths /* [rows] */, const int64_t *nodes /* [rows, deep] */,
         int64_t deep) {
     for (int64_t s = 0; s < count; s++)
         for (int64_t line = 0; line < rows * heads[s]; line++) {
@@ -71,7 +72,8 @@ void draftproof_keep(char *const *stores, const int64_t *heads, const int64_t *b
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
 void draftproof_forward(const Read *read, const Model *model, void *const *stores,
-        const int64_t *tokens, bf16 *last, bf16 *logits, bf16 *const *kept, bf16 *work) {
+        const int64_t *tokens, bf16 *last, bf16 *logits /* or null */,
+        bf16 *const *kept /* or null */, bf16 *work) {
     const Layer *layers = model->layers;
     const Norm *norm = &model->norm;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;

@@ -233,8 +233,8 @@ void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int
 }
 
 /* The same, by threads of its own. */
-void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
-        int64_t threads) {
+void draftproof_linear(const Linear *layer, const bf16 *inputs /* [rows, layer->size] */,
+        bf16 *out /* [rows, layer->outputs] */, int64_t rows, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
     draftproof_multiply(layer, inputs, out, rows, threads);
 }

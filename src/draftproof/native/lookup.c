@@ -63,16 +63,15 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
     }
 }
 
-/* Text, and by a hash of each context of `sizes` [count] tokens, CONTEXT at most, the successors
- * seen, on `ways` each: a tag, the last place, how often. weights [2, count, CONTEXT] make slots
- * and tags of contexts. The last token of the text, and the last entry, are for nothing. As in
- * drafters/suffix.py. */
+/* Text, and by a hash of each context of `sizes` tokens, CONTEXT at most, the successors seen, on
+ * `ways` each: a tag, the last place, how often. weights make slots and tags of contexts. The last
+ * token of the text, and the last entry, are for nothing. As in drafters/suffix.py. */
 typedef struct {
-    int64_t *text, *places;
-    int32_t *tags;
-    float *counts;
-    const int32_t *weights;
-    const int64_t *sizes;
+    int64_t *text /* [room] */, *places /* [slots, ways] */;
+    int32_t *tags /* [slots, ways] */;
+    float *counts /* [slots, ways] */;
+    const int32_t *weights /* [2, count, 16] */;
+    const int64_t *sizes /* [count] */;
     int64_t room, count, ways, slots, shift, follow, scatter, absent;
 } Index;
 
@@ -94,10 +93,11 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
     return (int32_t)(tag + ((uint32_t)token + 1) * (uint32_t)index->follow);
 }
 
-/* Write counts[row] of tokens [rows, width] behind `ends` [rows], each behind its contexts; tails
- * [rows, CONTEXT] are the text before them. Ends and tails move on. */
-void draftproof_learn_text(const Index *index, int64_t *tails, int64_t *ends, const int64_t *tokens,
-        const int64_t *counts, int64_t rows, int64_t width) {
+/* Write counts[row] tokens behind `ends`, each behind its contexts; tails are the text before them.
+ * Ends and tails move on. */
+void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
+        int64_t *ends /* [rows] */, const int64_t *tokens /* [rows, width] */,
+        const int64_t *counts /* [rows] */, int64_t rows, int64_t width) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
@@ -125,8 +125,9 @@ void draftproof_learn_text(const Index *index, int64_t *tails, int64_t *ends, co
 
 /* Trees of the `paths` likeliest continuations of each text, `steps` tokens long, whose lane begins
  * and ends there. An occurrence in its own lane counts for `own` more. */
-void draftproof_continue_text(const Index *index, const Texts *texts, const int64_t *tails,
-        const int64_t *begins, const int64_t *ends, float own, int64_t paths, int64_t steps,
+void draftproof_continue_text(const Index *index, const Texts *texts,
+        const int64_t *tails /* [texts->rows, 16] */, const int64_t *begins /* [texts->rows] */,
+        const int64_t *ends /* [texts->rows] */, float own, int64_t paths, int64_t steps,
         TreeOutput *out) {
     int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
             entries[index->count], context[CONTEXT];

@@ -14,11 +14,9 @@ typedef struct {
  * or 4: keys and values in 8 bits, and their scales. */
 typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, context, threads, stores;
-    const int64_t *lengths;                     /* [rows] committed tokens */
-    /* [rows, nodes] a parent comes before its children; -1 at the root */
-    const int64_t *parents;
-    /* [rows + 1] and [starts[rows]], or null: see below */
-    const int64_t *starts, *which;
+    const int64_t *lengths /* [rows] */;        /* committed tokens */
+    const int64_t *parents /* [rows, nodes] */; /* before their children; -1 at the root */
+    const int64_t *starts /* [rows + 1] or null */, *which /* or null */;       /* see below */
     const Way *ways;
     float scale;
 } Read;

@@ -15,10 +15,11 @@
 MIXED(uint32_t, mixed)
 MIXED(words, all_mixed)
 
-/* Keys of draws, out [rows, count, 2]: of rows with keys [rows, 2], for a role, at positions [rows,
- * count], told apart by origins [rows, count] if there are some. */
-void draftproof_streams(const int32_t *keys, int64_t role, const int64_t *positions,
-        const int64_t *origins, int32_t *out, int64_t rows, int64_t count) {
+/* Keys of draws: of rows with these keys, for a role, at positions, told apart by origins. */
+void draftproof_streams(const int32_t *keys /* [rows, 2] */, int64_t role,
+        const int64_t *positions /* [rows, count] */,
+        const int64_t *origins /* [rows, count] or null */, int32_t *out /* [rows, count, 2] */,
+        int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows * count; i++) {
         const uint32_t *key = (const uint32_t *)keys + 2 * (i / count);
         uint32_t low = mixed(key[0] ^ ((uint32_t)positions[i] * 0x9E3779B9u));
@@ -47,10 +48,9 @@ static inline lanes logarithm(lanes x) {
     return (m + y) + n * 0x1.63p-1f;
 }
 
-/* Standard Gumbel noise, one per token, of streams [rows, 2]: out [rows, vocab]. The uniform has 31
- * bits near 0. */
-void draftproof_gumbel(const int32_t *streams, float *out, int64_t rows, int64_t vocab,
-        int64_t threads) {
+/* Standard Gumbel noise, one per token, of streams. The uniform has 31 bits near 0. */
+void draftproof_gumbel(const int32_t *streams /* [rows, 2] */, float *out /* [rows, vocab] */,
+        int64_t rows, int64_t vocab, int64_t threads) {
     int64_t blocks = (vocab + LANES - 1) / LANES;
     words steps;
     for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;

@@ -5,12 +5,12 @@
 /* nodes of a pool with the same text: there are none; the best counts; they add up */
 enum { APART, LIKELIEST, SUMMED };
 
-/* Where trees go, [rows, nodes] each: tokens, parents and odds in falling order, `absent`, 0 and 0
- * where a row has no more. widest: nodes of the largest so far. */
+/* Where trees go: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no
+ * more. widest: nodes of the largest so far. */
 typedef struct {
-    int64_t *tokens, *parents;
-    float *odds;
-    int64_t nodes, absent, widest;
+    int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
+    float *odds /* [rows, nodes] */;
+    int64_t nodes, absent, widest, rows;
 } TreeOutput;
 
 /* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier.
@@ -54,9 +54,9 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
     }
 }
 
-/* Texts [rows, room], and where the root of each stands. */
+/* Texts, and where the root of each stands. */
 typedef struct {
-    const int64_t *tokens, *positions;
+    const int64_t *tokens /* [rows, room] */, *positions /* [rows] */;
     int64_t rows, room;
 } Texts;
 

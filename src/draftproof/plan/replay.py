@@ -42,7 +42,7 @@ class Recorded(Target):
 
     def __init__(self, target: Target) -> None:
         self.__dict__.update(target.__dict__)
-        self._nothing = torch.zeros(1, device=target.device)
+        self._nothing = torch.zeros(1, dtype=torch.float32, device=target.device)
 
     def refresh(self) -> None:
         """Nothing is read."""

@@ -77,7 +77,7 @@ class FrozenTarget:
         name = tokens.int().numpy().tobytes()
         if name in self._states:
             return self._states[name]
-        weights, layers = torch.ones(1, len(tokens)), self.head.hidden_layers
+        weights, layers = torch.ones(1, len(tokens), dtype=torch.float32), self.head.hidden_layers
         hidden = self.reader.features(tokens[None], weights, hidden_layers=layers).hidden[0].clone()
         if self._kept + hidden.nbytes <= KEPT:
             self._states[name], self._kept = hidden, self._kept + hidden.nbytes
@@ -127,7 +127,7 @@ def backward(
     head: DraftHead, features: Features, target: Target, objective: str, share: float = 1.0
 ) -> Tensor:
     """Add the gradient of `share` times the loss, and return that; a few rows at a time."""
-    total = torch.zeros((), device=target.device)
+    total = torch.zeros((), dtype=torch.float32, device=target.device)
     for part, weight in slices(features, head, target):
         with autocast(target):
             loss = head_loss(head, part, target, objective) * (share * weight)

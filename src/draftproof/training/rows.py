@@ -84,7 +84,7 @@ class Rows:
     def batch(self, numbers: Sequence[int], width: int) -> Batch:
         """These rows, padded to `width`."""
         tokens = torch.zeros(len(numbers), width, dtype=torch.int64)
-        weights = torch.zeros(len(numbers), width)
+        weights = torch.zeros(len(numbers), width, dtype=torch.float32)
         for place, number in enumerate(numbers):
             row, mask = self.rows[number]
             tokens[place, : len(row)], weights[place, : len(row)] = row, mask.float()

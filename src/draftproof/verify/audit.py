@@ -238,7 +238,7 @@ def model_law(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> La
         ids, probs = torch.tensor(texts, device=model.device), []               # [n, L]
         for part in torch.split(ids, ROWS):
             logits = model(part, use_cache=False).logits[:, -1:].double()
-            prefix = Prefix(part, torch.full((len(part),), part.shape[1] - 1, device=part.device))
+            prefix = Prefix(part, part.new_full((len(part),), part.shape[1] - 1))
             sampler = Sampler([params] * len(part), part.device)
             probs.append(sampler.probs(logits, Paths(prefix, TokenTree.root(part[:, -1])))[:, 0])
         return np.asarray(torch.cat(probs).cpu().numpy())

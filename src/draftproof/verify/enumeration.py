@@ -149,7 +149,7 @@ class Enumerated(NamedTuple):
 def enumerate_texts(case: Case) -> Enumerated:
     """Run a case through every outcome there is."""
     laws: list[Distribution] = [defaultdict(float) for _ in case.asks]
-    waiting = [torch.full((1, DRAWS), -1) for _ in case.asks]
+    waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.asks]
     worlds = 0
     while any(map(len, waiting)):
         now = [plans[: WORLDS // len(waiting)] for plans in waiting]

@@ -192,7 +192,8 @@ def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
         shapes = [(1, 20 + 4 * size, config.input_feat_per_channel) for size in sizes]
     else:
         shapes = [(1, 2000 + 400 * size) for size in sizes]
-    return [{model.main_input_name: torch.randn(shape, generator=dice)} for shape in shapes]
+    inputs = [torch.randn(shape, dtype=torch.float32, generator=dice) for shape in shapes]
+    return [{model.main_input_name: one} for one in inputs]
 
 
 def _config(kind: Any, own: Mapping[str, Any]) -> Any:

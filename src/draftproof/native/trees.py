@@ -1,0 +1,40 @@
+"""Trees and texts as the C library writes and reads them."""
+
+from __future__ import annotations
+
+import torch
+
+from draftproof.core.prefix import Prefix
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.native.declarations import Structure, structure
+
+Texts, TreeOutput = map(structure, ("Texts", "TreeOutput"))
+
+
+class TreeBuffer:
+    """Where the library writes trees, [rows, nodes] each: tokens, parents and confidence."""
+
+    def __init__(self, rows: int, nodes: int) -> None:
+        tokens, parents = torch.empty(2, rows, nodes, dtype=torch.int64)
+        self.parts = (tokens, parents, torch.empty(rows, nodes, dtype=torch.float32))
+        # the library sets the widest
+        self.output = TreeOutput(*self.parts, nodes, ABSENT, 1, rows)
+
+    def tree(self, depth_limit: int, shape: TreeShape | None = None) -> TokenTree:
+        """The trees written there, as wide as the widest; of this shape if there is one."""
+        tokens, parents, confidence = self.parts
+        if shape is not None:
+            return TokenTree.shaped(tokens, shape, confidence=confidence)
+        width = min(self.output.widest, tokens.shape[1])
+        tokens, parents, confidence = (part[:, :width] for part in self.parts)
+        return TokenTree(tokens, parents, min(depth_limit, width - 1), confidence=confidence)
+
+
+def texts_of(prefix: Prefix) -> Structure:
+    """The texts of all rows, each up to its root.
+
+    Raises:
+        BadInput: They are not int64 on the CPU, or there are fewer texts than rows.
+    """
+    text, position = prefix.tokens, prefix.position
+    return Texts(text, position, len(position), text.shape[1])
