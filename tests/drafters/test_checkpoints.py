@@ -304,6 +304,58 @@ def refused(folder: Path, kind: type[DraftproofError], *words: str) -> None:
     assert "\n" not in text and all(word in text for word in words), text
 
 
+@pytest.mark.parametrize("name", [
+    "heads.999999999.blocks.0.weight", "heads.0.blocks.999999999.weight",
+    f"heads.{'9' * 30}.blocks.0.weight", f"heads.{'9' * 9000}.blocks.0.weight"],
+    ids=["head", "block", "30 digits", "9000 digits"])  # fmt: skip
+def test_a_number_in_a_name_makes_nothing_of_that_size(name: str, tmp_path: Path) -> None:
+    write_head(medusa(False), tmp_path)
+    tensors = load_file(tmp_path / SAFE)
+    save_file({**tensors, name: torch.zeros(SIZE, SIZE)}, tmp_path / SAFE)
+    with pytest.raises(DraftproofError):
+        read_head(tmp_path, target())
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "steps", "num_hidden_layers"])
+def test_a_number_in_the_settings_makes_nothing_of_that_size(name: str, tmp_path: Path) -> None:
+    write_head(redrafter(), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    for number in (10**12, 10**400, -5):
+        text = json.dumps({**settings, name: number})
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(DrafterMismatch, match=f"the setting {name} of"):
+            read_head(tmp_path, target())
+
+
+@pytest.mark.parametrize("column", ["starts", "tokens", "gains", "rest"])
+def test_a_broken_table_of_pairs_is_refused(column: str, tmp_path: Path) -> None:
+    """C reads it: of the wrong lengths, of other kinds, out of order, not finite."""
+    head = medusa(False)
+    tokens = torch.tensor([1, 1, 2, 2, 3, 3])
+    head.count(tokens, tokens.roll(1))
+    head.count(torch.tensor([1, 1, 1, 1, 2, 2]), torch.tensor([2, 2, 3, 3, 4, 4]))
+    write_head(head, tmp_path)
+    sound = load_file(tmp_path / SAFE)
+    key = f"pairs.{column}"
+    good = sound[key]
+    assert isinstance(read_head(tmp_path, target()), MedusaHead) and len(sound["pairs.tokens"]) > 2
+    wrong = [good[:0], good[:2], torch.cat([good, good]), good[None], good.sum()]
+    if good.is_floating_point():
+        wrong += [good.long(), torch.full_like(good, torch.nan), torch.full_like(good, torch.inf)]
+    else:
+        wrong += [good.float(), torch.full_like(good, -1), torch.full_like(good, 1 << 30)]
+    for tensor in wrong:
+        save_file({**sound, key: tensor.clone()}, tmp_path / SAFE)
+        with pytest.raises(DrafterMismatch):
+            read_head(tmp_path, target())
+    save_file({name: one for name, one in sound.items() if name != key}, tmp_path / SAFE)
+    if column == "tokens":                                  # heads without pairs
+        assert read_head(tmp_path, target()).pairs is None
+    else:
+        with pytest.raises(DrafterMismatch, match=f"lack {key}"):
+            read_head(tmp_path, target())
+
+
 def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path) -> None:
     tensors, head = numbered(weights()), {"speculator_type": "medusa"}
     gap = {name: tensor for name, tensor in tensors.items() if name[:2] != "1."}

@@ -77,19 +77,43 @@ class Bigrams(NamedTuple):
         gains = (chance / usual[second]).log()
         return cls(starts.int(), second.int(), gains.float(), rest.float())
 
+    def check(self, vocab_size: int) -> None:
+        """Compare the columns with each other, and the tokens with the target's.
+
+        Raises:
+            DrafterMismatch: They are not a table of bigrams of `vocab_size` tokens.
+        """
+        starts, tokens, gains, rest = self[:4]
+        fits = all(column.dim() == 1 for column in self[:4]) and len(rest) > 0
+        fits &= not starts.is_floating_point() and not tokens.is_floating_point()
+        fits &= gains.is_floating_point() and rest.is_floating_point()
+        if not fits or len(starts) != len(rest) + 1 or len(tokens) != len(gains):
+            shapes = ", ".join(str(list(column.shape)) for column in self[:4])
+            raise DrafterMismatch(
+                f"the pairs of the Medusa heads are columns of shapes {shapes}, which are no table "
+                "of pairs; fetch the heads again"
+            )
+        sizes, highest = starts.long().diff(), int(tokens.max()) if len(tokens) else 0
+        ordered = int(starts[0]) == 0 and int(starts[-1]) == len(tokens) and int(sizes.min()) >= 0
+        if not ordered or int(sizes.max()) > MOST or not gains.isfinite().all() or (
+            not rest.isfinite().all()
+        ):
+            raise DrafterMismatch(
+                "the pairs of the Medusa heads are damaged: not in order, not finite, or more than "
+                f"{MOST} of one token; fetch the heads again"
+            )
+        if highest >= vocab_size or (len(tokens) and int(tokens.min()) < 0):
+            raise DrafterMismatch(
+                f"the pairs of the Medusa heads have tokens up to {highest}, the target has "
+                f"{vocab_size}; use heads trained for this target"
+            )
+
     def fitted(self, vocab_size: int, device: torch.device) -> Bigrams:
         """For a target of so many tokens, whose table may be padded: others have no bigrams.
 
         Raises DrafterMismatch for bigrams of other tokens, and for broken ones: C trusts them."""
-        starts, sizes, known = self.starts.long(), self.starts.diff(), len(self.tokens)
-        tokens, most = self.tokens.tolist() or [0], int(sizes.max())
-        sound = int(starts[0]) == 0 and int(starts[-1]) == known and int(sizes.min()) >= 0
-        if not sound or most > MOST or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise DrafterMismatch(
-                f"the pairs of the Medusa heads have tokens up to {max(tokens)}, the target has "
-                f"{vocab_size}; or they are broken, or more than {MOST} of one token; use heads "
-                "trained for this target"
-            )
+        self.check(vocab_size)
+        starts, most = self.starts.long(), int(self.starts.diff().max())
         known = min(len(self.rest), vocab_size)
         starts = torch.cat([starts[: known + 1], starts[known].expand(vocab_size - known)])
         rest = torch.cat([self.rest[:known], self.rest.new_zeros(vocab_size - known)])

@@ -82,6 +82,7 @@ def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
     if found is None:
         raise ModelNotFound(f"{folder} holds no draft head known here; give another folder")
     kind, settings, names, files = found
+    weight_files.must_be_possible(settings, f"the {kind} head in {folder}")
     state = weight_files.read_tensors(names, files)
     try:
         if kind == "medusa":
@@ -89,7 +90,7 @@ def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
         if any(name.startswith("drafter.") for name in names.values()):     # as that engine runs
             settings = {"rnn_activation": "none", "skip_u_at_first_step": True, **settings}
         return _filled(_redrafter(settings, state, vocabulary), state, vocabulary)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
         if isinstance(error, BadInput):
             raise
         where, why = Path(folder, CONFIG), first_line(error)
@@ -145,8 +146,16 @@ def _medusa(
 ) -> MedusaConfig:
     """The form of the heads with these tensors."""
     blocks = [name.split(".") for name in state if ".blocks." in name]  # heads.H.blocks.L.KIND
-    heads, layers = (1 + max(int(name[place]) for name in blocks) for place in (1, 3))
+    heads, layers = (
+        weight_files.numbered((int(name[place]) for name in blocks), what)
+        for place, what in ((1, "heads"), (3, "heads.0.blocks"))
+    )
     first = state["heads.0.blocks.0.weight"]
+    if first.dim() != 2:
+        raise DrafterMismatch(
+            f"the first block of the Medusa heads has shape {tuple(first.shape)}, a matrix was "
+            "expected; fetch the heads again"
+        )
     if float(settings.get("logit_scale") or 1) != 1:
         raise DrafterMismatch(
             f"the Medusa heads scale their logits by {settings['logit_scale']}, which is not known "
@@ -202,6 +211,12 @@ def _form(
     rows = len(own) if own is not None else len(ids) if ids is not None else 0
     if ids is not None and len(ids) < rows:                 # vLLM's heads may know all, with a map
         ids = None
+    if ids is not None and (ids.dim() != 1 or not len(ids) or ids.is_floating_point()
+                            or len(torch.unique(ids)) < len(ids)):
+        raise DrafterMismatch(
+            f"the token map of the draft heads is no list of different tokens ({ids.dtype}, shape "
+            f"{tuple(ids.shape)}); fetch the heads again"
+        )
     if ids is not None and (len(ids) > rows or not 0 <= int(ids.min()) <= int(ids.max()) < known):
         raise DrafterMismatch(
             f"the draft heads map {rows} rows to {len(ids)} tokens up to {int(ids.max())}, "
@@ -228,6 +243,9 @@ def _filled(
         if head.config.share_lm_head:
             head.limit_vocabulary(head.token_map, vocabulary)
     if isinstance(head, MedusaHead) and "pairs.tokens" in state:
-        columns = (state[f"pairs.{name}"] for name in Bigrams._fields[:4])
-        head.pairs = Bigrams._make([*columns, MOST])
+        names = [f"pairs.{name}" for name in Bigrams._fields[:4]]
+        if missing := [name for name in names if name not in state]:
+            raise DrafterMismatch(f"the Medusa heads lack {missing[0]}; fetch them again")
+        head.pairs = Bigrams._make([*(state[name] for name in names), MOST])
+        head.pairs.check(vocabulary.vocab_size)
     return head

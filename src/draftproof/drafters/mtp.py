@@ -176,6 +176,11 @@ def _experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor
         at = key.removesuffix("gate_up_proj")
         if at != key and f"{at}0.gate_proj.weight" in tensors:
             count = sum(one.startswith(at) and one.endswith("up_proj.weight") for one in tensors)
+            names = [f"{at}{number}.{kind}_proj.weight" for number in range(count)
+                     for kind in ("gate", "up", "down")]
+            missing = [name for name in names if name not in tensors]
+            if missing:
+                raise DrafterMismatch(f"the experts lack {missing[0]}; fetch the model again")
             gate, up, down = (
                 torch.stack([tensors.pop(f"{at}{n}.{kind}_proj.weight") for n in range(count)])
                 for kind in ("gate", "up", "down")

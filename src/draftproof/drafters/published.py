@@ -49,6 +49,10 @@ def read(folder: Path, method: str, known: Mapping[str, Any], nested: str) -> Pu
     """
     settings, name = weight_files.read_settings(folder), f"the {method} drafter {folder.name}"
     described, inner = settings.get(LAYERS), settings.get(nested) or {}
+    for part in (described or {}, inner):
+        if not isinstance(part, dict):
+            raise DrafterMismatch(f"{name} describes its layers by {part!r:.60}; fetch it again")
+    weight_files.must_be_possible(settings, name)
     refuse_unknown(inner, known, f"the {nested} of {name}")
     if described is not None:
         refuse_unknown(settings, {*known, *SPECULATORS}, name)
@@ -104,12 +108,12 @@ def token_map(found: Published, vocabulary: Vocabulary) -> Tensor | None:
     found.tensors.pop("t2d", None)
     if offsets is None and abs(size - vocab_size) <= max(PADDING, vocab_size // 100):
         return None
-    ids = torch.arange(size)
-    fits = offsets is not None and len(offsets) == size
+    fits = offsets is not None and offsets.shape == (size,) and not offsets.is_floating_point()
+    ids = torch.arange(size if fits else 0)
     if offsets is not None and fits:
         ids = ids + offsets.long().cpu()
     several, known = len(torch.unique(ids)), (ids >= 0) & (ids < vocab_size)
-    if not fits or several != size or not known.all():
+    if not fits or not size or several != size or not known.all():
         raise DrafterMismatch(
             f"{found.name} has {size} tokens and no map (d2t) of each to one of the {vocab_size} "
             f"of {vocabulary.name}; fetch it again, or use one trained for this target"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftproof.errors import ModelNotFound, first_line
+from draftproof.errors import DrafterMismatch, ModelNotFound, first_line
 
 CONFIG = "config.json"
 TRAINING_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "state")
@@ -39,6 +39,59 @@ def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     return config
 
 
+LIMITS = {
+    "num_hidden_layers": 1024, "num_attention_heads": 4096, "num_key_value_heads": 4096,
+    "head_dim": 1 << 14, "hidden_size": 1 << 20, "target_hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22, "vocab_size": 1 << 24, "draft_vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 30, "block_size": 1024, "selector_top_k": 4096,
+    "selector_rank": 1 << 16, "conv_kernel_size": 256, "conv_group_size": 1 << 16,
+    "num_target_layers": 4096, "steps": 64, "redrafter_draft_len_per_beam": 64,
+    "num_experts": 1 << 14, "num_local_experts": 1 << 14, "n_routed_experts": 1 << 14,
+}  # fmt: skip
+"""Settings that say how much is made, and more than any model has: what is beyond is an error."""
+
+
+def must_be_possible(settings: Mapping[str, Any], name: str) -> None:
+    """Check numbers of a settings file before anything is made of that size.
+
+    Args:
+        settings: As read; settings within settings are checked as well.
+        name: What they are of, for the error.
+
+    Raises:
+        DrafterMismatch: A number is beyond what any model has.
+    """
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            must_be_possible(value, name)
+        most = LIMITS.get(str(key))
+        if most is not None and isinstance(value, (int, float)) and not -1 <= value <= most:
+            raise DrafterMismatch(
+                f"the setting {key} of {name} is {value!r:.20}, and at most {most} is possible; "
+                "fetch its config.json again"
+            )
+
+
+def numbered(numbers: Iterable[int], name: str) -> int:
+    """How many things are numbered 0, 1, 2, ... in the names of tensors.
+
+    Args:
+        numbers: Those in the names; they may come several times.
+        name: What such a name begins with, for the error.
+
+    Raises:
+        DrafterMismatch: A number is left out, so the highest does not say how many there are.
+    """
+    known = set(numbers)
+    missing = next(number for number in range(len(known) + 1) if number not in known)
+    if missing != len(known):
+        raise DrafterMismatch(
+            f"the weights lack {name}.{missing}, and have {name}.{max(known)!r:.20}; the file is "
+            "incomplete or damaged, fetch it again"
+        )
+    return missing
+
+
 def weight_files(folder: Path) -> Iterator[list[Path]]:
     """The .safetensors of a folder, then its pickles."""
     yield sorted(folder.glob("*.safetensors"))
@@ -51,6 +104,8 @@ def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
     where = dict[str, Path]()
     for index in sorted(folder.glob("*.index.json")):
         listed = read_settings(folder, index.name).get("weight_map", {})
+        if not isinstance(listed, dict):
+            raise ModelNotFound(f"{folder / index.name} lists no weights by name; fetch it again")
         where |= {name: folder / str(file) for name, file in listed.items()
                   if folder / str(file) in files}  # fmt: skip
     for file in sorted({*files} - {*where.values()}):
