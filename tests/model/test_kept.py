@@ -88,6 +88,52 @@ def test_a_native_model_is_packed_and_compared_once(
     assert text(folder, quantize=kind) and len(done) == 2
 
 
+def test_damaged_weights_are_made_anew(
+    folder: Path, made: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit, a page of zeros, or rubbish: the text is that of sound weights."""
+    first = text(folder, quantize="int8")
+    file = max(files(folder), key=lambda file: file.stat().st_size)
+    sound = file.read_bytes()
+    assert text(folder, quantize="int8") == first                       # and it is verified now
+    middle = len(sound) // 2
+    for damage in (bytes([sound[middle] ^ 1]), bytes(4096), b"rubbish" * 99):
+        file.unlink()
+        file.write_bytes(sound[:middle] + damage + sound[middle + len(damage) :])
+        made.clear()
+        caplog.clear()
+        assert text(folder, quantize="int8") == first and "_quantised" in made
+        assert "is damaged; it is made anew" in caplog.text
+        made.clear()
+        assert text(folder, quantize="int8") == first and made == []
+
+
+def test_a_file_is_verified_once_and_when_it_was_written_to(
+    folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text(folder, quantize="int8")
+    text(folder, quantize="int8")
+    monkeypatch.setattr(kept.zipfile, "ZipFile", None)          # verifying raises
+    made.clear()
+    text(folder, quantize="int8")
+    assert made == []
+    for file in files(folder):
+        file.touch()
+    text(folder, quantize="int8")
+    assert "_quantised" in made
+
+
+def test_a_file_that_others_may_write_to_is_not_read(
+    folder: Path, made: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text(folder, quantize="int8")
+    for file in files(folder):
+        file.chmod(0o666)
+    made.clear()
+    text(folder, quantize="int8")
+    assert "_quantised" in made and "others may write to it" in caplog.text
+
+
 def test_other_files_or_changed_weights_are_not_what_was_kept(
     folder: Path, made: list[str]
 ) -> None:

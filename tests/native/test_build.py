@@ -3,6 +3,7 @@ on all machines."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -83,9 +84,52 @@ def test_what_a_wheel_brought_needs_no_compiler(
     monkeypatch.setattr(module, "HERE", cached.parent / "native")
     (module.HERE / "built").mkdir(parents=True)
     shipped = module.HERE / "built" / name_of("avx2")
-    shipped.touch()
+    content = b"a library"
+    shipped.write_bytes(content + hashlib.sha256(content).digest())
     monkeypatch.setattr(module, "compiler", lambda: None)
     assert module._found("avx2") == shipped and not cached.exists()
+    shipped.write_bytes(content)                            # cut off
+    with pytest.raises(FileNotFoundError, match="install gcc"):
+        module._found("avx2")
+
+
+def test_a_damaged_library_is_compiled_anew(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded, it would end the process. So is one that another user can write to."""
+    sound, made = b"a library", list[str]()
+
+    def compiled(target: Path, build: str, compiler: str) -> None:
+        made.append(build)
+        target.unlink(missing_ok=True)
+        target.write_bytes(sound + hashlib.sha256(sound).digest())
+        target.chmod(0o644)
+
+    monkeypatch.setattr(module, "compile_to", compiled)
+    monkeypatch.setattr(module, "compiler", lambda: "cc")
+    library = module._found("avx2")
+    whole = library.read_bytes()
+    assert library.parent == cached and made == ["avx2"]
+    assert module._found("avx2") == library and made == ["avx2"]
+    for content in (whole[:-1], whole[: len(whole) // 2], b"", b"A" + whole[1:], whole + b"x"):
+        library.write_bytes(content)
+        made.clear()
+        assert module._found("avx2").read_bytes() == whole and made == ["avx2"]
+    library.chmod(0o666)
+    made.clear()
+    assert module._found("avx2") == library and made == ["avx2"]
+
+
+def test_a_cache_folder_that_others_may_write_to_is_closed(cached: Path) -> None:
+    cached.mkdir()
+    cached.chmod(0o777)
+    assert module.cache_folder() == cached and cached.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+def test_what_is_compiled_is_intact(tmp_path: Path) -> None:
+    target = tmp_path / "library.so"
+    module.compile_to(target, "avx2", str(compiler()))
+    assert module.is_intact(target) and module.is_ours(target)
+    assert [file.name for file in tmp_path.iterdir()] == [target.name]
 
 
 def test_levels_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:

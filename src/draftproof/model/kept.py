@@ -1,14 +1,17 @@
 """What took long to find out or to make of a model on disk, kept in the user's cache folder: the
 verdict of the check at load, and quantised weights.
 
-Kept under everything that it depends on; what is cut off, foreign or of other files is made anew.
+Kept under everything that it depends on; what is damaged, another user's or of other files is made
+anew. A file is verified by its checksums when it is first read, and whenever it was written to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +23,10 @@ import torch
 from torch import nn
 
 from draftproof.model.copies import Snapshot
-from draftproof.native.build import cache_folder, name_of
+from draftproof.native.build import cache_folder, is_ours, name_of, put_in_place
 from draftproof.native.kernels import library
 
+log = logging.getLogger("draftproof")
 SWITCH = "DRAFTPROOF_CACHE"
 """Environment: 0 to keep nothing."""
 SLOW = 1.0
@@ -42,13 +46,57 @@ class Kept:
 
     def read(self) -> dict[str, Any] | None:
         """What was written, whose tensors are mapped; None if there is nothing that is whole."""
-        if self.file is None:
+        if self.file is None or not self.file.exists():
+            return None
+        if not is_ours(self.file):
+            log.warning("%s is of another user, or others may write to it; it is made anew",
+                        self.file)
             return None
         try:
+            if not self._is_verified():
+                self._verify()
             facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=True)
         except Exception:                               # whatever a damaged file raises
+            log.warning("%s is damaged; it is made anew", self.file)
+            self._mark.unlink(missing_ok=True)
             return None
         return facts
+
+    @property
+    def _mark(self) -> Path:
+        """Where it is noted of which file all checksums were right."""
+        assert self.file is not None
+        return self.file.with_suffix(".verified")
+
+    def _identity(self) -> str:
+        """What changes when anybody writes to the file."""
+        assert self.file is not None
+        status = self.file.stat()
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_dev}"
+
+    def _is_verified(self) -> bool:
+        """Whether this very file was verified before and not written to since."""
+        try:
+            return is_ours(self._mark) and self._mark.read_text("ascii") == self._identity()
+        except (OSError, ValueError):
+            return False
+
+    def _verify(self) -> None:
+        """Compare every record with its checksum (torch writes one for each tensor).
+
+        Raises:
+            ValueError, OSError, zipfile.BadZipFile: The file is damaged.
+        """
+        assert self.file is not None
+        identity = self._identity()
+        with zipfile.ZipFile(self.file) as records:
+            damaged = records.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} has another checksum")
+        with suppress(OSError):                         # a read-only folder: verified every time
+            part = self._mark.with_suffix(f".{os.getpid()}.part")
+            part.write_text(identity, "ascii")
+            put_in_place(part, self._mark)
 
     def write(self, facts: dict[str, Any]) -> None:
         """Complete or not at all, in the place of what was kept of the model's earlier files; a
@@ -59,10 +107,13 @@ class Kept:
         with suppress(OSError, RuntimeError):
             try:
                 torch.save(facts, part)
-                for old in part.parent.glob(f"{self.model}-*.pt"):
-                    if not old.name.startswith(self.current):
+                for old in part.parent.glob(f"{self.model}-*"):
+                    if old.suffix in (".pt", ".verified") and (
+                        not old.name.startswith(self.current)
+                    ):
                         old.unlink(missing_ok=True)
-                part.replace(self.file)
+                put_in_place(part, self.file)
+                self._mark.unlink(missing_ok=True)
             finally:
                 part.unlink(missing_ok=True)
 

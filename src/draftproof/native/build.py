@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -105,14 +106,54 @@ def opened(build: str) -> ctypes.CDLL:
 
 
 def compile_to(target: Path, build: str, compiler: str) -> None:
-    """Compile one build; the library appears complete or not at all."""
+    """Compile one build; the library appears complete or not at all, with its digest at the end."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         told = ["-c", *FLAGS, *BUILDS[build][1].split(), *map(str, SOURCES)]
         # without OpenMP, which is torch's
         linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
         for one in (told, linked):
             subprocess.run([compiler, *one], check=True, cwd=folder, capture_output=True, text=True)
-        (Path(folder) / target.name).replace(target)
+        made = Path(folder) / target.name
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
+        put_in_place(made, target)
+
+
+def is_intact(library: Path) -> bool:
+    """Whether a compiled library has the digest that `compile_to` wrote at its end.
+
+    One that is cut off would end the process when it is loaded, and one that is damaged would
+    compute something else.
+    """
+    content = library.read_bytes()
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is this user's, or the system's, and no other user can write to it."""
+    try:
+        status = file.lstat()
+    except OSError:
+        return False
+    owners = {0, os.getuid()} if hasattr(os, "getuid") else {status.st_uid}
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & 0o022
+
+
+def put_in_place(part: Path, target: Path) -> None:
+    """Give a complete file its name, also if the power fails meanwhile."""
+    part.chmod(0o644)
+    _flush(part)
+    part.replace(target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def compiler() -> str | None:
@@ -135,18 +176,23 @@ def cache_folder() -> Path:
     for folder in (base / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{user}"):
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid == user and os.access(folder, os.W_OK):
+            owners = {folder.stat().st_uid, folder.lstat().st_uid}      # also of a link to it
+            if owners == {user} and os.access(folder, os.W_OK):
+                if folder.stat().st_mode & 0o022:
+                    folder.chmod(0o700)                                 # nobody else writes there
                 return folder
     raise OSError(f"no folder of this user's can be written in {base}; set XDG_CACHE_HOME")
 
 
 def _found(build: str) -> Path:
-    """The library of a build: the wheel's, or one that was compiled before, or now."""
+    """The library of a build: the wheel's, or one that was compiled before, or now. What is damaged
+    is not loaded but compiled anew, and so is what another user may have written."""
     name = name_of(build)
-    if (shipped := HERE / "built" / name).exists():
+    shipped = HERE / "built" / name
+    if shipped.exists() and is_intact(shipped):
         return shipped
     target = cache_folder() / name
-    if not target.exists():
+    if not (is_ours(target) and is_intact(target)):
         found = compiler()
         if found is None:
             raise FileNotFoundError("there is no C compiler; install gcc")
