@@ -18,7 +18,6 @@ from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import Int8Layer, KVLayer
-from draftproof.model.token_table import TokenTable
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way
 
@@ -71,7 +70,7 @@ class FusedForward:
         self._held = (layers, head)
         self._model = Model(
             ctypes.addressof(layers), len(layers), self.table.shape[0], decoder.gelu,
-            decoder.norm_weight, _place_of(self.table), ctypes.addressof(head),
+            decoder.norm_weight, self.table.weight, ctypes.addressof(head),
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
 
@@ -194,11 +193,6 @@ class FusedForward:
 
 def _bfloat16(*size: int) -> Tensor:
     return torch.empty(size, dtype=torch.bfloat16)
-
-
-def _place_of(table: TokenTable) -> int | None:
-    """Where a dense table lies."""
-    return None if table.weight is None else table.weight.data_ptr()
 
 
 class _Present(NamedTuple):
