@@ -295,8 +295,8 @@ void draftproof_pack(int64_t format, const uint8_t *rows, int64_t outputs, int64
 
 /* Weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
  * [count, size]. Of outputs that the layer has not: of the nearest. */
-void draftproof_block_rows(const Linear *layer, const int64_t *numbers, int64_t count, float *out,
-        int64_t threads) {
+void draftproof_block_rows(const Linear *layer, const int64_t *numbers /* [count] */, int64_t count,
+        float *out /* [count, layer->size] */, int64_t threads) {
     const Format *form = formats + layer->format;
     int64_t size = layer->size, spans = (layer->padded + SPAN - 1) / SPAN;
     int64_t words = form->kernel == HALVES_OFFSET || form->kernel == HALVES_MINIMUM ? 4 : 8;
