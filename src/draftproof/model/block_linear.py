@@ -151,7 +151,7 @@ class BlockLinear(JointLinear):
         if self.kernels is None:
             stored = BlockTensor(part.format, (part.outputs, self.in_features), part.weight)
             return dequantize(stored.rows(numbers.flatten())).view(shape)
-        values = torch.empty(shape)
+        values = torch.empty(shape, dtype=torch.float32)
         self.kernels("block_rows", self._natives[number], numbers, numbers.numel(), values)
         return values
 
