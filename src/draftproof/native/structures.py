@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.native.declarations import structure
+from draftproof.native.declarations import array_of, structure
 from draftproof.native.pages import enlarge
 
 STRIP, WORDS = 32, 16
@@ -72,7 +72,7 @@ def block_linear(
 
 def joint_linear(parts: Sequence[Native]) -> Native:
     """Layers that read the same inputs as one, with their outputs side by side."""
-    array = (structure("Linear") * len(parts))(*parts)
+    array = array_of("Linear", parts)
     outputs = sum(part.outputs for part in parts)
     joint = structure("Linear")(
         None, None, None, parts[0].size, 0, outputs, None, 0, len(parts), ctypes.addressof(array)
