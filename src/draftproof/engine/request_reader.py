@@ -146,7 +146,7 @@ class RequestReader:
         name = getattr(processor, "__name__", type(processor).__name__)
         vocab, device = self.target.vocab_size, self.target.device
         texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]
-        scores = torch.linspace(-1, 1, vocab, device=device)[None]
+        scores = torch.linspace(-1, 1, vocab, dtype=torch.float32, device=device)[None]
         try:
             asked = copy.deepcopy(processor)
             answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]

@@ -142,7 +142,7 @@ class BlockLinear(JointLinear):
     def _rows(self, number: int, numbers: Tensor) -> Tensor:
         part, shape = self.parts[number], (*numbers.shape, self.in_features)
         if not numbers.numel():
-            return torch.empty(shape)
+            return torch.empty(shape, dtype=torch.float32)
         if part.format == BFLOAT16:
             if self.kernels is None:
                 return part.weight[numbers].float()

@@ -124,7 +124,7 @@ def _own_states(model: NativeModel, text: Tensor) -> Tensor:
     """[S, H] after the final norm."""
     from draftproof.model.target import Target
 
-    features = Target(model).features(text[None], torch.ones(1, len(text)))
+    features = Target(model).features(text[None], torch.ones(1, len(text), dtype=torch.float32))
     return features.hidden[0, :, 0]
 
 

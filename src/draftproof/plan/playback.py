@@ -155,8 +155,8 @@ class PlayedDraft(Playback):
         floor = math.log(frontier.floor) if frontier.floor else -math.inf
         self.lag, self.proposed, going = [0] * len(self.rows), True, list[int]()
         self.timing.going = going
-        tokens = torch.full((len(self.rows), 1 + most), ABSENT)
-        chances, ranked = torch.full(tokens.shape, -math.inf), list[float]()
+        tokens = torch.full((len(self.rows), 1 + most), ABSENT, dtype=torch.int64)
+        chances, ranked = torch.full(tokens.shape, -math.inf, dtype=torch.float32), list[float]()
         tokens[:, 0], live = frontier.prefix.root, list(range(len(self.rows)))
         scores = [0.0] * len(live)
         for depth in range(most):
