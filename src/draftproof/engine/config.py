@@ -145,7 +145,9 @@ class EngineConfig:
     ignore_generation_config: str | None = _model(
         None, "Leave these out of what the model's generation_config asks for: num_beams,...",
         "NAMES")
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = _model(
+        None, "Another tokenizer than the model's: a folder or hub id.", "FOLDER",
+        type=str | None)
     shapes: ShapePolicy | None = None
 
     def __post_init__(self) -> None:

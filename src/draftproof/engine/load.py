@@ -27,6 +27,7 @@ from draftproof.engine.open_model import (
     NATIVE,
     codec_of,
     defaults_of,
+    native_file,
     native_source,
     native_target,
     open_model,
@@ -42,6 +43,7 @@ from draftproof.errors import (
     UnsupportedModel,
     reject_unknown_options,
 )
+from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
 from draftproof.model.draft_layers import layer_count
 from draftproof.model.names import is_import
@@ -222,7 +224,7 @@ def _draft_model(
     if native is not None:
         draft = native.model()
     elif isinstance(name, (str, Path)):
-        draft = loading.load_model(
+        draft = native_file(name, config) or loading.load_model(
             name, config.dtype, device, trust_remote_code=config.trust_remote_code
         )
     own = codec_of(None, name, draft, config.trust_remote_code)
@@ -254,7 +256,8 @@ def _draft_reader(
     nearly the same; else as it is."""
     if quantize is not None and quantize != "none":
         return variants.quantized(target_of(draft), quantize, give_up=named)
-    if named and codec is not None and quantize is None:
+    in_file_format = isinstance(draft, NativeModel) and GGUFFile.recognises(draft.name)
+    if named and codec is not None and quantize is None and not in_file_format:
         lighter = variants.lighter(target_of(draft), codec.encode(PASSAGE))
         if lighter is not None:
             return lighter

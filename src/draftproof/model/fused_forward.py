@@ -45,8 +45,9 @@ class Tables(NamedTuple):
             return None
         if weight is None:
             weight = _bfloat16(*fast.embed.shape)
-            for some in torch.arange(len(weight)).split(UNPACKED):
-                weight[some[0] : some[-1] + 1] = fast.embed.rows(some)
+            for start in range(0, len(weight), UNPACKED):
+                end = min(start + UNPACKED, len(weight))
+                weight[start:end] = fast.embed.rows(torch.arange(start, end))
         return cls(weight, head, fast)
 
 
