@@ -66,3 +66,11 @@ def test_rows_are_chosen_without_unpacking() -> None:
     part = tensor.rows(slice(2, 4))
     assert torch.equal(dequantize(part), dequantize(tensor)[2:4])
     assert part.data.data_ptr() == tensor.data[2:].data_ptr()
+
+
+def test_blocks_are_unpacked_in_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftproof.gguf.blocks._CHUNK", 512)
+    tensor = stored("Q8_0", 40, 64)
+    wanted = dequantize(tensor)
+    with torch.inference_mode():
+        assert torch.equal(dequantize(tensor), wanted)

@@ -121,7 +121,8 @@ def dequantize(tensor: BlockTensor, dtype: torch.dtype = torch.float32) -> Tenso
         numbers = tensor.data.view(PLAIN[tensor.type]).to(dtype, copy=True)
         return numbers.reshape(tensor.shape)
     rows, width = len(tensor.data), tensor.shape[-1]
-    result = torch.empty(rows, width, dtype=dtype)
+    with torch.inference_mode(False):                   # threads of ours write to it
+        result = torch.empty(rows, width, dtype=dtype)
     step = max(1, _CHUNK // width)
 
     def convert(start: int) -> None:
