@@ -1,65 +1,75 @@
-"""How fast the linear kernels of each level read weights from memory, in GB/s:
+"""How fast the linear kernels of each build read weights from memory, in GB/s, beside a plain sum:
 
-    python recipes/figures/linear_kernels.py [--threads N] [--outputs 9728] [--inputs 896]
-        [--repeats 5]
+    python recipes/figures/linear_kernels.py [--threads N] [--outputs 8960] [--inputs 1536]
+        [--formats BF16 Q4_K ...] [--rows 1 4 8 64 512] [--repeats 5]
 
 Copies of a layer that no cache holds (400 MB) are read in turn; the fastest twentieth of the calls
-counts, so that other programs disturb little. In 4 bits, steps, bases and scales (a seventh more)
-are not counted as weights.
+counts, so that other programs disturb little. INT8 is the layout with a scale per output; the
+others are the block formats of GGUF files, counted with their scales. Of many rows the products
+matter, not memory: the last column is billions of multiplications a second with the most rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from draftproof.gguf.blocks import BLOCK_SIZES
 from draftproof.native.build import able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import BLOCK, GROUP, Native, interleaved, linear, nibbles, rounded
+from draftproof.native.pages import enlarge
+from draftproof.native.structures import (
+    FORMATS,
+    STRIP,
+    Native,
+    block_linear,
+    interleaved,
+    linear,
+    rounded,
+)
 
-ROWS = (1, 2, 4, 8, 16)
 SPAN = 400_000_000
 
 
-def layers(bits: int, outputs: int, inputs: int) -> Iterator[tuple[Native, object]]:
-    """Copies of a layer, each with the tensors it reads."""
-    scale, step = rounded(torch.rand(outputs)), torch.full((outputs, -(-inputs // GROUP)), 17)
-    scales = torch.rand(outputs, -(-inputs // BLOCK))
-    makers: dict[int, Callable[[], tuple[Native, object]]] = {
-        16: lambda: _kept(interleaved(torch.randn(outputs, inputs).bfloat16(), 2),
-                          lambda w: linear(w, None, None, inputs, outputs)),
-        8: lambda: _kept(
-            interleaved(torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8), 4),
-            lambda w: linear(w, scale, None, inputs, outputs),
-        ),
-        4: lambda: _kept(
-            nibbles(torch.randint(0, 15, (outputs, inputs)), step, step - 17, scales),
-            lambda both: linear(*both, None, inputs, outputs),
-        ),
-    }
-    for _ in range(-(-SPAN * 8 // (outputs * inputs * bits))):
-        layer, held = makers[bits]()
-        yield layer, (held, scale)
+def layer_of(format: str, outputs: int, inputs: int) -> tuple[Callable[[Tensor], Native], Tensor]:
+    """Weights of a layer, and what makes a layer of a copy of them."""
+    if format == "BF16":
+        weight = interleaved(torch.randn(outputs, inputs).bfloat16(), 2)
+        return lambda copy: linear(copy, None, None, inputs, outputs), weight
+    if format == "INT8":
+        scale = rounded(torch.rand(outputs))
+        weight = interleaved(torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8), 4)
+        return lambda copy: linear(copy, scale, None, inputs, outputs), weight
+    size = BLOCK_SIZES[format]
+    shape = (-(-outputs // STRIP), inputs // size.weights, STRIP * size.nbytes)
+    records = torch.randint(0, 64, shape, dtype=torch.uint8)        # scales are no NaN
+    return lambda copy: block_linear(format, copy, None, inputs, outputs), records
 
 
-def _kept(held: object, make: Callable[..., Native]) -> tuple[Native, object]:
-    return make(held), held
-
-
-def measure(
-    found: Kernels, copies: list[tuple[Native, object]], rows: int, inputs: int, repeats: int
-) -> float:
-    """Seconds for one layer."""
-    states, seconds = torch.randn(rows, inputs).bfloat16(), list[float]()
+def plain_sum(repeats: int) -> float:
+    """GB/s of torch's sum of a tensor in large pages."""
+    numbers = enlarge(torch.empty(SPAN // 8, dtype=torch.int64)).fill_(1)
+    seconds = list[float]()
     for _ in range(repeats):
-        for layer, _held in copies:
+        start = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - start)
+    return numbers.nbytes / min(seconds) / 1e9
+
+
+def measure(library: Kernels, layers: list[Native], rows: int, repeats: int) -> float:
+    """Seconds for one layer."""
+    states, seconds = torch.randn(rows, layers[0].size).bfloat16(), list[float]()
+    for _ in range(repeats):
+        for layer in layers[: max(2, 512 // rows)]:
             start = time.perf_counter()
-            found.multiply(layer, states)
+            library.multiply(layer, states)
             seconds.append(time.perf_counter() - start)
     return sorted(seconds)[len(seconds) // 20]
 
@@ -69,23 +79,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--outputs", type=int, default=9728)
-    parser.add_argument("--inputs", type=int, default=896)
+    parser.add_argument("--outputs", type=int, default=8960)
+    parser.add_argument("--inputs", type=int, default=1536)
+    parser.add_argument("--formats", nargs="+", default=["BF16", "INT8", *FORMATS])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 64, 512])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    title = f"GB/s, {options.outputs} × {options.inputs}, {options.threads} threads"
+    title = (f"GB/s, {options.outputs} × {options.inputs}, {options.threads} threads; "
+             f"a plain sum reads {plain_sum(options.repeats):.1f} GB/s")
     table = Table(title=title, title_justify="left")
-    for name in ("bits", "build", *(f"{rows} rows" for rows in ROWS), "T(8)/T(1)"):
+    for name in ("weights", "build", *(f"{rows} rows" for rows in options.rows), "G products/s"):
         table.add_column(name, justify="right")
-    for bits in (16, 8, 4):
-        copies = list(layers(bits, options.outputs, options.inputs))
+    for format in options.formats:
+        make, weight = layer_of(format, options.outputs, options.inputs)
+        copies = [enlarge(torch.empty_like(weight)).copy_(weight)
+                  for _ in range(max(2, SPAN // weight.nbytes))]
+        layers = [make(copy) for copy in copies]
         for build in able():
-            found = Kernels(opened(build))
-            times = [measure(found, copies, rows, options.inputs, options.repeats) for rows in ROWS]
-            size = options.outputs * options.inputs * bits / 8e9
-            speeds = (f"{size / seconds:.1f}" for seconds in times)
-            table.add_row(str(bits), build, *speeds, f"{times[ROWS.index(8)] / times[0]:.2f}")
+            library = Kernels(opened(build))
+            times = [measure(library, layers, rows, options.repeats) for rows in options.rows]
+            speeds = (f"{weight.nbytes / seconds / 1e9:.1f}" for seconds in times)
+            products = options.rows[-1] * options.outputs * options.inputs / times[-1] / 1e9
+            table.add_row(format, build, *speeds, f"{products:.0f}")
     Console().print(table)
 
 

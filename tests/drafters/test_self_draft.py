@@ -16,7 +16,7 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model.packed_linear import pack_linears
 from draftproof.model.quantize import weight_bytes
-from draftproof.model.quantized_linear import Int8Linear
+from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.model.variants import first_layers
 
@@ -78,7 +78,7 @@ def test_a_self_draft_shares_what_is_not_quantised() -> None:
     assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
     assert draft.model.embed_tokens.weight is own.model.model.embed_tokens.weight
     assert draft.model.norm.weight is own.model.model.norm.weight
-    assert isinstance(draft.model.layers[0].mlp.down_proj, Int8Linear)
+    assert isinstance(draft.model.layers[0].mlp.down_proj, QuantizedLinear)
     assert type(own.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 

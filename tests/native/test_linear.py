@@ -1,5 +1,5 @@
 """Linear layers by kernels: the product of the definition, and bits that do not depend on what is
-read beside it, on threads, nor, in 8 and 4 bits, on the processor."""
+read beside it, on threads, nor, in 8 bits, on the processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from draftproof.errors import BadInput
 from draftproof.native.build import BUILDS, able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import Native, interleaved, linear, nibbles, rounded
+from draftproof.native.structures import Native, interleaved, linear, rounded
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (1200, 48), (32, 2100), (100, 4224)]
 DICE = torch.Generator()
@@ -46,20 +46,6 @@ def in_8_bits(outputs: int, size: int) -> tuple[Native, object, Tensor, int]:
     return linear(*held, None, size, outputs), held, 127 * codes.double() * scale[:, None], size
 
 
-def in_4_bits(outputs: int, size: int) -> tuple[Native, object, Tensor, int]:
-    """Scales of any sign, the largest sums there are."""
-    groups, blocks = -(-size // 32), -(-size // 256)
-    codes = torch.randint(0, 16, (outputs, size), generator=DICE)
-    steps = torch.randint(1, 18, (outputs, groups), generator=DICE)
-    bases = (torch.rand(outputs, groups, generator=DICE) * (256 - 15 * steps)).long()
-    codes[1], codes[2], steps[1], bases[:3] = 15, 0, 17, 0
-    scales = torch.randn(outputs, blocks, generator=DICE).half()
-    held = nibbles(codes, steps, bases, scales)
-    step, base = (one.repeat_interleave(32, 1)[:, :size] for one in (steps, bases))
-    scale = scales.double().repeat_interleave(256, 1)[:, :size]
-    return linear(*held, None, size, outputs), held, (codes * step + base - 128) * scale, 128
-
-
 def in_codes(inputs: Tensor, together: int) -> Tensor:
     """Inputs as the kernels round them, so many together."""
     if not together:
@@ -71,7 +57,7 @@ def in_codes(inputs: Tensor, together: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
-@pytest.mark.parametrize("kind", [in_16_bits, in_8_bits, in_4_bits])
+@pytest.mark.parametrize("kind", [in_16_bits, in_8_bits])
 def test_products_are_those_of_the_definition_whatever_is_read_beside(
     found: Kernels, kind: Callable[..., tuple[Native, object, Tensor, int]], outputs: int,
     size: int, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from draftproof.errors import BadInput
 from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor, dequantize
-from draftproof.model.packed_linear import JointLinear, bytes_of
+from draftproof.model.packed_linear import bytes_of
+from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.pages import enlarge
 from draftproof.native.structures import (
@@ -54,7 +55,7 @@ class Part(NamedTuple):
     weight: Tensor
 
 
-class BlockLinear(JointLinear):
+class BlockLinear(QuantizedLinear):
     """Matrices that read the same inputs, each in a format of its own.
 
     Args:
@@ -118,8 +119,7 @@ class BlockLinear(JointLinear):
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any]) -> BlockLinear:
-        """The layer that had this `state`."""
+    def _restored(cls, state: dict[str, Any]) -> BlockLinear:
         return cls([Part(*part) for part in state["parts"]], *state["form"])
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -149,8 +149,11 @@ class BlockLinear(JointLinear):
             strips = part.weight[numbers // STRIP, :, numbers % STRIP]
             return strips.flatten(-2)[..., : self.in_features].float()
         if self.kernels is None:
-            stored = BlockTensor(part.format, (part.outputs, self.in_features), part.weight)
-            return dequantize(stored.rows(numbers.flatten())).view(shape)
+            size = BLOCK_SIZES[part.format]
+            padded = part.weight.shape[1] // size.nbytes * size.weights
+            stored = BlockTensor(part.format, (part.outputs, padded), part.weight)
+            values = dequantize(stored.rows(numbers.flatten()))
+            return values[:, : self.in_features].reshape(shape)
         values = torch.empty(shape, dtype=torch.float32)
         self.kernels("block_rows", self._natives[number], numbers, numbers.numel(), values)
         return values

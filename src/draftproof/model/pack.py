@@ -8,13 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.model.block_formats import quantized_blocks
 from draftproof.model.packed_linear import JointLinear, PackedLinear
-from draftproof.model.quantized_linear import Int4Linear, Int8Linear
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import GROUP
 
-HEADS = ("lm_head", "model.embed_tokens")
-"""Modules that make logits; "int4" keeps them in 8 bits."""
 SMALLEST = 32
 """Layers of fewer outputs are not quantised: gates and routers, which cost nothing and matter."""
 
@@ -35,8 +32,9 @@ class DenseLinear(JointLinear):
 
 
 def pack(
-    names: Sequence[str], weights: Sequence[Tensor], bias: Tensor | None, kind: str | None
-) -> JointLinear:
+    names: Sequence[str], weights: Sequence[Tensor], bias: Tensor | None, kind: str | None,
+    layers: int | None = None,
+) -> JointLinear:  # fmt: skip
     """Pack the weights of linear layers that read the same inputs.
 
     Args:
@@ -45,6 +43,7 @@ def pack(
         bias: [sum of outputs], or None.
         kind: None for the dtype of the weights, "int8" or "int4"; "dense" leaves them as they
             lie in the file, for torch to multiply.
+        layers: Layers of the model, which "int4" goes by; None if that is not known.
 
     Returns:
         One layer with the outputs of all, in order.
@@ -53,11 +52,7 @@ def pack(
         return DenseLinear(_joined(weights), bias)
     outputs = sum(len(weight) for weight in weights)
     if kind is not None and outputs >= SMALLEST:
-        weight = _joined(weights)
-        grouped = outputs % 16 == 0 and weight.shape[1] % GROUP == 0
-        if kind == "int4" and grouped and names[0] not in HEADS:
-            return Int4Linear(weight, bias)
-        return Int8Linear(weight, bias)
+        return quantized_blocks(names, weights, bias, kind, layers)
     if weights[0].dtype == torch.bfloat16 and kernels() is not None:
         return PackedLinear(weights, bias)
     return DenseLinear(_joined(weights), bias)

@@ -8,13 +8,14 @@ A quantised model writes the text of its own weights: it changes with them, neve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftproof.errors import BadInput, first_line
+from draftproof.model.block_formats import quantized_blocks
 from draftproof.model.copies import shallow_copy
 from draftproof.model.kept import kept
 from draftproof.model.packed_linear import (
@@ -25,14 +26,8 @@ from draftproof.model.packed_linear import (
     put,
     together,
 )
-from draftproof.model.quantized_linear import (
-    Int4Linear,
-    Int8Linear,
-    QuantizedLinear,
-    slow_because,
-)
+from draftproof.model.quantized_linear import QuantizedLinear, slow_because
 from draftproof.native.pages import release
-from draftproof.native.structures import GROUP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +71,8 @@ def quantized(
 
     kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
     use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings
-    gets weights of its own. In "int4" the head has 8 bits, and so has what does not divide into
-    groups. Raises BadInput where this cannot be had.
+    gets weights of its own. Formats are those of model/block_formats.py. Raises BadInput where this
+    cannot be had.
     """
     if kind not in KINDS:
         raise BadInput(f"quantize was {kind!r}; choose one of {', '.join(KINDS)}")
@@ -94,6 +89,7 @@ def quantized(
     made = shallow_copy(model)
     owners = Counter(id(one) for module in made.modules() for one in module._parameters.values())
     head, changed = made.get_output_embeddings(), False
+    count = getattr(made.config.get_text_config(), "num_hidden_layers", None)
     for path, module in list(made.named_modules()):
         single = {
             name: layer for name, layer in module._modules.items()
@@ -101,8 +97,9 @@ def quantized(
         }
         for group in together(single, _form):
             first = f"{path}.{next(iter(group))}".removeprefix(".")
-            asked = kind if head not in group.values() else "int8"
-            whole = _quantised(group, asked) if ready is None else ready.get(first)
+            names = [f"{path}.{name}".removeprefix(".") for name in group]
+            names = ["lm_head"] if head in group.values() else names
+            whole = _quantised(group, names, kind, count) if ready is None else ready.get(first)
             if whole is None:
                 continue
             changed = True
@@ -192,16 +189,16 @@ def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
         return logits[0].float().log_softmax(-1)
 
 
-def _quantised(layers: dict[str, Any], kind: str) -> QuantizedLinear | None:
+def _quantised(
+    layers: dict[str, Any], names: Sequence[str], kind: str, count: int | None
+) -> QuantizedLinear | None:
     """One quantised layer in the place of `layers`; None if they are too small."""
     weights = [_dense(layer) for layer in layers.values()]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    if len(weight) < SMALLEST:
+    if sum(map(len, weights)) < SMALLEST:
         return None
     biases = [one.bias.detach() for one in layers.values() if one.bias is not None]
     bias = torch.cat(biases) if biases else None
-    grouped = len(weight) % 16 == 0 and weight.shape[1] % GROUP == 0
-    return Int4Linear(weight, bias) if kind == "int4" and grouped else Int8Linear(weight, bias)
+    return quantized_blocks(names, weights, bias, kind, count)
 
 
 def _outputs(layer: Any) -> int:
@@ -271,7 +268,7 @@ def _torchao(kind: str) -> Any:
     if kind == "int8":
         return ao.Int8DynamicActivationInt8WeightConfig()
     if kind == "int4":
-        return ao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d")
+        return ao.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d")
     return ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.model.packed_linear import JointLinear
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import BLOCK, GROUP, STRIP, interleaved, nibbles, rounded
+from draftproof.native.structures import interleaved, rounded
 
 CHUNK = 1 << 20
 """Weights converted at a time, so that a large table needs no second copy."""
@@ -38,8 +38,13 @@ class QuantizedLinear(JointLinear):
 
     @staticmethod
     def restored(state: dict[str, Any]) -> QuantizedLinear:
-        kind = Int8Linear if state["kind"] == "Int8Linear" else Int4Linear
-        made = kind.__new__(kind)
+        """The layer that had this `state`."""
+        kinds = {kind.__name__: kind for kind in QuantizedLinear.__subclasses__()}
+        return kinds[state["kind"]]._restored(state)
+
+    @classmethod
+    def _restored(cls, state: dict[str, Any]) -> QuantizedLinear:
+        made = cls.__new__(cls)
         JointLinear.__init__(made, *state["form"])
         vars(made).update(state["weights"])
         made.connect()
@@ -88,30 +93,6 @@ class Int8Linear(QuantizedLinear):
         return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
 
 
-class Int4Linear(QuantizedLinear):
-    """Weights in 4 bits: of the codes of 8 bits 16 evenly spaced ones for each group of inputs,
-    with a scale for each block of them.
-
-    By our kernel where there is one, which reads activations in bfloat16, and these in 8 bits with
-    a scale per token and part. Else row by row with weights widened anew.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight.shape[1], len(weight), bias)
-        parts = zip(*(_four_bits(weight[rows]) for rows in _chunks(weight)), strict=True)
-        self.weight, self.scales = nibbles(*(torch.cat(part) for part in parts))
-        self.connect()
-
-    def _by_torch(self, inputs: Tensor) -> Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1]).bfloat16().float()
-        weight = _widened(self.weight, self.scales, self.in_features, self.out_features)
-        # a row at a time: no library's blocking can then mix one row's sums with another's
-        sums = torch.stack([weight @ row for row in rows]) if len(rows) else rows @ weight.T
-        outputs = sums.to(inputs.dtype)
-        outputs = outputs if self.bias is None else outputs + self.bias
-        return outputs.view(*inputs.shape[:-1], self.out_features)
-
-
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
     """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are.
     """
@@ -125,44 +106,3 @@ def _chunks(weight: Tensor, columns: int | None = None) -> list[slice]:
     """Rows of a weight, some at a time."""
     rows = max(1, CHUNK // (columns or weight.shape[1]))
     return [slice(start, start + rows) for start in range(0, len(weight), rows)]
-
-
-def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, steps, bases and scales, as `nibbles` wants them: the widest group of a block has
-    steps of up to 17. The step that covers a group, or one less, whichever errs less."""
-    inputs = weight.shape[1]
-    groups = F.pad(weight.float(), (0, -inputs % BLOCK)).view(len(weight), -1, BLOCK // GROUP,
-                                                              GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)                # [outputs, blocks, groups of one]
-    far = torch.maximum((high - low) / (15 * 17), torch.maximum(high, -low) / 127).amax(-1)
-    scale = far.clamp(min=1e-7).half()
-    groups, low, high = (one / scale.float().view(*scale.shape, *[1] * (one.dim() - 2))
-                         for one in (groups, low, high))
-    found: list[Tensor] = []
-    for less in (0, 1):
-        step = (((high - low) / 15).ceil_() - less).clamp_(1, 17)
-        base = ((high + low) / 2 - 7.5 * step + 128).round_().clamp_(min=0).minimum(255 - 15 * step)
-        codes = ((groups - (base - 128)[..., None]) / step[..., None]).round_().clamp_(0, 15)
-        error = codes * step[..., None] + (base - 128)[..., None] - groups
-        new = [codes, step, base, error.square_().sum(-1)]
-        if found:
-            better = new[3] < found[3]
-            masks = (better[..., None], better, better, better)
-            new = [torch.where(*one) for one in zip(masks, new, found, strict=True)]
-        found = new
-    codes, step, base = (one.to(torch.uint8).flatten(1) for one in found[:3])
-    count = -(-inputs // GROUP)
-    return codes[:, :inputs], step[:, :count], base[:, :count], scale
-
-
-def _widened(weights: Tensor, scales: Tensor, inputs: int, outputs: int) -> Tensor:
-    """[outputs, inputs] float32 what `nibbles` were made of."""
-    strips, groups = weights.shape[:2]
-    packed, behind = weights[..., : -2 * STRIP], weights[..., -2 * STRIP :]
-    codes = packed.reshape(strips, groups, GROUP // 8, STRIP, 4)
-    codes = torch.stack([codes & 15, codes >> 4], -2).permute(0, 3, 1, 2, 4, 5)
-    both = behind.reshape(strips, groups, STRIP, 2).transpose(1, 2)[..., None].float()
-    steps, bases = both.unbind(3)
-    eight = codes.reshape(strips, STRIP, groups, GROUP) * steps + bases - 128
-    unit = scales.float().transpose(1, 2).repeat_interleave(BLOCK // GROUP, 2)[..., :groups, None]
-    return (eight * unit).view(strips * STRIP, -1)[:outputs, :inputs]

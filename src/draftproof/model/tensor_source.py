@@ -7,6 +7,7 @@ the transformers class. Sources name modules and tensors as Hugging Face checkpo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,6 +94,8 @@ class SafetensorsSource:
         }
         self._file_of = {key: name for name, file in self._files.items() for key in [*file.keys()]}
         self._read = set[str]()
+        numbers = (re.search(r"\.(\d+)\.", key) for key in self._file_of)
+        self._layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
     def with_kind(self, kind: str | None) -> SafetensorsSource:
         """The same files, with matrices packed in other bits."""
@@ -127,7 +130,7 @@ class SafetensorsSource:
     def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
-        return pack(names, weights, torch.cat(biases) if biases else None, self.kind)
+        return pack(names, weights, torch.cat(biases) if biases else None, self.kind, self._layers)
 
     def embedding(self, name: str) -> TokenTable:
         return DenseTable(self.tensor(f"{name}.weight"))

@@ -1,5 +1,5 @@
-/* Linear layers in bfloat16, 8 and 4 bits: by tiles where the processor has them, else by vectors.
- * */
+/* Linear layers in bfloat16, in 8 bits with a scale per output, and in the block formats of GGUF
+ * files: by tiles where the processor has them and for the first two, else by vectors. */
 #define _GNU_SOURCE
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #include "linear_vectors.h"
@@ -20,8 +20,6 @@ int draftproof_usable(void) {
     return 1;
 #endif
 }
-
-static int by_tiles(const Product *of) { return TILES && of->kind != INT4; }
 
 /* The largest of a row of activations, NaN if one is. */
 static float largest_input(const bf16 *x, int64_t size) {
@@ -66,8 +64,8 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, 
 }
 
 /* Numbers as vectors read them, as float; as tiles do, as they are. Zeros up to `padded`. */
-static void copied(const Product *of, const bf16 *x, int64_t size, int64_t padded, int32_t *words) {
-    if (by_tiles(of)) {
+static void copied(const bf16 *x, int64_t size, int64_t padded, int32_t *words) {
+    if (TILES) {
         memcpy(words, x, (size_t)size * sizeof *x);
         memset((bf16 *)words + size, 0, (size_t)(padded - size) * sizeof *x);
         return;
@@ -93,28 +91,15 @@ static void prepare(const Product *of, int64_t row) {
         int64_t left = size - b * inputs, some = left < 0 ? 0 : left < padded ? left : padded;
         int32_t *to = inputs_at(of, from, beside, b) + (row - from) * of->block * of->width;
         const bf16 *here = x + b * inputs;
-        if (of->kind == BFLOAT16) copied(of, here, some, padded, to);
-        else if (of->kind == INT8)
-            of->offset[row] -= 128 * coded(here, some, padded, factor, WIDE_CODES, to);
-        else {
-            int64_t part = (row * of->stretch + b) / PART, group = part * (PART / GROUP_WORDS);
-            most = largest_input(here, some), factor = most > 0 ? 127.0f / most : 0;
-            of->scales[part] = most / 127.0f, of->offset[part] = 0;
-            for (int64_t i = 0; i < padded; i += GROUP_WORDS * 4, group++) {
-                of->sums[group] = coded(here + i, some - i, GROUP_WORDS * 4, factor, 0, to + i / 4);
-                of->offset[part] -= 128 * of->sums[group];
-            }
-        }
+        if (of->kind == BFLOAT16) copied(here, some, padded, to);
+        else of->offset[row] -= 128 * coded(here, some, padded, factor, WIDE_CODES, to);
     }
 }
 
 /* Room, this thread's own, to lay the inputs out in. */
 static void room(Product *of) {
-    int64_t slots = of->rows * (of->kind == INT4 ? of->stretch / PART : 1);
-    int64_t groups = of->kind == INT4 ? slots * (PART / GROUP_WORDS) : 0;
-    of->scales = scratch(2 * slots + groups + of->rows * of->stretch * of->width);
-    of->offset = (int32_t *)(of->scales + slots), of->sums = of->offset + slots;
-    of->words = of->sums + groups;
+    of->scales = scratch(2 * of->rows + of->rows * of->stretch * of->width);
+    of->offset = (int32_t *)(of->scales + of->rows), of->words = of->offset + of->rows;
 }
 
 /* Inputs of a row in 8 bits, with a scale per 32. */
@@ -174,14 +159,13 @@ static void multiply_blocks(const Linear *layer, const bf16 *inputs, bf16 *out, 
 static void multiply_part(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
         int64_t rows, int64_t threads) {
     Product of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride, .rows = rows,
-            .block = BLOCK, .width = 2, .line = LINE};
+            .block = BLOCK, .width = 2};
     int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
-    of.kind = layer->blocks ? INT4 : layer->scale ? INT8 : BFLOAT16;
+    of.kind = layer->scale ? INT8 : BFLOAT16;
     of.count = layer->padded / (of.kind == BFLOAT16 ? 2 : 4);
     if (of.kind == INT8) of.width = 1 + WIDE_CODES;
-    if (of.kind == INT4) of.block = PART, of.width = 1, of.line = GROUP_BYTES / GROUP_WORDS;
 #if TILES
-    if (by_tiles(&of)) of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
+    of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
             together = TILE_STRIPS;
 #endif
     of.stretch = (of.count + of.block - 1) / of.block * of.block;
@@ -204,7 +188,7 @@ static void multiply_part(const Linear *layer, const bf16 *inputs, bf16 *out, in
             /* more threads than strips */
             if (first == last) continue;
 #if TILES
-            if (by_tiles(&of)) {
+            {
                 tile_panel(&of, first, last, c, bottom);
                 continue;
             }

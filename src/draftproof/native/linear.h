@@ -6,15 +6,12 @@
 /* Weights lie in strips of 32 outputs, and in words of 32 bits: two inputs of an output in
  * bfloat16, four in 8 bits. A line is one word of each output of a strip. */
 enum { STRIP = 32, SIDES = STRIP / LANES, LINE = STRIP * (int)sizeof(int32_t) };
-enum { BFLOAT16, INT8, INT4, UNPACKED, KINDS };
-/* In 4 bits, weights are some of the codes of 8 bits, 16 evenly spaced ones for each group, and
- * words are what these would have. BLOCK words share a scale, and PART words of inputs. */
-enum { GROUP_WORDS = 8, BEHIND = GROUP_WORDS / 2 * LINE, GROUP_BYTES = BEHIND + 2 * STRIP };
-/* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache;
- * up to FEW with weights of 4 bits as they lie. */
-enum { MOST = 12, CHUNKS = 8, ROWS = 128, FEW = LANES == 16 ? 9 : MOST };
+enum { BFLOAT16, INT8, KINDS };
+/* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache.
+ */
+enum { MOST = 12, CHUNKS = 8, ROWS = 128 };
 /* Kernels run over BLOCK words of up to STRIPS strips, which stay in the first cache. */
-enum { BLOCK = 64, STRIPS = 4, PART = 32 };
+enum { BLOCK = 64, STRIPS = 4 };
 
 /* AVX2 without VNNI multiplies codes of 8 bits in 16: first and third, then second and fourth. */
 #if LANES == 8 && !defined(__AVXVNNI__)
@@ -32,10 +29,10 @@ typedef struct {
     int64_t stride;                     /* numbers of `out` between rows */
     int64_t kind, rows, chunks;
     int64_t count, stretch;             /* words of a row of weights; rounded up to whole blocks */
-    int64_t block, width, line;         /* words of a block; of inputs for one of weights; bytes */
+    int64_t block, width;               /* words of a block; of inputs for one of weights */
     int32_t *words;                     /* inputs: as float, codes, or wide codes */
-    float *scales;                      /* of a row, in 4 bits of a part of a row */
-    int32_t *offset, *sums;             /* of its codes times -128; in 4 bits, of a group's */
+    float *scales;                      /* of a row */
+    int32_t *offset;                    /* the sum of its codes times -128 */
 } Product;
 
 static inline int64_t first_row(const Product *of, int64_t chunk) {
@@ -44,7 +41,7 @@ static inline int64_t first_row(const Product *of, int64_t chunk) {
 
 /* Weights of a strip from a word on. */
 static inline const char *weights_at(const Product *of, int64_t strip, int64_t word) {
-    return (const char *)of->layer->weights + (strip * of->count + word) * of->line;
+    return (const char *)of->layer->weights + (strip * of->count + word) * LINE;
 }
 
 /* Inputs of a chunk of `some` rows, which begins at row `from`, from a whole block of words on. */

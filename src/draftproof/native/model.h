@@ -35,11 +35,7 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
 /* A linear layer. Its weights lie as [outputs / 32, padded / fold, 32, fold], the outputs rounded
  * up to a multiple of 32; padded, the inputs rounded up, is a multiple of 16 * fold. With a scale
  * per output they have 8 bits and 128 added to them, and fold is 4; without, they are bfloat16 and
- * fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null. With
- * blocks, weights have 4 bits, and 8 if multiplied by the step of their group and added to its
- * base. Of each group of 32 inputs in turn there are [4, 32, 4] bytes, each of them the weight of
- * one input and, in its upper half, of that 4 inputs on; then steps and bases, [32, 2] bytes.
- * Blocks: scales [outputs / 32, inputs / 256, 32] in half precision.
+ * fold is 2. Scale and bias are as long as the outputs rounded up; the bias may be null.
  *
  * With a format, weights are blocks as linear_blocks.h describes them. With parts, layers of any
  * kind that read the same inputs are computed one after another, and their outputs stand side by
@@ -49,7 +45,6 @@ typedef struct {
     const float *scale;
     const bf16 *bias;
     int64_t size, padded, outputs;
-    const uint16_t *blocks;
     int64_t format, count;
     const void *parts;                          /* [count] Linear */
 } Linear;

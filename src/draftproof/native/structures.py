@@ -18,10 +18,8 @@ up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
-BLOCK_32_BYTES = 64
-"""More than a block of 32 weights has, less than one of 256."""
-GROUP, PART, BLOCK = 32, 128, 256
-"""Weights of 4 bits that share a step and a base; activations, and weights, that share a scale."""
+LARGE_BLOCK = 64
+"""Bytes: more than a block of 32 weights has, less than one of 256."""
 
 Read, Way, Norm, Layer, Model = map(structure, ("Read", "Way", "Norm", "Layer", "Model"))
 Native = ctypes.Structure
@@ -31,14 +29,11 @@ Native = ctypes.Structure
 def linear(
     weights: Tensor, scales: Tensor | None, bias: Tensor | None, size: int, outputs: int
 ) -> Native:
-    """A linear layer. weights: as `interleaved` made them, or with its scales, of float16,
-    `nibbles`. Scales in 8 bits, and the bias, are of as many outputs. The caller keeps them alive.
+    """A linear layer. weights: as `interleaved` made them. Scales in 8 bits, and the bias, are of
+    as many outputs. The caller keeps them alive.
     """
     places = (weights.data_ptr(), *(None if one is None else one.data_ptr()
                                     for one in (scales, bias)))
-    if scales is not None and scales.dtype == torch.float16:
-        packed = (places[0], None, places[2], size, size + -size % PART, outputs, places[1])
-        return structure("Linear")(*packed)
     padded = size + -size % (WORDS * 4 // weights.element_size())
     return structure("Linear")(*places, size, padded, outputs)
 
@@ -63,10 +58,10 @@ def block_linear(
         size: Inputs; at most as many as the blocks have.
         outputs: Outputs.
     """
-    inputs = 32 if records.shape[2] // STRIP < BLOCK_32_BYTES else BLOCK
+    inputs = 32 if records.shape[2] // STRIP < LARGE_BLOCK else 256
     return structure("Linear")(
         records.data_ptr(), None, None if bias is None else bias.data_ptr(), size,
-        records.shape[1] * inputs, outputs, None, FORMATS.index(format) + 1
+        records.shape[1] * inputs, outputs, FORMATS.index(format) + 1
     )
 
 
@@ -75,7 +70,7 @@ def joint_linear(parts: Sequence[Native]) -> Native:
     array = array_of("Linear", parts)
     outputs = sum(part.outputs for part in parts)
     joint = structure("Linear")(
-        None, None, None, parts[0].size, 0, outputs, None, 0, len(parts), ctypes.addressof(array)
+        None, None, None, parts[0].size, 0, outputs, 0, len(parts), ctypes.addressof(array)
     )
     joint.parts_held = array
     return joint
@@ -95,22 +90,6 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     """[outputs, inputs] what `interleaved` was made of."""
     return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
-
-
-def nibbles(codes: Tensor, steps: Tensor, bases: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (step * code + base - 128) * scale of 4 bits, and their scales, as the kernels read
-    them: of codes [outputs, inputs] up to 15, steps and bases [outputs, groups] up to 17 and 255,
-    and scales [outputs, blocks], rounded up with zeros."""
-    more = -len(codes) % STRIP
-    padded = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % PART, 0, more))
-    halves = padded.view(len(padded) // STRIP, STRIP, -1, GROUP // 8, 2, 4)
-    packed = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
-    beyond = (0, 0, 0, packed.shape[1] - steps.shape[1], 0, more)
-    both = F.pad(torch.stack([steps, bases], -1).to(torch.uint8), beyond)
-    behind = both.view(len(packed), STRIP, -1, 2).transpose(1, 2).flatten(2)
-    weights = torch.cat([packed, behind], 2)
-    ordered = F.pad(scales.half(), (0, 0, 0, more)).view(len(packed), STRIP, -1)
-    return enlarge(torch.empty_like(weights)).copy_(weights), ordered.transpose(1, 2).contiguous()
 
 
 def rounded(numbers: Tensor) -> Tensor:
