@@ -16,9 +16,10 @@ from draftproof.verify.architectures import Kind
 from draftproof.verify.small_models import encoder_decoders
 
 HEADING = "## By type in `config.json`"
-"""Everything behind it is written here."""
+"""Everything after it is written here."""
 WORDS = {Kind.exact: "Trees", Kind.chains: "Chains"}
-REASONS = {Kind.refused: "Refused, with this sentence", Kind.unmade: "Not made so small"}
+REFUSED = "Refused, with this sentence"
+UNMADE = "Not tested, since they could not be made so small"
 
 
 def listed(found: Mapping[str, Mapping[str, str]]) -> str:
@@ -29,13 +30,13 @@ def listed(found: Mapping[str, Mapping[str, str]]) -> str:
         parts = {words: [name for name in names if name not in whole],
                  f"{words}, encoder–decoders": [name for name in names if name in whole]}
         lines += [f"**{what}**: {', '.join(part)}." for what, part in parts.items() if part]
-    for kind, title in REASONS.items():
-        reasons: dict[str, list[str]] = {}
-        for name, why in sorted(found[kind].items()):
-            reasons.setdefault(_without_name(why), []).append(name)
-        if reasons:
-            rows = (f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items()))
-            lines.append("\n".join([f"**{title}**:", *rows]))
+    reasons: dict[str, list[str]] = {}
+    for name, why in sorted(found[Kind.refused].items()):
+        reasons.setdefault(_without_name(why), []).append(name)
+    refused = [f"- {', '.join(names)}: {why}" for why, names in sorted(reasons.items())]
+    unmade = [f"- {', '.join(sorted(found[Kind.unmade]))}."]
+    for title, rows in ((REFUSED, refused), (UNMADE, unmade)):
+        lines.append("\n".join([f"**{title}**:", *rows]))
     return "\n\n".join(lines) + "\n"
 
 
