@@ -1,4 +1,4 @@
-"""The house: who may import whom, and how long a page may be."""
+"""Structure: which folder may import which, how long a file may be, and links of the docs."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_drafters_never_import_each_other() -> None:
                 assert other in shared or own, f"{path.name} imports {name}"
 
 
-PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/*.md"))]
+PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/**/*.md"))]
 
 
-def test_the_documentation_is_short_and_its_links_lead_somewhere() -> None:
+def test_links_of_the_documentation_lead_somewhere() -> None:
     texts = {page: page.read_text() for page in PAGES}
     headings = {page: {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
                        for line in text.splitlines() if line.startswith("#")}
@@ -91,7 +91,6 @@ def test_the_documentation_is_short_and_its_links_lead_somewhere() -> None:
             to = (page.parent / name).resolve() if name else page
             assert to.exists(), f"{page.name}: {link}"
             assert not heading or heading in headings[to], f"{page.name}: {link}"
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 700
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
