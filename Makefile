@@ -1,6 +1,7 @@
 # Two commands on a fresh machine with Python 3.11, pip and gcc:
 #   make demo    watch a language model write faster than it can alone, the same text
 #   make test    linters, types, layering and the whole test suite, on two cores (WORKERS=N for others)
+# And, with a network: make docs builds these pages and the API reference as a site in build/docs.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test setup lint clean
+.PHONY: demo test setup lint docs clean
 
 demo: setup
 	@$(BIN)/draftproof demo
@@ -19,6 +20,10 @@ test: setup lint
 lint: setup
 	@$(BIN)/ruff check src tests recipes examples
 	@$(BIN)/mypy
+
+docs: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup: $(STAMP)
 
