@@ -14,6 +14,7 @@ from asking import PROMPTS
 
 import draftproof as dp
 from draftproof.core.params import RuleRequest
+from draftproof.errors import BadInput
 from draftproof.server.grammar import KEPT, Grammars, json_rule
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form
 
@@ -179,3 +180,24 @@ def test_calls_are_read_wherever_the_text_is_cut(
         assert out + more == said and len(found) == calls
         for call in found:
             assert call["function"] == {"name": "go", "arguments": '{"place": "päark"}'}
+
+
+WIDE = 2**53 + 1
+
+
+@pytest.mark.parametrize("schema, keyword", [
+    ({"type": "integer", "minimum": WIDE, "maximum": WIDE}, "minimum"),
+    ({"properties": {"enum": {"exclusiveMaximum": -WIDE}}}, "exclusiveMaximum"),
+    ({"$defs": {"id": {"anyOf": [{"multipleOf": WIDE}]}}}, "multipleOf"),
+    ({"items": {"const": {"id": [WIDE]}}}, "const"), ({"enum": [1, WIDE]}, "enum"),
+])  # fmt: skip
+def test_integers_that_a_grammar_would_round_are_refused(
+    schema: dict[str, Any], keyword: str
+) -> None:
+    with pytest.raises(BadInput, match=rf"has {keyword} -?{WIDE}, beyond 2\^53"):
+        json_rule(schema)
+
+
+def test_integers_that_decide_nothing_or_are_exact_are_taken() -> None:
+    json_rule({"type": "integer", "default": WIDE, "maximum": 2**53, "enum": [True, 7, -(2**53)]})
+    json_rule({"properties": {"minimum": {"type": "integer", "examples": [WIDE]}}})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -28,6 +28,13 @@ FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": "
 
 KEPT, LONGEST = 16, 1 << 18
 """Compiled grammars that are kept, and characters of a grammar: a long one takes much memory."""
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const",
+           "enum")  # fmt: skip
+"""Keywords of a JSON schema whose numbers decide what may be written."""
+NOTES = ("default", "examples", "title", "description")
+"""Keywords that decide nothing."""
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has names of its own, not keywords."""
 
 
 class Grammars:
@@ -163,6 +170,38 @@ class GrammarProcessor:
 def json_rule(schema: dict[str, Any]) -> str:
     """A JSON schema as the right side of a rule in Lark."""
     try:
+        _reject_inexact(schema)
         return "%json " + json.dumps({**schema, "x-guidance": FORM})
+    except BadInput:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the JSON schema cannot be read: {error}") from None
+
+
+def _reject_inexact(schema: Any) -> None:
+    """Raise BadInput for an integer of a schema that llguidance would round, and another number
+    would be written."""
+    if isinstance(schema, list):
+        for part in schema:
+            _reject_inexact(part)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in NAMED_SCHEMAS and isinstance(value, dict):
+                for part in value.values():
+                    _reject_inexact(part)
+            elif name in NUMBERS and (wide := next(_wide_integers(value), None)) is not None:
+                raise BadInput(
+                    f"the JSON schema has {name} {wide}, beyond 2^53, which a grammar cannot "
+                    "follow exactly; use a smaller number, or a string with a pattern"
+                )
+            elif name not in NOTES:
+                _reject_inexact(value)
+
+
+def _wide_integers(value: Any) -> Iterator[int]:
+    """Integers within a value that a double does not hold for sure."""
+    if isinstance(value, int) and abs(value) > 1 << 53:
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _wide_integers(part)
