@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import fresh
+from torch import Tensor, nn
 
+import draftproof
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 
@@ -91,3 +93,107 @@ def test_a_model_that_was_cast_or_put_in_training_is_refused(change: Any, says: 
     change(own)
     with pytest.raises(BadInput, match=says):
         engine.generate([PROMPT], max_new_tokens=4)
+
+
+class Tanh(nn.Module):
+    """An MLP of the user's own, without the parts of the family's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden) * 2
+
+
+class Half(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out = self.inner(*args, **options)
+        return (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
+
+
+def own_mlp(own: Any) -> None:
+    own.model.layers[1].mlp = Tanh()
+
+
+def wrapped_mlp(own: Any) -> None:
+    own.model.layers[0].mlp = Half(own.model.layers[0].mlp)
+
+
+def wrapped_attention(own: Any) -> None:
+    own.model.layers[0].self_attn = Half(own.model.layers[0].self_attn)
+
+
+def wrapped_norm(own: Any) -> None:
+    own.model.layers[1].input_layernorm = Half(own.model.layers[1].input_layernorm)
+
+
+def wrapped_embedding(own: Any) -> None:
+    own.model.embed_tokens = Half(own.model.embed_tokens)
+
+
+def clamped_mlp(own: Any) -> None:
+    """A subclass with all parts of the family's, that differs where numbers are large."""
+    mlp = own.model.layers[0].mlp
+    forward = type(mlp).forward
+
+    class Clamped(type(mlp)):  # type: ignore[misc]
+        def forward(self, hidden: Tensor) -> Tensor:
+            result: Tensor = forward(self, hidden).clamp(-0.3, 0.3)
+            return result
+
+    mlp.__class__ = Clamped
+
+
+def scaling(own: Any) -> None:
+    for layer in own.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def epsilon(own: Any) -> None:
+    for layer in own.model.layers:
+        layer.input_layernorm.variance_epsilon = 3.0
+
+
+PARTS = [own_mlp, wrapped_mlp, wrapped_attention, wrapped_norm, wrapped_embedding, clamped_mlp,
+         scaling, epsilon]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", PARTS)
+@pytest.mark.parametrize("family, dtype", [
+    ("llama", torch.float32), ("qwen3", torch.float32), ("llama", torch.bfloat16),
+])  # fmt: skip
+def test_a_part_or_a_number_of_the_users_own_is_honoured(
+    family: str, dtype: torch.dtype, change: Callable[[Any], None]
+) -> None:
+    own, ids = fresh(family).to(dtype), torch.tensor([PROMPT])
+    engine = load(own, drafter="prompt-lookup")
+    before = engine.generate([PROMPT], max_new_tokens=24)[0].tokens
+    change(own)
+    wanted = own.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert wanted != before
+    for made in (engine, load(own, drafter="prompt-lookup")):
+        assert made.generate([PROMPT], max_new_tokens=24)[0].tokens == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("drafter", ["recycling", "self-layers:1", None])
+def test_a_vocabulary_may_grow(family: str, drafter: str | None) -> None:
+    own, ids = fresh(family).float(), torch.tensor([PROMPT])
+    engine = load(own, drafter=drafter)
+    engine.generate([PROMPT], max_new_tokens=24)
+    own.resize_token_embeddings(50, mean_resizing=False)
+    step(own)
+    wanted = own.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert engine.generate([PROMPT], max_new_tokens=24)[0].tokens == wanted
+
+
+def test_a_vocabulary_that_shrank_is_refused_and_followed_by_the_drop_in() -> None:
+    own, ids = fresh("llama").float(), torch.tensor([PROMPT])
+    engine, how = load(own), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    own.generate(ids, **how, custom_generate=draftproof.generate)
+    own.resize_token_embeddings(30)
+    with pytest.raises(BadInput, match="had 40 tokens when it was loaded here and has 30 now"):
+        engine.generate([PROMPT], max_new_tokens=24)
+    ours = own.generate(ids, **how, custom_generate=draftproof.generate)
+    assert torch.equal(ours, own.generate(ids, **how))

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
+LIBRARIES = ("torch", "transformers")
+"""Whose modules hold numbers that our forward, or a layout, is made with. A module of the user's
+own is always called, and may count its calls in a number."""
+
 
 def shallow_copy(model: M) -> M:
     """The model once more, sharing every parameter and buffer with it; a module put into one is not
@@ -73,21 +77,33 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
 
 
 class Snapshot(NamedTuple):
-    """modules: which they are, and what is hooked into them. weights: where they lie, how often
-    they were written to, and which of peft's adapters are active. values: of norms and biases,
-    whose changes through ``.data`` leave no other trace."""
+    """What a model was when something was made of it.
+
+    Attributes:
+        modules: Which they are, and forwards that were put into them.
+        hooks: What is hooked into the modules.
+        numbers: Plain numbers that modules and configurations hold, such as the epsilon of a norm,
+            the scale of attention and the vocabulary's size.
+        weights: Where they lie, how often they were written to, and which of peft's adapters are
+            active.
+        values: Of norms and biases, whose changes through ``.data`` leave no other trace.
+    """
 
     modules: list[int]
+    hooks: list[int]
+    numbers: list[object]
     weights: list[object]
     values: Tensor
 
     @classmethod
     def of(cls, model: nn.Module) -> Snapshot:
-        parts, weights = list[int](), list[object]()
-        compared: list[Tensor] = []
+        parts, hooks, weights = list[int](), list[int](), list[object]()
+        numbers, compared = _config_numbers(model), list[Tensor]()
         for module in model.modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            parts += map(id, (module, vars(module).get("forward"), *hooks))
+            parts += map(id, (module, vars(module).get("forward")))
+            hooks += map(id, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+            if type(module).__module__.partition(".")[0] in LIBRARIES:
+                numbers += [one for one in vars(module).values() if type(one) in (int, float)]
             if "merged_adapters" in vars(module):
                 names = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
                 weights.append(repr([getattr(module, name, None) for name in names]))
@@ -100,7 +116,18 @@ class Snapshot(NamedTuple):
                     compared.append(one.detach().float())
         values = [one.to(compared[0].device) for one in compared]
         nothing = torch.empty(0, dtype=torch.float32)
-        return cls(parts, weights, torch.cat(values) if values else nothing)
+        return cls(parts, hooks, numbers, weights, torch.cat(values) if values else nothing)
 
     def same(self, other: Snapshot) -> bool:
-        return self[:2] == other[:2] and torch.equal(self.values, other.values)
+        """Whether nothing changed between the two."""
+        return self[:4] == other[:4] and torch.equal(self.values, other.values)
+
+    def same_structure(self, other: Snapshot) -> bool:
+        """Whether nothing but weights and hooks changed between the two."""
+        return self.modules == other.modules and self.numbers == other.numbers
+
+
+def _config_numbers(model: nn.Module) -> list[object]:
+    """Fractions in a model's configuration, some of which forwards read there."""
+    config: Any = getattr(model, "config", None)
+    return [value for value in vars(config).values() if type(value) is float] if config else []

@@ -131,6 +131,11 @@ def came_from(model: nn.Module, name: str) -> None:
     setattr(model, _SOURCE, (*_files(name), Snapshot.of(model)))
 
 
+def was_loaded_by_name(model: nn.Module) -> bool:
+    """Whether we loaded a model from files ourselves."""
+    return hasattr(model, _SOURCE)
+
+
 def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
     """The folder or file of this name, and what identifies the files that it consists of."""
     place = Path(name)

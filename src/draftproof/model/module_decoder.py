@@ -40,7 +40,46 @@ def fits(model: PreTrainedModel) -> bool:
         and all(rotation in ROPE_TYPES for rotation in _rotations(config))
         and getattr(config, "attn_logit_softcapping", None) is None
         and not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+        and _is_original(model)
     )
+
+
+def _is_original(model: PreTrainedModel) -> bool:
+    """Whether every module whose forward ours replaces is the family's own, unchanged.
+
+    Linear layers are called as they are, so they may be anybody's: quantised, or with an adapter.
+    """
+    home, body = type(model).__module__, getattr(model, "model", None)
+    if body is None or not home.startswith("transformers.models."):
+        return False
+    norms = [body.norm]
+    parts = [model, body, body.rotary_emb]
+    for layer in body.layers:
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        parts += [layer, attention, mlp]
+        norms += [part for module in (layer, attention) if isinstance(module, nn.Module)
+                  for name, part in module.named_children() if name.endswith("norm")]  # fmt: skip
+    table = body.embed_tokens
+    return (
+        all(_is_of(part, home) for part in [*parts, *norms])
+        and (_is_of(table, home) or (type(table) is nn.Embedding and _is_bare(table)))
+        and len({epsilon_of(norm) for norm in norms}) == 1     # our kernels know a single one
+    )
+
+
+def _is_of(part: Any, home: str) -> bool:
+    """Whether a module is of a class of this file of transformers, with that class's forward."""
+    return (
+        isinstance(part, nn.Module)
+        and type(part).__module__ == home
+        and type(part).forward.__module__ == home
+        and _is_bare(part)
+    )
+
+
+def _is_bare(part: nn.Module) -> bool:
+    """Whether no other forward was put into a module."""
+    return "forward" not in vars(part)
 
 
 def decoder_of(

@@ -4,6 +4,8 @@ own, and by the module's own where it does not."""
 from __future__ import annotations
 
 import inspect
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
 from draftproof.model import inspection
+from draftproof.model.autocast import reject_autocast, watch_autocast, without_autocast
 from draftproof.model.copies import Snapshot
 from draftproof.model.facts import Facts
 from draftproof.model.fast_forward import FastForward
+from draftproof.model.kept import was_loaded_by_name
 from draftproof.model.kv_cache import KVCache, key_depths, tree_mask
 from draftproof.model.kv_layer import KVLayer
-from draftproof.model.layout import STATES, Layout
+from draftproof.model.layout import FAILURES, STATES, Layout, LogitScaling
 from draftproof.model.module_decoder import decoder_of, fits
 from draftproof.model.module_layout import layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
@@ -43,19 +47,27 @@ class ModuleTarget(Target):
         self.tolerance = inspection.tolerance_of(model)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_place = patch_decoder(model)
-        self._seen = Snapshot.of(model)
-        with torch.inference_mode():
+        self._seen, self._by_name = Snapshot.of(model), was_loaded_by_name(model)
+        with torch.inference_mode(), self._as_loaded():
             # until it is inspected, it is read by its own forward
-            self._adopt(Facts(self.find_layout(), reads_trees=True), None)
+            self._adopt(Facts(self._learn_layout(), reads_trees=True), None)
             facts = inspection.inspect(self)
         self._adopt(facts, self.fast_forward(facts))
         self._seen = Snapshot.of(model)
+
+    def _as_loaded(self) -> AbstractContextManager[object]:
+        """A block that reads a model which we loaded in the dtype that it was loaded in, whatever
+        the caller's autocast says; a model of the caller's is read as the caller would read it."""
+        return without_autocast(self.device) if self._by_name else nullcontext()
 
     def fast_forward(self, facts: Facts) -> FastForward | None:
         """Our forward of the module, where it fits and these facts say so."""
         if not (facts.fast and self.group.alone and fits(self.model)):
             return None
-        decoder = decoder_of(self.model, facts.layout.windows, self.context)
+        try:
+            decoder = decoder_of(self.model, facts.layout.windows, self.context)
+        except FAILURES:                # a part is not what the family has there: its own runs
+            return None
         return FastForward(decoder, use_kernels=facts.fused)
 
     def with_facts(self, facts: Facts) -> ModuleTarget:
@@ -63,6 +75,28 @@ class ModuleTarget(Target):
         other = self._copy()
         other._adopt(facts, self.fast_forward(facts))
         return other
+
+    def hold_weakly(self) -> None:
+        """Hold the module weakly from now on: an engine that is kept with a module must not keep
+        the module alive."""
+        self._weak_model = weakref.ref(self.__dict__.pop("model"))
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__.get("_weak_model") if name == "model" else None
+        if held is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        model = held()
+        if model is None:
+            raise BadInput(f"the model {self.name} was deleted, which this engine ran; load it")
+        return model
+
+    def _learn_layout(self) -> Layout:
+        """What each layer stores; refuses a model whose forward runs under autocast."""
+        with watch_autocast(self.model) as dtypes:
+            layout = self.find_layout()
+        for dtype in dtypes:
+            reject_autocast(self.name, self.dtype, self.device, dtype)
+        return layout
 
     def find_layout(self) -> Layout:
         """What each layer stores."""
@@ -104,11 +138,21 @@ class ModuleTarget(Target):
                 f"{self.name} was {self.dtype} on {self.device} when it was loaded here and is "
                 f"{model.dtype} on {model.device} now; load it here again"
             )
+        if not self._by_name:
+            reject_autocast(self.name, self.dtype, self.device)
         if self._seen.same(now):
             return
         self.__dict__.pop("native", None)
-        if self.fast is not None:
-            if fits(model) and now.modules == self._seen.modules:
+        if not now.same_structure(self._seen):
+            with torch.inference_mode():
+                layout = self._learn_layout()
+                self._reject_smaller_vocabulary(layout)
+                self._scaling = LogitScaling.of(model.config.get_text_config())
+                self._adopt(Facts(layout, reads_trees=True), None)
+                facts = inspection.examine(self)
+            self._adopt(facts, self.fast_forward(facts))
+        elif self.fast is not None:
+            if now.hooks == self._seen.hooks and fits(model):
                 decoder = decoder_of(model, self.layout.windows, self.context)
                 self.fast = self.fast.with_decoder(decoder)
             else:
@@ -117,6 +161,14 @@ class ModuleTarget(Target):
                 self._adopt(facts, self.fast_forward(facts))
         self._seen = now
 
+    def _reject_smaller_vocabulary(self, layout: Layout) -> None:
+        """Raise BadInput for a model that lost tokens, which drafters go on proposing."""
+        if layout.vocab < self.vocab_size:
+            raise BadInput(
+                f"{self.name} had {self.vocab_size} tokens when it was loaded here and has "
+                f"{layout.vocab} now; load it here again"
+            )
+
     @property
     def weights(self) -> object:
         return self._seen
@@ -124,6 +176,13 @@ class ModuleTarget(Target):
     def read(
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
+    ) -> Reading:
+        with self._as_loaded():
+            return self._read(tree, cache, first, last_only, hidden_layers)
+
+    def _read(
+        self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
+        hidden_layers: tuple[int, ...]
     ) -> Reading:
         if isinstance(cache, StateCache):
             return self._read_behind_states(tree, cache, first, last_only, hidden_layers)

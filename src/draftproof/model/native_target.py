@@ -10,6 +10,7 @@ from torch import Tensor
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import UnsupportedModel
+from draftproof.model.autocast import without_autocast
 from draftproof.model.kv_cache import CHUNKS, KVCache
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
@@ -57,7 +58,8 @@ class NativeTarget(Target):
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
     ) -> Reading:
-        return self._read_fast(tree, cache, first, last_only, hidden_layers)
+        with without_autocast(self.device):
+            return self._read_fast(tree, cache, first, last_only, hidden_layers)
 
     def features(
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
