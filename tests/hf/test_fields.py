@@ -42,7 +42,7 @@ REFUSED: dict[str, Any] = {
     "use_mtp": True, "is_assistant": True, "force_words_ids": [[4]],
 }  # fmt: skip
 UNREACHED = ("stop_strings", "token_healing")
-"""transformers refuses them before it asks us: it does not hand its tokenizer to such functions."""
+"""They need a tokenizer; see test_call.py."""
 
 
 def test_every_field_is_looked_at() -> None:

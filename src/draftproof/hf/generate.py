@@ -7,7 +7,6 @@ token inside a round; what cannot be is refused by name.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +37,10 @@ from draftproof.engine.load import load
 from draftproof.engine.prompts import without_padding
 from draftproof.errors import BadInput
 from draftproof.hf.asked import encoded_rows, logits_of, refuse
+from draftproof.hf.call import ending, find_call, keep_tokenizer
+from draftproof.model.module_target import ModuleTarget
+
+keep_tokenizer()
 
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
            TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}  # fmt: skip
@@ -71,15 +74,15 @@ def generate(
     those of transformers; sampled ones have the same distribution, and depend on
     `torch.manual_seed`. Raises BadInput for what cannot be honoured.
     """
-    if assistant_model is None and streamer is None:        # transformers 5.23 hands on neither
-        caller = sys._getframe(1).f_locals
-        assistant_model, streamer = caller.get("assistant_model"), caller.get("streamer")
+    call = find_call(generate.__code__)
+    assistant_model = call.assistant_model if assistant_model is None else assistant_model
+    streamer = call.streamer if streamer is None else streamer
     config = generation_config or model.generation_config
-    refuse(model, input_ids, config, model_kwargs, synced_gpus)
     encodes = model.config.is_encoder_decoder
     mask = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
-    with _evaluating(model):
+    with ending(streamer), _evaluating(model):
+        refuse(model, input_ids, config, model_kwargs, synced_gpus)
         engine = _engine(model, assistant_model, drafter, num_assistant_tokens, acceptance, config)
         prompts = without_padding(input_ids, mask)
         asked = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
@@ -160,8 +163,6 @@ def _decode(
                 for request, goes in zip(requests, going, strict=True):
                     if pads and not goes:
                         scheduler.abort(request)
-    if streamer is not None:
-        streamer.end()
     return torch.tensor(new).T
 
 
@@ -233,11 +234,15 @@ def _engine(
     budget = budget or config.prompt_lookup_num_tokens
     known: _Engines = model.__dict__.setdefault("_draftproof", _Engines())
     named = str(drafter) if isinstance(drafter, (str, Path)) else id(drafter)
-    key = (id(assistant), named, acceptance, budget, model.dtype, model.device)
+    size = model.config.get_text_config().vocab_size
+    key = (id(assistant), named, acceptance, budget, model.dtype, model.device, size)
     if key not in known:
         while len(known) >= ENGINES:                    # the oldest
             del known[next(iter(known))]
-        known[key] = load(
+        known[key] = engine = load(
             model, assistant_model=assistant, drafter=drafter, acceptance=acceptance, budget=budget
         )
+        for target in (engine.target, getattr(engine.drafter, "model", None)):
+            if isinstance(target, ModuleTarget) and target.model is model:
+                target.hold_weakly()                    # the model holds the engine
     return known[key]

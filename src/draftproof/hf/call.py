@@ -1,0 +1,102 @@
+"""What a call of `model.generate` was given and transformers does not hand on to a function given
+as `custom_generate`: its streamer, its assistant, and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from types import CodeType
+from typing import Any, NamedTuple
+
+from transformers import GenerationMixin
+
+log = logging.getLogger("draftproof")
+
+GENERATION = "transformers.generation.utils"
+"""The module of transformers' own `generate`."""
+
+
+class Call(NamedTuple):
+    """What a call of `model.generate` was given beside the text."""
+
+    assistant_model: Any = None
+    streamer: Any = None
+
+
+def find_call(inner: CodeType) -> Call:
+    """The running call of `model.generate` that reached a function through `custom_generate`.
+
+    The function may lie in another one of the user's, so the caller's frames are searched.
+
+    Args:
+        inner: The code of the function; a second call of it on the stack ends the search, since
+            the call above that one is not for this one.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code is not inner and frame.f_back is not None:   # helpers of the function
+        frame = frame.f_back
+    above, inside = frame.f_back, False
+    while above is not None and above.f_code is not inner:
+        if above.f_globals.get("__name__") == GENERATION:
+            inside, given = True, above.f_locals
+            named = {*Call._fields, "custom_generate"} <= {*given}
+            if above.f_code.co_name == "generate" and named:
+                custom = callable(given["custom_generate"])
+                return Call(*map(given.get, Call._fields)) if custom else Call()
+        above = above.f_back
+    if inside:
+        log.warning(
+            "note: this version of transformers hides streamer and assistant_model from "
+            "draftproof.generate; pass them to it, by functools.partial(draftproof.generate, ...)"
+        )
+    return Call()
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """End a streamer afterwards, also after an error: whoever reads it would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):
+                streamer.end()
+        raise
+    if streamer is not None:
+        streamer.end()
+
+
+class _ModeArguments(dict[str, Any]):
+    """What transformers hands on, and the tokenizer, which is looked up and not handed on."""
+
+    tokenizer: Any
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.tokenizer if name == "tokenizer" else super().get(name, default)
+
+
+def keep_tokenizer() -> None:
+    """Let `generate` find its `tokenizer` for `stop_strings` beside a `custom_generate` function.
+
+    transformers forgets it there, and then asks for it. Calls of other kinds are as they were.
+    """
+    extract = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    if extract is None or hasattr(extract, "__wrapped__"):
+        return
+
+    @wraps(extract)
+    def extract_and_keep(
+        self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
+    ) -> Any:
+        tokenizer = kwargs.get("tokenizer")
+        found = extract(self, custom_generate, kwargs, *args, **more)
+        if tokenizer is None or not callable(custom_generate) or "tokenizer" in found:
+            return found
+        kept = _ModeArguments(found)
+        kept.tokenizer = tokenizer
+        return kept
+
+    GenerationMixin._extract_generation_mode_kwargs = extract_and_keep
