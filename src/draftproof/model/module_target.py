@@ -146,7 +146,7 @@ class ModuleTarget(Target):
         if not now.same_structure(self._seen):
             with torch.inference_mode():
                 layout = self._learn_layout()
-                self._reject_smaller_vocabulary(layout)
+                self._reject_other_vocabulary(layout)
                 self._scaling = LogitScaling.of(model.config.get_text_config())
                 self._adopt(Facts(layout, reads_trees=True), None)
                 facts = inspection.examine(self)
@@ -161,9 +161,9 @@ class ModuleTarget(Target):
                 self._adopt(facts, self.fast_forward(facts))
         self._seen = now
 
-    def _reject_smaller_vocabulary(self, layout: Layout) -> None:
-        """Raise BadInput for a model that lost tokens, which drafters go on proposing."""
-        if layout.vocab < self.vocab_size:
+    def _reject_other_vocabulary(self, layout: Layout) -> None:
+        """Raise BadInput for a model that has other tokens now; drafters know those of before."""
+        if layout.vocab != self.vocab_size:
             raise BadInput(
                 f"{self.name} had {self.vocab_size} tokens when it was loaded here and has "
                 f"{layout.vocab} now; load it here again"
