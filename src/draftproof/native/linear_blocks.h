@@ -23,9 +23,10 @@ typedef struct {
 } Format;
 
 /* How products are summed: with a scale for 8 or for 4 words of codes; with an offset of the codes
- * or a minimum; and how large codes are, which matters without VNNI. */
+ * or a minimum; and how large codes are, which matters without VNNI. The last two unpack codes
+ * while they multiply. */
 enum { SMALL_OFFSET, SMALL_MINIMUM, MEDIUM_OFFSET, MEDIUM_MINIMUM, HALVES_OFFSET, HALVES_MINIMUM,
-    LARGE_OFFSET, SUMMATIONS };
+    LARGE_OFFSET, Q4_K_IN_PLACE, Q6_K_IN_PLACE, SUMMATIONS };
 
 static const Format formats[FORMATS] = {
     [Q8_0] = {32, 34, 8, 2, 2, 0, LARGE_OFFSET, 7},
@@ -65,7 +66,7 @@ typedef struct {
 typedef struct {
     uint32_t words[SPAN_WORDS][STRIP];
     float scale[HALVES][STRIP], minimum[HALVES][STRIP];
-    const char *codes;
+    const char *codes, *record;
     int64_t stride, ahead;
 } Weights;
 
@@ -78,12 +79,16 @@ typedef struct {
     Activations *activations;                   /* chunk by chunk, span by span, row by row */
 } BlockProduct;
 
-ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
+ALWAYS bits word_ahead(const char *record, int64_t word, int64_t side, const int prefetch) {
     const char *from = record + (word * STRIP + side * LANES) * 4;
     bits w;
     memcpy(&w, from, sizeof w);
-    __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
+    if (prefetch) __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
     return w;
+}
+
+ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
+    return word_ahead(record, word, side, 1);
 }
 
 /* The rests of a record, in half precision, after so many words. */
@@ -202,7 +207,6 @@ ALWAYS void unpack_scales(const char *record, int side, Weights *to) {
 #define EACH_SIDE_OF_STRIP _Pragma("GCC unroll 4") for (int side = 0; side < SIDES; side++)
 
 ALWAYS void unpack_4_or_5(const int fifth, const char *record, Weights *to) {
-    EACH_SIDE_OF_STRIP unpack_scales(record, side, to);
     for (int pair = 0; pair < 4; pair++) EACH_NUMBER(w, 8) EACH_SIDE_OF_STRIP {
         bits both = word_at(record, 4 + 8 * fifth + 8 * pair + w, side), low = both & LOW_4;
         bits upper = shifted(both, 4) & LOW_4;
@@ -224,6 +228,9 @@ ALWAYS void unpack_6(const char *record, Weights *to) {
         put(to, 32 * n + 16 + w, side, (shifted(a, 4) & LOW_4) | (high & 0x30303030));
         put(to, 32 * n + 24 + w, side, (shifted(b, 4) & LOW_4) | (shifted(high, 2) & 0x30303030));
     }
+}
+
+ALWAYS void unpack_scales_6(const char *record, Weights *to) {
     EACH_SIDE_OF_STRIP {
         lanes unit = rest_at(record, 52, side);
         for (int i = 0; i < 4; i++) {
@@ -284,8 +291,16 @@ ALWAYS void unpack_nonlinear(const char *record, Weights *to) {
     }
 }
 
+/* Unpack the scales of a record in a format whose codes are unpacked while they are multiplied. */
+static void unpack_scales_of(int64_t format, const char *record, Weights *to) {
+    to->record = record;
+    if (format == Q6_K) unpack_scales_6(record, to);
+    else EACH_SIDE_OF_STRIP unpack_scales(record, side, to);
+}
+
 /* Unpack `groups` groups of 32 inputs, all GROUPS where a block has SPAN inputs. */
 static void unpack_span(int64_t format, const char *record, int64_t groups, Weights *to) {
+    if (format == Q4_K || format == Q5_K || format == Q6_K) unpack_scales_of(format, record, to);
     to->codes = (const char *)to->words, to->stride = 8 * LINE, to->ahead = 0;
     switch (format) {
     case Q8_0:
@@ -357,46 +372,94 @@ ALWAYS void add_words(const int large, const int small, const int R, const int V
 #endif
 }
 
+#if LANES == 16
+/* A word of codes of Q4_K or Q6_K as it is in a record: word `w` of group `g` of the groups whose
+ * codes share words, which are the 2 or 4 from `first` on. Memory is asked for ahead of time when a
+ * word is read for the first time. */
+ALWAYS bits code_word(const int format, const char *record, int64_t first, const int g, const int w,
+        int64_t side) {
+    if (format == Q4_K) {
+        bits both = word_ahead(record, 4 + 4 * first + w, side, !g);
+        return (g ? shifted(both, 4) : both) & LOW_4;
+    }
+    int64_t at = 6 * first + 3 * w;
+    bits both = word_ahead(record, at + g % 2, side, g < 2);
+    bits high = word_ahead(record, at + 2, side, !g);
+    bits low = (g < 2 ? both : shifted(both, 4)) & LOW_4;
+    if (!g) return low | (high & LOW_2) << 4;
+    return low | ((g == 1 ? high << 2 : g == 2 ? high : shifted(high, 2)) & 0x30303030);
+}
+
+/* As add_words, for codes of Q4_K or Q6_K that are unpacked on the way, so that no memory is
+ * written: words `begin` to `begin + count` of a group. */
+ALWAYS void add_packed(const int format, const int R, const int V, const int count,
+        const char *record, int64_t first, const int g, const int begin, int64_t side,
+        const Activations *x, bits (*dot)[4]) {
+    _Pragma("GCC unroll 8") for (int k = begin; k < begin + count; k++) {
+        bits weight[4];
+        EACH_SIDE weight[v] = code_word(format, record, first, g, k, side + v);
+        EACH_ROW EACH_SIDE
+            dot[r][v] = dotted(dot[r][v], weight[v], x[r].codes[8 * (first + g) + k]);
+    }
+}
+#endif
+
 /* Add `groups` groups of a span to the sums of R rows, V vectors of outputs at a time. */
 ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *weights,
         const Activations *x, int64_t groups, int shift, lanes (*to)[SIDES]) {
     const int small = kernel == SMALL_OFFSET || kernel == SMALL_MINIMUM;
     const int large = kernel == LARGE_OFFSET;
-    const int halves = kernel == HALVES_OFFSET || kernel == HALVES_MINIMUM, parts = 1 + halves;
+    const int packed = kernel == Q4_K_IN_PLACE ? Q4_K : kernel == Q6_K_IN_PLACE ? Q6_K : NO_BLOCKS;
+    const int halves = kernel == HALVES_OFFSET || kernel == HALVES_MINIMUM || packed == Q6_K;
     const int minimum = kernel == SMALL_MINIMUM || kernel == MEDIUM_MINIMUM
-            || kernel == HALVES_MINIMUM;
-    const int start = halves ? 0 : HALVES;
+            || kernel == HALVES_MINIMUM || packed == Q4_K;
+    const int parts = 1 + halves, start = halves ? 0 : HALVES;
+    const int shared = packed == Q4_K ? 2 : packed == Q6_K ? 4 : 1;    /* groups whose words are */
     for (int side = 0; side < SIDES; side += V) {
         const char *codes = weights->codes + side * sizeof(bits);
-        for (int64_t g = 0; g < groups; g++, codes += weights->stride)
-            _Pragma("GCC unroll 2") for (int half = 0; half < parts; half++) {
-                const int64_t part = g * parts + half, at = start + part;
+        lanes sum[BLOCK_ROWS][4];
+        EACH_ROW EACH_SIDE sum[r][v] = to[r][side + v];
+        for (int64_t first = 0; first < groups; first += shared, codes += weights->stride)
+            _Pragma("GCC unroll 8") for (int p = 0; p < shared * parts; p++) {
+                const int g = p / parts, half = p % parts;
+                const int64_t part = first * parts + p, at = start + part;
                 bits dot[BLOCK_ROWS][4];
                 EACH_ROW EACH_SIDE dot[r][v] = minimum || (large && WIDE_CODES) ? (bits){}
                         : (bits){} + (x[r].offset[at] << shift);
+#if LANES == 16
+                if (packed) add_packed(packed, R, V, 8 / parts, weights->record, first, g,
+                        4 * half, side, x, dot);
+                else
+#endif
                 add_words(large, small, R, V, 8 / parts, codes + half * 4 * LINE,
-                        weights->ahead, x, 8 * g + 4 * half, dot);
+                        weights->ahead, x, 8 * first + 4 * half, dot);
                 EACH_SIDE {
                     lanes scale = loaded(weights->scale[part] + (side + v) * LANES), least = {};
                     if (minimum) least = loaded(weights->minimum[part] + (side + v) * LANES);
                     EACH_ROW {
-                        lanes sum = fused(scale * x[r].scale[g], number(dot[r][v]),
-                                to[r][side + v]);
-                        if (minimum) sum = fused(least, (lanes){} + x[r].sum[at], sum);
-                        to[r][side + v] = sum;
+                        sum[r][v] = fused(scale * x[r].scale[first + g], number(dot[r][v]),
+                                sum[r][v]);
+                        if (minimum) sum[r][v] = fused(least, (lanes){} + x[r].sum[at], sum[r][v]);
                     }
                 }
             }
+        EACH_ROW EACH_SIDE to[r][side + v] = sum[r][v];
     }
 }
 
+/* Vectors of outputs whose sums, of R rows, stay in registers. */
+#if LANES == 16
+#define BLOCK_SIDES(R) ((R) < 7 ? 2 : 1)
+#else
+#define BLOCK_SIDES(R) SIDES_OF(R)
+#endif
 #define EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define COUNTS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, \
     NAME##_8}
 #define SUMMATION(NAME, KERNEL, R) \
     static void NAME##_##R(const Weights *weights, const Activations *x, int64_t groups, \
             int shift, lanes (*to)[SIDES]) { \
-        add_span(KERNEL, R, SIDES_OF(R), weights, x, groups, shift, to); \
+        add_span(KERNEL, R, BLOCK_SIDES(R), weights, x, groups, shift, to); \
     }
 #if WIDE_CODES
 #define SUMMATIONS_OF(R) SUMMATION(small_offset, SMALL_OFFSET, R) \
@@ -415,14 +478,22 @@ static void (*const summations[SUMMATIONS][BLOCK_ROWS])(const Weights *, const A
                                                  * but large ones are read where they are */
 #define SUMMATIONS_OF(R) SUMMATION(offset, SMALL_OFFSET, R) SUMMATION(large, LARGE_OFFSET, R) \
     SUMMATION(minimum, SMALL_MINIMUM, R) SUMMATION(halves_offset, HALVES_OFFSET, R) \
-    SUMMATION(halves_minimum, HALVES_MINIMUM, R)
+    SUMMATION(halves_minimum, HALVES_MINIMUM, R) IN_PLACE_OF(R)
+#if LANES == 16
+#define IN_PLACE_OF(R) SUMMATION(packed_4, Q4_K_IN_PLACE, R) SUMMATION(packed_6, Q6_K_IN_PLACE, R)
+#else
+#define IN_PLACE_OF(R)
+#endif
 EACH_COUNT(SUMMATIONS_OF)
 static void (*const summations[SUMMATIONS][BLOCK_ROWS])(const Weights *, const Activations *, int64_t,
         int, lanes (*)[SIDES]) = {
     [SMALL_OFFSET] = COUNTS(offset), [SMALL_MINIMUM] = COUNTS(minimum),
     [MEDIUM_OFFSET] = COUNTS(offset), [MEDIUM_MINIMUM] = COUNTS(minimum),
     [HALVES_OFFSET] = COUNTS(halves_offset), [HALVES_MINIMUM] = COUNTS(halves_minimum),
-    [LARGE_OFFSET] = COUNTS(large)
+    [LARGE_OFFSET] = COUNTS(large),
+#if LANES == 16
+    [Q4_K_IN_PLACE] = COUNTS(packed_4), [Q6_K_IN_PLACE] = COUNTS(packed_6)
+#endif
 };
 #endif
 
@@ -459,8 +530,11 @@ static void finish_blocks(const BlockProduct *of, int64_t strip, int64_t row, in
  * BLOCK_CHUNKS. */
 static void block_panel(const BlockProduct *of, int64_t first, int64_t last, int64_t top,
         int64_t bottom) {
-    int64_t rows = of->rows, chunks = of->chunks;
-    int64_t row = rows * top / chunks, end = rows * bottom / chunks;
+    int64_t rows = of->rows, chunks = of->chunks, format = of->layer->format;
+    int64_t row = rows * top / chunks, end = rows * bottom / chunks, kernel = of->format->kernel;
+    /* with codes that are used once, and 32 registers */
+    int packed = LANES == 16 && bottom - top == 1 && (format == Q4_K || format == Q6_K);
+    if (packed) kernel = format == Q4_K ? Q4_K_IN_PLACE : Q6_K_IN_PLACE;
     lanes sums[STRIPS][ROWS][SIDES];
     Weights weights __attribute__((aligned(64)));     /* no store crosses a line */
     for (int64_t s = first; s < last; s++)
@@ -468,11 +542,13 @@ static void block_panel(const BlockProduct *of, int64_t first, int64_t last, int
     for (int64_t span = 0; span < of->spans; span++)
         for (int64_t s = first; s < last; s++) {
             int64_t groups = groups_of(of->layer, span);
-            unpack_span(of->layer->format, record_at(of->layer, s, span), groups, &weights);
+            const char *record = record_at(of->layer, s, span);
+            if (packed) unpack_scales_of(format, record, &weights);
+            else unpack_span(format, record, groups, &weights);
             for (int64_t c = top; c < bottom; c++) {
                 int64_t from = rows * c / chunks, count = rows * (c + 1) / chunks - from;
                 const Activations *x = of->activations + from * of->spans + span * count;
-                summations[of->format->kernel][count - 1](&weights, x, groups,
+                summations[kernel][count - 1](&weights, x, groups,
                         (int)of->format->shift, sums[s - first] + (from - row));
             }
         }
