@@ -78,26 +78,40 @@ _drafting, _model = partial(option, panel="Drafting"), partial(option, panel="Mo
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of; each field's help text says what it does, here is what it may be.
+    """What an engine is made of.
 
-    model, assistant_model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model;
-        with different tokenizers, the tokens that both share are drafted.
-    drafter: a name, a folder of draft heads or of a draft model, `module:Class` of one's own, or a
-        `Drafter`; "a+b" merges.
-    budget: draft tokens per round (`--num-assistant-tokens`), or a `Budget`; None measures what
-        pays, zero included.
-    draft_tree: for a draft model or Medusa heads: children per node and level ("3,2,1"), a
-        published tree's name, or a `TreeShape`. None: a chain as long as the budget, or the
-        likeliest paths of each round.
-    acceptance: "match" gives the same text, "rejection" and "block" the same distribution.
-    lossy: True, "typical", "typical:EPSILON,DELTA" or a `Typical` gives up the target's
-        distribution for speed.
-    quantize, quantize_draft: weights of the target and of the draft model. The text is that of the
-        quantised target. A draft model given by name has 8 bits if nobody says and it then predicts
-        nearly the same; "none" leaves it as it is.
-    shapes: static shapes as a `ShapePolicy` says. tokenizer: another than the one beside the model.
-    dtype, device: of models loaded here.
-    Raises BadInput for what can be refused before anything is loaded.
+    Attributes:
+        model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model.
+        assistant_model: A draft model, in any of these forms. With another tokenizer, the tokens
+            that both vocabularies share are drafted.
+        drafter: A name, a folder of draft heads or of a draft model, `module:Class` of your own, or
+            a `Drafter`; "a+b" merges two.
+        budget: Draft tokens per round (`--num-assistant-tokens`), or a `Budget`. None measures how
+            many pay, down to zero.
+        draft_tree: For a draft model or Medusa heads: children per node and level ("3,2,1"), the
+            name of a published tree, or a `TreeShape`. None: a chain as long as the budget, or the
+            most likely paths of each round.
+        acceptance: "match" gives the same text, "rejection" and "block" the same distribution.
+        lossy: True, "typical", "typical:EPSILON,DELTA" or a `Typical` gives up the target's
+            distribution for speed.
+        dtype: Of models that are loaded here: "bfloat16", "float16", "float32" or "float64".
+        device: Where models are placed: "cpu", "cuda", "cuda:1", "hpu", ...
+        quantize: "int8", "int4" or "fp8" weights of the target. The text is that of the quantised
+            target.
+        quantize_draft: The same for the draft model. None: a draft model given by name gets 8 bits
+            if it then predicts nearly the same; "none" leaves it as it is.
+        kv_cache: "int8" or "fp8" keys and values: half the memory, and another text.
+        parallel: Shard the model over the ranks of torchrun: "tensor" or "deepspeed".
+        graphs: Record forward passes and replay them.
+        bucket_size: Static shapes, with room for texts in multiples of so many tokens.
+        compile: Let torch.compile build the forward passes.
+        trust_remote_code: Run the code that comes with a model.
+        ignore_generation_config: Names of settings of the model's generation_config to leave out.
+        tokenizer: Another tokenizer than the model's own.
+        shapes: Static shapes by a `ShapePolicy`.
+
+    Raises:
+        BadInput: An option is wrong, as far as this shows before anything is loaded.
     """
 
     model: str | Path | PreTrainedModel

@@ -64,12 +64,27 @@ PUBLISHED = (eagle3, dflash)
 
 
 def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) -> Engine:
-    """An engine for `model`: "demo", a folder, a GGUF file, a hub id or a transformers model.
+    """Load a model and what drafts for it.
 
-    options: see `LoadOptions`; `EngineConfig` says what each means.
-    A loaded model may go on to be trained: weights that changed are taken up when the next text
-    begins, quantised ones too. Raises TypeError for an unknown option, a DraftproofError, in one
-    sentence, for anything that does not fit.
+    A model object may be trained afterwards: changed weights are taken up when the next text
+    begins.
+
+    Example:
+        ```python
+        engine = dp.load("demo", assistant_model="demo-draft")
+        print(engine.generate("Once upon a time", max_new_tokens=50)[0].text)
+        ```
+
+    Args:
+        model: "demo", a folder, a GGUF file, a hub id or a loaded transformers model.
+        **options: The other fields of `EngineConfig`, by name.
+
+    Returns:
+        The engine.
+
+    Raises:
+        TypeError: An option is not known.
+        DraftproofError: Something cannot be loaded or does not fit, in one sentence.
     """
     reject_unknown_options("load", options, LoadOptions.__annotations__)
     return build(EngineConfig(model, **options))
