@@ -165,3 +165,13 @@ def _filtered(want: Sampling, text: list[int], scores: Tensor) -> Tensor:
     """[1, V] as our sampler processes the scores behind `text`."""
     sampler = sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9))
     return sampler.filtered(scores.view(1, 1, -1), paths_of([text]))[:, 0]
+
+
+@pytest.mark.parametrize("text", [[7], [7, 7], [0], [0, 0, 0]])
+def test_a_banned_word_is_not_matched_before_the_text_begins(text: list[int]) -> None:
+    """What is not there is no token, whichever token the text begins with."""
+    words = [[7, 7, 7, 5], [0, 0, 4], [0, 0, 0, 0, 3], [7, 7, 2]]
+    scores = random_logits(1, VOCAB)
+    wanted = hf.NoBadWordsLogitsProcessor(words)(torch.tensor([text]), scores.clone())
+    found = _filtered(Sampling(banned_words=words), text, scores)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -126,3 +126,17 @@ def test_whole_numbers_are_taken_as_the_floats_they_are() -> None:
     names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = Sampling(**dict.fromkeys(names, 1))
     assert all(type(getattr(given, name)) is float for name in names)
+
+
+def test_every_node_of_a_round_has_its_own_coin() -> None:
+    """Far beyond the drafts of other tests: coins that deep nodes share bias long drafts alone."""
+    rows, nodes = 64, 24
+    sampler = sampler_of(*(Sampling(temperature=1.0, seed=seed) for seed in range(rows)))
+    position = torch.full((rows,), 5)
+    chance = sampler.chance(Prefix(torch.zeros(rows, 9, dtype=torch.int64), position))
+    even = torch.full((rows,), 0.5)
+    coins = torch.stack([chance.flip(even, node) for node in range(1, nodes + 1)])
+    assert len(torch.unique(coins, dim=0)) == nodes
+    weights = torch.ones(rows, 512)
+    tokens = torch.stack([chance.draw(weights, position * 0 + depth) for depth in range(nodes)])
+    assert len(torch.unique(tokens, dim=0)) == nodes

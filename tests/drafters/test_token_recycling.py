@@ -173,3 +173,17 @@ def test_it_keeps_to_its_depth() -> None:
         drafter.observe(read(tree, [0], {0: {5: 0.99, 6: 0.01}}))
     depths = proposed(drafter, [[30, *[5] * 9]], budget=30).depths
     assert int(depths.max()) == DEPTH == TokenRecycling.deepest
+
+
+def test_what_follows_a_root_is_known_by_the_token_before_it() -> None:
+    """Not by any token of the tree: its nodes come after the root."""
+    drafter = started()
+    for last, follows in ((3, 8), (4, 20)):
+        drafter.observe(commit_of([0], [[last]]))
+        tree = TokenTree.chain(torch.tensor([[5, 11, 12]]))
+        best = {0: even(follows, follows + 1), 1: even(13, 14), 2: even(13, 14)}
+        drafter.observe(read(tree, [0], best))
+    for last, follows in ((3, 8), (4, 20)):
+        drafter.observe(commit_of([0], [[last]]))
+        found = drafted(proposed(drafter, [[30, last, 5]], budget=2))
+        assert (follows,) in found, f"after {last}, 5 came {follows}"

@@ -144,3 +144,31 @@ def test_end_tokens_the_model_does_not_know_are_harmless() -> None:
                   for more in ({}, {"stop_tokens": [-1, VOCAB + 5], "min_new_tokens": 3}))
     assert texts(Engine(target()), [[1, 2]], max_new_tokens=9, sampling=odd) == texts(
         Engine(target()), [[1, 2]], max_new_tokens=9, sampling=plain)
+
+
+class _Tags:
+    """A detokenizer whose token 9 is the special token "<end>"; others are letters."""
+
+    def push(self, token: int) -> str:
+        return "" if token == 9 else "abcdefgh"[token]
+
+    def special(self, token: int) -> str:
+        return "<end>" if token == 9 else ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("stop", ["<end>a", "end>a", "d>a", ">a", "c<end>b", "d>aa"])
+@pytest.mark.parametrize("tokens", [[2, 9, 1, 0], [9, 9, 2], [2, 9, 0, 1], [9, 0, 0], [2, 2, 9]])
+def test_no_part_of_a_special_token_is_ever_shown(stop: str, tokens: list[int]) -> None:
+    """A stop string may begin inside one: what was held back of it is not text afterwards."""
+    state = SequenceState([1], SamplingParams(Sampling(stop=[stop]), 1), len(tokens), _Tags())
+    state.extend(tokens, None, ())
+    pieces = ["<end>" if token == 9 else "abcdefgh"[token] for token in tokens]
+    places = [index for index, piece in enumerate(pieces) for _ in piece]
+    end = next((end for end in range(len(places) + 1) if "".join(pieces)[:end].endswith(stop)), 0)
+    shown = places[: end - len(stop)] if end else places
+    assert state.text == "".join(pieces[index] for index in shown if tokens[index] != 9)
+    assert "".join(piece for piece, _ in state.pieces()) == state.text
+    assert state.finish_reason == ("stop" if end else "length")

@@ -238,3 +238,27 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(
                     seen = length + int(tree.depths[row, node]) - position < window
                 wanted = 0 if seen else torch.finfo(dtype).min
                 assert mask[row, 0, node - first, slot] == wanted, (row, node, slot)
+
+
+@any_cache
+def test_a_read_sees_its_own_last_slot_wherever_it_ends(kind: str | None) -> None:
+    """Also where that is the first of 64 more: slot by slot, and in reads of several nodes."""
+    own = of_kind(kind)
+    for nodes in (1, 2, 5):
+        cache, fresh = own.new_cache(1, 256), own.new_cache(1, 256)
+        lead = 64 - 2 * nodes
+        text = (torch.arange(lead + 4 * nodes) * 7 % VOCAB)[None]
+        own.read(TokenTree.chain(text[:, :lead]), cache)
+        cache.keep(None, torch.tensor([lead]))
+        step = [own.read(TokenTree.chain(text[:, :lead]), fresh).logits]
+        fresh.keep(None, torch.tensor([lead]))
+        for start in range(lead, text.shape[1], nodes):
+            assert cache.reserve(nodes) >= start + nodes
+            tree = TokenTree.chain(text[:, start : start + nodes])
+            cache.bound(start)
+            found = own.read(tree, cache).logits
+            cache.keep(None, torch.tensor([nodes]))
+            step.append(found)
+        if kind is None:
+            whole = own.own_logits(text)
+            torch.testing.assert_close(torch.cat(step, 1), whole, rtol=0, atol=1e-9)

@@ -172,3 +172,22 @@ def test_static_shapes_are_refused() -> None:
     engine = Engine(made("convolutions"), shapes=ShapePolicy(closed=True))
     with pytest.raises(BadInput, match="leave graphs"):
         engine.generate([[1, 2]], max_new_tokens=2)
+
+
+@torch.inference_mode()
+def test_states_on_their_way_are_not_those_of_rows_that_moved() -> None:
+    """Rows move between a read and what is kept of it: no row takes the states of another."""
+    own = made("gated delta net")
+    cache = own.new_cache(2, 64)
+    assert isinstance(cache, StateCache)
+    own.read(chain([1, 2], [3, 4]), cache)
+    cache.keep(None, torch.tensor([2, 2]))
+    own.read(chain([5], [6]), cache)
+    cache.select([1])
+    own.read(chain([6]), cache.rows(0, 1))
+    cache.select([0, 0])
+    assert not cache._reads.marks
+    cache.keep(None, torch.tensor([1, 1]))
+    logits = own.read(chain([7], [8]), cache).logits[:, -1]
+    for row, last in enumerate((7, 8)):
+        agrees(logits[row], own, [3, 4, 6, last])
