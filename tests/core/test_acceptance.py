@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.core import acceptance
+from draftproof.core import noise
 from draftproof.core.acceptance import accept_by_block, accept_by_matching, accept_by_rejection
-from draftproof.core.ops import TORCH
+from draftproof.core.params import Sampling, SamplingParams
+from draftproof.core.prefix import Prefix
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 
 both = pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block])
@@ -149,11 +150,11 @@ def test_what_cannot_be_is_not_accepted(rule) -> None:
     chance = Recorder(False)
     rule(chain((1,), [0.1, 0.8, 0.1]), laws([0.5, 0, 0.5], [1, 0, 0]), chance)
     assert chance.confidence == [0]
-    keyed = object.__new__(acceptance.KeyedChance)
-    keyed.keys, keyed.position, keyed.ops = torch.zeros(1, 2), torch.zeros(1, 1), TORCH
-    at_zero = SimpleNamespace(stream=lambda *_: None, uniform=lambda _: torch.zeros(1, 1))
+    sampler = Sampler([SamplingParams(Sampling(temperature=1.0), 1)])
+    root = torch.zeros(1, dtype=torch.int64)
+    keyed = sampler.chance(Prefix(root[:, None], root))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "noise", at_zero)
+        patch.setattr(noise, "uniform", lambda _: torch.zeros(1, 1))
         assert not keyed.flip(torch.zeros(1), 1)
 
 
