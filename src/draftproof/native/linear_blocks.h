@@ -46,9 +46,10 @@ static const Format formats[FORMATS] = {
 
 /* Inputs, words and groups of 32 inputs that are unpacked and multiplied at a time. */
 enum { SPAN = 256, SPAN_WORDS = SPAN / 4, GROUPS = SPAN / 32, HALVES = SPAN / 16 };
-/* Rows that are multiplied at a time, so that their sums stay in registers, and bytes that memory
- * is asked for ahead of time. */
-enum { AHEAD = 8192, SECOND_CACHE = 2 };
+/* Bytes that memory is asked for ahead of time, and the caches that it is asked for, as
+ * __builtin_prefetch numbers them. */
+enum { AHEAD = 8192, FAR = 12288, NEAR = 2048, SECOND_CACHE = 2, FIRST_CACHE = 3 };
+/* Rows that are multiplied at a time, so that their sums stay in registers. */
 enum { BLOCK_ROWS = 8, BLOCK_CHUNKS = ROWS / BLOCK_ROWS };
 
 /* SPAN activations of a row. `offset` has minus the sum of the codes of each 16 inputs, then of
@@ -79,16 +80,12 @@ typedef struct {
     Activations *activations;                   /* chunk by chunk, span by span, row by row */
 } BlockProduct;
 
-ALWAYS bits word_ahead(const char *record, int64_t word, int64_t side, const int prefetch) {
+ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
     const char *from = record + (word * STRIP + side * LANES) * 4;
     bits w;
     memcpy(&w, from, sizeof w);
-    if (prefetch) __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
+    __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
     return w;
-}
-
-ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
-    return word_ahead(record, word, side, 1);
 }
 
 /* The rests of a record, in half precision, after so many words. */
@@ -373,18 +370,34 @@ ALWAYS void add_words(const int large, const int small, const int R, const int V
 }
 
 #if LANES == 16
-/* A word of codes of Q4_K or Q6_K as it is in a record: word `w` of group `g` of the groups whose
- * codes share words, which are the 2 or 4 from `first` on. Memory is asked for ahead of time when a
- * word is read for the first time. */
+/* A word of a record that memory was asked for by prefetch_part. */
+ALWAYS bits cached_word(const char *record, int64_t word, int64_t side) {
+    bits w;
+    memcpy(&w, record + (word * STRIP + side * LANES) * 4, sizeof w);
+    return w;
+}
+
+/* Ask memory for the part number `step` of `steps` of what follows a record, so that it is one
+ * stream, however the words are read: first to the second cache, later to the first. */
+ALWAYS void prefetch_part(const int format, const char *record, int64_t step, const int steps) {
+    const int lines = (int)formats[format].bytes * STRIP / 64;
+    record += step * lines / steps * 64;
+    _Pragma("GCC unroll 8") for (int i = 0; i <= lines / steps; i++) {
+        __builtin_prefetch(record + i * 64 + FAR, 0, SECOND_CACHE);
+        __builtin_prefetch(record + i * 64 + NEAR, 0, FIRST_CACHE);
+    }
+}
+
+/* Codes of Q4_K or Q6_K, unpacked: word `w` of group `g` of the groups whose codes share words,
+ * which are the 2 or 4 from `first` on. */
 ALWAYS bits code_word(const int format, const char *record, int64_t first, const int g, const int w,
         int64_t side) {
     if (format == Q4_K) {
-        bits both = word_ahead(record, 4 + 4 * first + w, side, !g);
+        bits both = cached_word(record, 4 + 4 * first + w, side);
         return (g ? shifted(both, 4) : both) & LOW_4;
     }
     int64_t at = 6 * first + 3 * w;
-    bits both = word_ahead(record, at + g % 2, side, g < 2);
-    bits high = word_ahead(record, at + 2, side, !g);
+    bits both = cached_word(record, at + g % 2, side), high = cached_word(record, at + 2, side);
     bits low = (g < 2 ? both : shifted(both, 4)) & LOW_4;
     if (!g) return low | (high & LOW_2) << 4;
     return low | ((g == 1 ? high << 2 : g == 2 ? high : shifted(high, 2)) & 0x30303030);
@@ -427,9 +440,12 @@ ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *
                 EACH_ROW EACH_SIDE dot[r][v] = minimum || (large && WIDE_CODES) ? (bits){}
                         : (bits){} + (x[r].offset[at] << shift);
 #if LANES == 16
-                if (packed) add_packed(packed, R, V, 8 / parts, weights->record, first, g,
-                        4 * half, side, x, dot);
-                else
+                if (packed) {
+                    prefetch_part(packed, weights->record, (side / V) * GROUPS * parts + part,
+                            (SIDES / V) * GROUPS * parts);
+                    add_packed(packed, R, V, 8 / parts, weights->record, first, g, 4 * half, side,
+                            x, dot);
+                } else
 #endif
                 add_words(large, small, R, V, 8 / parts, codes + half * 4 * LINE,
                         weights->ahead, x, 8 * first + 4 * half, dot);
@@ -449,9 +465,9 @@ ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *
 
 /* Vectors of outputs whose sums, of R rows, stay in registers. */
 #if LANES == 16
-#define BLOCK_SIDES(R) ((R) < 7 ? 2 : 1)
+#define BLOCK_SIDES(KERNEL, R) ((R) < 7 && (KERNEL) < Q4_K_IN_PLACE ? 2 : 1)
 #else
-#define BLOCK_SIDES(R) SIDES_OF(R)
+#define BLOCK_SIDES(KERNEL, R) SIDES_OF(R)
 #endif
 #define EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define COUNTS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, \
@@ -459,7 +475,7 @@ ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *
 #define SUMMATION(NAME, KERNEL, R) \
     static void NAME##_##R(const Weights *weights, const Activations *x, int64_t groups, \
             int shift, lanes (*to)[SIDES]) { \
-        add_span(KERNEL, R, BLOCK_SIDES(R), weights, x, groups, shift, to); \
+        add_span(KERNEL, R, BLOCK_SIDES(KERNEL, R), weights, x, groups, shift, to); \
     }
 #if WIDE_CODES
 #define SUMMATIONS_OF(R) SUMMATION(small_offset, SMALL_OFFSET, R) \
