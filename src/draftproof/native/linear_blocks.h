@@ -463,9 +463,9 @@ ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *
     }
 }
 
-/* Vectors of outputs whose sums, of R rows, stay in registers. */
+/* Vectors of outputs that are summed together, for R rows. */
 #if LANES == 16
-#define BLOCK_SIDES(KERNEL, R) ((R) < 7 && (KERNEL) < Q4_K_IN_PLACE ? 2 : 1)
+#define BLOCK_SIDES(KERNEL, R) ((KERNEL) < Q4_K_IN_PLACE ? 2 : 1)
 #else
 #define BLOCK_SIDES(KERNEL, R) SIDES_OF(R)
 #endif
