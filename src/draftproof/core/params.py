@@ -51,26 +51,41 @@ Likely = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one request wants. The default is greedy decoding with nothing added.
+    """What one request asks for. The default is greedy decoding with nothing added.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-    repetition_penalty: over prompt and new tokens (CTRL, arXiv 1909.05858); 1 is off.
-    presence_penalty, frequency_penalty: subtracted, over new tokens only (as OpenAI's); 0 is off.
-    no_repeat_ngram: no n-gram of this size occurs twice; 0 is off.
-    logit_bias: added to the logits, by token id.
-    banned_words: strings or token id sequences that must not appear.
-    min_new_tokens: no end token before so many. max_new_tokens: None leaves it to the call.
-    max_length: tokens of prompt and text together, where no max_new_tokens is given.
-    stop: strings that end the text and are not part of it; min_new_tokens holds back end tokens
-    alone, not these. stop_tokens: end tokens instead of the model's own; None takes those.
-    stop_token_ids: end tokens in addition to these (as vLLM's option of this name).
-    seed: any integer; the same seed gives the same text whatever the drafter, tree or batch.
-    logprobs: report the log-probability of each new token under the unprocessed model.
-    top_logprobs: and of so many of the likeliest tokens in its place, up to 20.
-    processors: functions of the prefix, ``(input_ids [n, L], scores [n, V]) -> scores [n, V]``.
-    logits_rules: what a model's own generation_config, or a grammar, asks for beside all this.
-    stop_when: functions of the text, ``(input_ids [1, L]) -> bool``, asked behind every new token;
-    true ends it there.
+    Example:
+        ```python
+        engine.generate("Once upon a time", sampling=dp.Sampling(temperature=0.7, seed=1))
+        ```
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Only the k most likely tokens; 0 is off.
+        top_p: Only the most likely tokens that together have this probability; 1 is off.
+        min_p: Only tokens this many times as likely as the most likely one; 0 is off.
+        repetition_penalty: Over prompt and new tokens (CTRL, arXiv 1909.05858); 1 is off.
+        presence_penalty: Subtracted, over new tokens only, as in OpenAI's API; 0 is off.
+        frequency_penalty: The same for each occurrence of a token.
+        no_repeat_ngram: No n-gram of this size occurs twice; 0 is off.
+        logit_bias: Added to the logits, by token id.
+        banned_words: Strings or sequences of token ids that must not appear.
+        min_new_tokens: No end token before so many new tokens.
+        max_new_tokens: At most so many; None leaves it to the call.
+        max_length: Tokens of prompt and text together, where max_new_tokens is not given.
+        stop: Strings that end the text and are not part of it. min_new_tokens does not hold
+            these back.
+        stop_tokens: End tokens instead of the model's own; None takes the model's.
+        stop_token_ids: End tokens in addition to these, as vLLM's option of this name.
+        seed: The same seed gives the same text with any drafter, tree or batch.
+        logprobs: Report the log-probability of each new token under the unprocessed model.
+        top_logprobs: Also report so many of the most likely tokens in its place, up to 20.
+        processors: Functions of the prefix, `(input_ids [n, L], scores [n, V]) -> scores [n, V]`.
+        logits_rules: Further rules of the model's generation_config or of a grammar.
+        stop_when: Functions of the text, `(input_ids [1, L]) -> bool`, checked after every new
+            token; true ends the text there.
+
+    Raises:
+        BadInput: A value is out of range or of a wrong type.
     """
 
     temperature: float = 0.0
