@@ -7,10 +7,11 @@ import torch
 from blocks import in_codes, random_blocks
 
 from draftproof.errors import BadInput
-from draftproof.gguf.blocks import BlockTensor, dequantize
+from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor, dequantize
 from draftproof.model import block_linear
 from draftproof.model.block_linear import BlockLinear, BlockTable
 from draftproof.native.kernels import kernels
+from draftproof.native.structures import FORMATS
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "torch"])
@@ -58,11 +59,34 @@ def test_token_embeddings_are_looked_up_in_blocks(native: bool, format: str) -> 
              if format[0] == "F" else random_blocks(format, 100, 512))
     tokens = torch.tensor([[3, 99, 0], [3, 64, 31]])
     wanted = dequantize(table).bfloat16()[tokens]
-    for source in (table, BlockLinear.from_blocks([table], None)):
-        embeddings = BlockTable(source, torch.bfloat16)
-        assert embeddings.shape == (100, 512)
-        assert torch.equal(embeddings.rows(tokens), wanted)
-        assert embeddings.rows(tokens[:0]).shape == (0, 3, 512)
+    embeddings = BlockTable(table, torch.bfloat16)
+    assert embeddings.shape == (100, 512)
+    assert torch.equal(embeddings.rows(tokens), wanted)
+    assert embeddings.rows(tokens[:0]).shape == (0, 3, 512)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "F32"])
+def test_rows_of_a_matrix_are_looked_up(native: bool, format: str) -> None:
+    stored = (numbers(format, torch.randn(70, 512)) if format == "F32"
+              else random_blocks(format, 70, 512))
+    layer = BlockLinear.from_blocks([stored], None)
+    rows = torch.tensor([[3, 69], [0, 64]])
+    wanted = dequantize(stored)[rows]
+    wanted = wanted.bfloat16().float() if format == "F32" else wanted
+    assert torch.equal(layer.rows(rows), wanted)
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_look_embeddings_up_in_the_blocks_of_the_file(format: str) -> None:
+    inputs = 288 if BLOCK_SIZES[format].weights == 32 else 512       # not all spans are complete
+    stored, library = random_blocks(format, 70, inputs), kernels()
+    table = BlockTable(stored, torch.bfloat16).native
+    assert library is not None and table is not None
+    tokens = torch.tensor([3, 69, 0, 3, -1, 70])
+    found = torch.empty(6, inputs, dtype=torch.bfloat16)
+    library("embed", table, tokens, 6, found)
+    assert torch.equal(found, dequantize(stored).bfloat16()[tokens.clamp(0, 69)])
 
 
 def test_rare_formats_are_unpacked_to_bfloat16(native: bool) -> None:

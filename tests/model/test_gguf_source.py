@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import gguf_models
@@ -71,3 +72,32 @@ def test_logits_are_capped_as_the_file_says(tmp_path: Path) -> None:
                             **{".final_logit_softcapping": 3.0})  # fmt: skip
     wanted, logits = both(path, torch.float32)
     assert wanted.abs().max() < 3 and (wanted - logits).abs().max() < 1e-3
+
+
+@pytest.mark.skipif(kernels() is None, reason="blocks are unpacked without kernels")
+def test_a_table_in_blocks_is_never_held_as_numbers(tmp_path: Path) -> None:
+    """Neither for reading tokens, nor for draft heads, which look rows up in both tables."""
+    path = gguf_models.save(gguf_models.tiny("qwen3"), tmp_path / "model.gguf", "Q8_0")
+    before = {id(tensor) for tensor in _dense_tables()}
+    native = native_gguf(path, torch.bfloat16)
+    assert native is not None
+    target = target_of(native)
+    tokens, few = torch.randint(0, 96, (1, 8)), torch.tensor([3, 95])
+    reading = target.read(TokenTree.chain(tokens), target.new_cache(1, 16))
+    tables, rows = target.native, target.head_rows(few)
+    assert tables is not None and rows is not None and reading.logits.shape == (1, 8, 96)
+    assert not [tensor for tensor in _dense_tables() if id(tensor) not in before]
+    weight = native.source.tensor("model.embed_tokens.weight")
+    head = "lm_head" if "lm_head.weight" in native.source else "model.embed_tokens"
+    assert torch.equal(rows[0], native.source.tensor(f"{head}.weight").float()[few])
+    found = torch.empty(2, weight.shape[1], dtype=torch.bfloat16)
+    library = kernels()
+    assert library is not None
+    library("embed", tables.embeddings, few, 2, found)
+    assert torch.equal(found, weight.bfloat16()[few])
+
+
+def _dense_tables() -> list[torch.Tensor]:
+    """Tensors in memory as large as an embedding table of these models, [96, 64]."""
+    return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor
+            and thing.is_floating_point() and thing.numel() == 96 * 64]

@@ -157,7 +157,9 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, known = config, config.draft_vocab_size
-        self.register_buffer("token_map", torch.arange(known) if known is not None else None)
+        # not on the meta device, where arange imports much of torch
+        tokens = torch.arange(known, device="cpu") if known is not None else None
+        self.register_buffer("token_map", tokens)
         self.projection = None
 
     @property
@@ -322,9 +324,12 @@ def decoding_copy(head: H, vocabulary: Vocabulary) -> H:
 @torch.no_grad()
 def lm_head_rows(vocabulary: Vocabulary, tokens: Tensor, like: Tensor) -> nn.Linear:
     """The rows of the target's LM head for `tokens`, frozen, of the dtype and device of `like`."""
-    weight, bias = lm_head_of(vocabulary)
-    rows = nn.Linear(weight.shape[1], len(tokens), device="meta").requires_grad_(False)
-    some = {"weight": weight[tokens].to(like), "bias": bias[tokens].to(like)}
+    known = vocabulary.head_rows(tokens)
+    if known is None:
+        weight, bias = lm_head_of(vocabulary)
+        known = weight[tokens], bias[tokens]
+    rows = nn.Linear(known[0].shape[1], len(tokens), device="meta").requires_grad_(False)
+    some = {"weight": known[0].to(like), "bias": known[1].to(like)}
     rows.load_state_dict(some, assign=True)
     return rows
 

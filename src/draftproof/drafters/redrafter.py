@@ -282,7 +282,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []
         blocks = [block.linear for block in head.lm_head if isinstance(block, ResBlock)]
         layers = packed([head.rnn_w, head.rnn_u, *narrow, *blocks])
-        vocab, odd = len(tables.embeddings), form.hidden_size % LANES or form.exit_dim % LANES
+        vocab, odd = self.vocabulary.vocab_size, form.hidden_size % LANES or form.exit_dim % LANES
         known = vocab if head.token_map is None else len(head.token_map)
         if layers is None or odd or projection.outputs != known:
             return None
@@ -290,7 +290,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         return Recurrence(
             *layers[:2], layers[2] if narrow else structure("Linear")(), projection, array,
             tables.embeddings, head.token_map, form.hidden_size, len(blocks),
-            form.rnn_activation == "silu", not form.skip_u_at_first_step, vocab
+            form.rnn_activation == "silu", not form.skip_u_at_first_step
         )
 
 

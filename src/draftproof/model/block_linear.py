@@ -27,11 +27,13 @@ from draftproof.native.structures import (
     STRIP,
     Native,
     block_linear,
+    block_table,
     interleaved,
     joint_linear,
     linear,
     plain,
     rounded,
+    strip_rows,
 )
 
 CHUNK = 1 << 22
@@ -129,14 +131,7 @@ class BlockLinear(QuantizedLinear):
         return torch.cat([self._dense(number).bfloat16() for number in range(len(self.parts))])
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Look up rows of the only part.
-
-        Args:
-            numbers: [...] int64 of outputs.
-
-        Returns:
-            [..., inputs] float32.
-        """
+        assert len(self.parts) == 1, "rows are looked up in a single matrix"
         return self._rows(0, numbers)
 
     def _rows(self, number: int, numbers: Tensor) -> Tensor:
@@ -146,8 +141,7 @@ class BlockLinear(QuantizedLinear):
         if part.format == BFLOAT16:
             if self.kernels is None:
                 return part.weight[numbers].float()
-            strips = part.weight[numbers // STRIP, :, numbers % STRIP]
-            return strips.flatten(-2)[..., : self.in_features].float()
+            return strip_rows(part.weight, numbers, self.in_features)
         if self.kernels is None:
             size = BLOCK_SIZES[part.format]
             padded = part.weight.shape[1] // size.nbytes * size.weights
@@ -181,27 +175,29 @@ class BlockLinear(QuantizedLinear):
 
 
 class BlockTable:
-    """Token embeddings in blocks: of a mapped file, or of a head that they are tied to.
+    """Token embeddings in the blocks of a mapped file, which are never unpacked as a whole.
 
     Args:
-        source: The table, or the layer that makes logits with it.
+        source: The table.
         dtype: Of the embeddings that are looked up.
     """
 
     weight = None
 
-    def __init__(self, source: BlockTensor | BlockLinear, dtype: torch.dtype) -> None:
+    def __init__(self, source: BlockTensor, dtype: torch.dtype) -> None:
         self.source, self.dtype = source, dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        if isinstance(self.source, BlockLinear):
-            return self.source.out_features, self.source.in_features
         return self.source.shape[0], self.source.shape[1]
 
+    @property
+    def native(self) -> Native | None:
+        source = self.source
+        readable = source.type in FORMATS and self.dtype == torch.bfloat16
+        return block_table(source.type, source.data, source.shape[1]) if readable else None
+
     def rows(self, tokens: Tensor) -> Tensor:
-        if isinstance(self.source, BlockLinear):
-            return self.source.rows(tokens).to(self.dtype)
         if not tokens.numel():
             return torch.empty(*tokens.shape, self.shape[1], dtype=self.dtype)
         few = self.source.rows(tokens.flatten())

@@ -24,8 +24,6 @@ from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way
 if TYPE_CHECKING:
     from draftproof.model.fast_forward import FastForward
 
-UNPACKED = 4096
-"""Embeddings in blocks that are unpacked at a time."""
 NODES = 64
 """Wider reads, prefill above all, are quicker with torch's own attention."""
 
@@ -33,32 +31,25 @@ NODES = 64
 class Tables(NamedTuple):
     """What lies between tokens and hidden states, as our kernels read it, for draft heads."""
 
-    embeddings: Tensor              # [V, H]
+    embeddings: Native
     head: Native
     owner: object                   # whose memory the head lies in
 
     @classmethod
     def of(cls, fast: FastForward) -> Tables | None:
-        """Of a model that our kernels read. A table in blocks is unpacked for them."""
-        head, weight = fast.native_head, fast.embed.weight
-        if fast.fused is None or head is None:
+        """Of a model that our kernels read."""
+        head, table = fast.native_head, fast.embed.native
+        if fast.fused is None or head is None or table is None:
             return None
-        if weight is None:
-            weight = _bfloat16(*fast.embed.shape)
-            for start in range(0, len(weight), UNPACKED):
-                end = min(start + UNPACKED, len(weight))
-                weight[start:end] = fast.embed.rows(torch.arange(start, end))
-        return cls(weight, head, fast)
+        return cls(table, head, fast)
 
 
 class FusedForward:
     """Reads up to `NODES` nodes per row with the layers of a `FastForward`."""
 
-    def __init__(self, fast: FastForward, found: Kernels, head: Native) -> None:
+    def __init__(self, fast: FastForward, found: Kernels, head: Native, table: Native) -> None:
         decoder = fast.decoder
         self.fast, self.kernels, self.head = fast, found, head
-        self.table = fast.embed
-        self._rows: Tensor | None = None                    # of a table in blocks, while in use
         # cosines and sines [reach, D] of each kind
         self._ways, self._reach = (Way * len(fast.kinds))(), 0
         self._angles = list[tuple[Tensor, Tensor]]()
@@ -68,10 +59,10 @@ class FusedForward:
         widest = max(one.inner.outputs + one.output.size + 3 * one.down.size for one in layers)
         # numbers a token needs on its way through a layer
         self._work = 2 * decoder.hidden_size + widest
-        self._held = (layers, head)
+        self._held = (layers, head, table)
         self._model = Model(
-            ctypes.addressof(layers), len(layers), self.table.shape[0], decoder.gelu,
-            decoder.norm_weight, self.table.weight, ctypes.addressof(head),
+            ctypes.addressof(layers), len(layers), decoder.gelu, decoder.norm_weight, table,
+            ctypes.addressof(head),
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
 
@@ -85,13 +76,10 @@ class FusedForward:
         fits &= not any(size % 16 for size in sizes)
         fits &= fast.device.type == "cpu" and fast.head_dim <= WIDEST
         fits &= all(kind.window is None or kind.window > NODES for kind in fast.kinds)
-        found, head = kernels() if fits else None, fast.native_head
-        return FusedForward(fast, found, head) if found is not None and head is not None else None
-
-    @property
-    def chains(self) -> bool:
-        """Whether whole chains can be drafted in one call: tokens are embedded within it."""
-        return self.table.weight is not None
+        found, head, table = kernels() if fits else None, fast.native_head, fast.embed.native
+        if found is None or head is None or table is None:
+            return None
+        return FusedForward(fast, found, head, table)
 
     def takes(self, nodes: int, cache: KVCache) -> bool:
         """Whether a read of so many nodes into this cache can be done here."""
@@ -121,7 +109,6 @@ class FusedForward:
         assert cache.stores is not None
         last = _bfloat16(rows, width, self.fast.decoder.hidden_size)
         logits = None if last_only else _bfloat16(rows, width, self.head.outputs)
-        model, tokens = self._with_embeddings(tokens)
         kept, places = {count: last}, (ctypes.c_void_p * count)()
         for number in hidden_layers:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
@@ -129,7 +116,7 @@ class FusedForward:
             if number < count:
                 places[number] = state.data_ptr()
         self.kernels(
-            "forward", read, model, cache.stores.places, tokens, last, logits, places,
+            "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
             _bfloat16(rows * width * self._work)
         )
         if logits is None:
@@ -137,15 +124,6 @@ class FusedForward:
         if not hidden_layers:
             return logits, None
         return logits, torch.stack([kept[number % (count + 1)] for number in hidden_layers], 2)
-
-    def _with_embeddings(self, tokens: Tensor) -> tuple[ctypes.Structure, Tensor]:
-        """The model, and tokens of its table; a table in blocks is unpacked as far as they need."""
-        if self.table.weight is not None:
-            return self._model, tokens
-        rows = self.table.rows(tokens.flatten().clamp(0, self.table.shape[0] - 1)).contiguous()
-        model = Model.from_buffer_copy(self._model)
-        model.vocab, model.embeddings, self._rows = len(rows), rows.data_ptr(), rows
-        return model, torch.arange(len(rows))
 
     def chain(
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,

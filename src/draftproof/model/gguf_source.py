@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ModelNotFound
-from draftproof.gguf.blocks import PLAIN, BlockTensor, dequantize
+from draftproof.gguf.blocks import BlockTensor, dequantize
 from draftproof.gguf.config import Model, model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.weights import blocks_of, numbers_of
@@ -22,6 +22,7 @@ from draftproof.model.packed_linear import JointLinear
 from draftproof.model.token_table import DenseTable, TokenTable
 from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
+from draftproof.native.structures import FORMATS
 
 log = logging.getLogger("draftproof")
 
@@ -76,9 +77,11 @@ class GGUFSource:
 
     def embedding(self, name: str) -> TokenTable:
         blocks = self._blocks(name)
-        if self.kind != BLOCKS or PLAIN.get(blocks.type) == self.dtype:
-            return DenseTable(dequantize(blocks, self.dtype))
-        return BlockTable(blocks, self.dtype)
+        if self.kind == BLOCKS and blocks.type in FORMATS:
+            return BlockTable(blocks, self.dtype)
+        table = DenseTable(dequantize(blocks, self.dtype))
+        release(blocks.data)
+        return table
 
     def _blocks(self, name: str) -> BlockTensor:
         """The matrix of a module."""

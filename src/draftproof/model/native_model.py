@@ -97,9 +97,14 @@ class NativeModel:
         return SimpleNamespace(**{"eos_token_id": None, "do_sample": None, **settings})
 
     @property
+    def head(self) -> JointLinear:
+        """What makes logits."""
+        return list(self.named_linears.values())[-1]
+
+    @property
     def vocab_size(self) -> int:
         """Logits per token."""
-        return list(self.named_linears.values())[-1].out_features
+        return self.head.out_features
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.errors import UnsupportedModel
 from draftproof.model.autocast import without_autocast
 from draftproof.model.kv_cache import CHUNKS, KVCache
+from draftproof.model.layout import LogitScaling
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.target import Target
@@ -84,6 +85,13 @@ class NativeTarget(Target):
         # Gemma's own table scales, the others' bodies do
         scales = not raw and self.model.config.model_type == "gemma3_text"
         return rows * decoder.embed_scale if scales else rows
+
+    def head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._scaling != LogitScaling(None, None, None):
+            return None
+        head = self.model.head
+        bias = torch.zeros(len(tokens), dtype=torch.float32)
+        return head.rows(tokens), bias if head.bias is None else head.bias[tokens].float()
 
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
         logits = self.model.decoder.head(hidden)

@@ -30,6 +30,9 @@ class DenseLinear(JointLinear):
     def dense(self) -> Tensor:
         return self.weight
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.weight[numbers].float()
+
 
 def pack(
     names: Sequence[str], weights: Sequence[Tensor], bias: Tensor | None, kind: str | None,

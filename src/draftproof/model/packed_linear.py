@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
-from draftproof.native.structures import Native, interleaved, linear, plain, rounded
+from draftproof.native.structures import Native, interleaved, linear, plain, rounded, strip_rows
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +61,17 @@ class JointLinear(nn.Module):
         """[outputs, inputs] the weight, where it was not rounded."""
         raise NotImplementedError
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight.
+
+        Args:
+            numbers: [...] int64 of outputs.
+
+        Returns:
+            [..., inputs] float32.
+        """
+        raise NotImplementedError
+
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
         """Outputs `start` to `stop`; computed once, for the first slice, and kept until the last.
         """
@@ -92,6 +103,9 @@ class PackedLinear(JointLinear):
 
     def dense(self) -> Tensor:
         return plain(self.weight, self.in_features, self.out_features)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return strip_rows(self.weight, numbers, self.in_features)
 
 
 class PackedSlice(nn.Module):

@@ -208,13 +208,25 @@ class Target:
         root. The cache is bounded: no row of the prefix is longer.
         """
         fused = self.fast.fused if self.fast is not None else None
-        if fused is None or not fused.chains or not fused.takes(max(width, steps), cache):
+        if fused is None or not fused.takes(max(width, steps), cache):
             return None
         # what is drafted need not be rounded as it is read
         if self._scaling.divisor is not None:
             temperatures = draft_sampling.temperatures * self._scaling.divisor
             draft_sampling = draft_sampling._replace(temperatures=temperatures)
         return fused.chain(prefix, width, cache, steps, nodes, draft_sampling)
+
+    def head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows of the LM head, where they can be read without the rest.
+
+        Args:
+            tokens: [D] int64.
+
+        Returns:
+            Weight [D, H] and bias [D] in float32; None where logits are scaled, or the head is a
+            module that may do more than multiply.
+        """
+        return None
 
     @cached_property
     def native(self) -> Tables | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftproof.native.structures import Embeddings, Native
 
 
 class TokenTable(Protocol):
@@ -18,6 +21,10 @@ class TokenTable(Protocol):
     def weight(self) -> Tensor | None:
         """The whole table in the model's dtype, contiguous, if it lies in memory or in a mapped
         file; None if its rows are stored in blocks and made when they are looked up."""
+
+    @property
+    def native(self) -> Native | None:
+        """The table as our kernels read it; None if they do not."""
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Look up embeddings.
@@ -39,6 +46,11 @@ class DenseTable:
     @property
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def native(self) -> Native | None:
+        readable = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu"
+        return Embeddings(self.weight, *self.shape, 0) if readable else None
 
     def rows(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)

@@ -139,14 +139,14 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
 }
 
 /* A recurrent draft head. Its state is `smooth`: through SiLU; `first`: the bias of `back` counts
- * where there is no state yet. narrow: in front of the blocks, if its size is not 0. table: of
- * embeddings. map: the tokens of a draft vocabulary, that the projection knows alone, or none. */
+ * where there is no state yet. narrow: in front of the blocks, if its size is not 0. map: the
+ * tokens of a draft vocabulary, that the projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks;
-    const bf16 *table /* [vocab, hidden] */;
+    Embeddings table;
     const int64_t *map /* [projection.outputs] or null */;
-    int64_t hidden, layers, smooth, first, vocab;
+    int64_t hidden, layers, smooth, first;
 } Recurrence;
 
 /* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before
@@ -177,7 +177,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
         const float *heats /* [rows] */, const float *trusts /* [rows] */, float floor,
         TreeOutput *out, bf16 *work /* [rows, width, 8 * head->hidden + 2 * head->projection.size
         + 3 * head->projection.outputs] */, int64_t threads) {
-    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->vocab;
+    int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->table.vocab;
     int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;
     int64_t *tokens = out->tokens, *parents = out->parents;
     float *chances = out->odds;
@@ -198,10 +198,9 @@ int64_t draftproof_beam_search(const Recurrence *head,
         int64_t count = rows * beams;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < beams; b++) {
-                int64_t at = r * beams + b, token = tokens[r * room + ends[r * width + b]];
-                token = token < 0 ? 0 : token < vocab ? token : vocab - 1;
-                memcpy(state + at * hidden, head->table + token * hidden,
-                        (size_t)hidden * sizeof(bf16));
+                int64_t at = r * beams + b;
+                draftproof_embed(&head->table, tokens + r * room + ends[r * width + b], 1,
+                        state + at * hidden);
                 if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden,
                         (size_t)hidden * sizeof(bf16));
                 where[at] = places ? places[r] + d : 0, heat[at] = heats[r], trust[at] = trusts[r];

@@ -83,11 +83,10 @@ void draftproof_forward(const Read *read, const Model *model, void *const *store
         bf16 *delta = NULL;
 #pragma omp for nowait                                          /* rows as norms have them */
         for (int64_t r = 0; r < width; r++) {
-            int64_t vocab = model->vocab;
-            int64_t known = tokens[r] < 0 ? 0 : tokens[r] < vocab ? tokens[r] : vocab - 1;
-            const bf16 *embedding = model->embeddings + known * size;
+            bf16 *embedding = hidden + r * size;
+            draftproof_embed(&model->table, tokens + r, 1, embedding);
             for (int64_t i = 0; i < size; i += LANES)
-                narrowed(hidden + r * size + i, wide(embedding + i) * model->loud);
+                narrowed(embedding + i, wide(embedding + i) * model->loud);
         }
         for (int64_t n = 0; n < model->count; n++) {
             const Layer *layer = layers + n;

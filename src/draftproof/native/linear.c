@@ -247,60 +247,101 @@ static int64_t place_of(int64_t format, int64_t word) {
     return word / 16 * 24 + word % 8 * 3 + word / 8 % 2;
 }
 
-/* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros.
- * Codes of Q8_0 become unsigned, and fifth bits are reordered, so that a word of them is one shift
- * away from the words of the codes. */
+/* A block of a file to an output's place in a record. Codes of Q8_0 become unsigned, and fifth bits
+ * are reordered, so that a word of them is one shift away from the words of the codes. */
+static void pack_block(int64_t format, const uint8_t *block, int64_t output, uint8_t *record) {
+    const Format *form = formats + format;
+    int64_t fifth = format == Q5_1, swapped = format == Q5_0 || format == Q5_1;
+    uint32_t flipped = format == Q8_0 ? 0x80808080 : 0;
+    for (int64_t w = 0; w < form->words; w++) {
+        uint32_t word;
+        memcpy(&word, block + form->first + 4 * w, sizeof word);
+        word = swapped && w == fifth ? reordered(word) : word ^ flipped;
+        memcpy(record + (place_of(format, w) * STRIP + output) * 4, &word, sizeof word);
+    }
+    memcpy(record + form->words * 4 * STRIP + output * form->rest, block + form->last,
+            (size_t)form->rest);
+}
+
+/* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros. */
 void draftproof_pack(int64_t format, const uint8_t *rows, int64_t outputs, int64_t blocks,
         uint8_t *out, int64_t threads) {
     const Format *form = formats + format;
-    int64_t strips = (outputs + STRIP - 1) / STRIP, fifth = format == Q5_0 ? 0 : format == Q5_1;
-    int swapped = format == Q5_0 || format == Q5_1;
-    uint32_t flipped = format == Q8_0 ? 0x80808080 : 0;
+    int64_t strips = (outputs + STRIP - 1) / STRIP;
 #pragma omp parallel for num_threads(threads)
     for (int64_t s = 0; s < strips; s++)
-        for (int64_t b = 0; b < blocks; b++) {
-            uint8_t *record = out + (s * blocks + b) * form->bytes * STRIP;
-            uint8_t *rest = record + form->words * 4 * STRIP;
+        for (int64_t b = 0; b < blocks; b++)
             for (int64_t o = 0; o < STRIP; o++) {
                 int64_t row = s * STRIP + o;
                 uint8_t none[256] = {};
-                const uint8_t *block = row < outputs ? rows + (row * blocks + b) * form->bytes
-                        : none;
-                for (int64_t w = 0; w < form->words; w++) {
-                    uint32_t word;
-                    memcpy(&word, block + form->first + 4 * w, sizeof word);
-                    word = swapped && w == fifth ? reordered(word) : word ^ flipped;
-                    memcpy(record + (place_of(format, w) * STRIP + o) * 4, &word, sizeof word);
-                }
-                memcpy(rest + o * form->rest, block + form->last, (size_t)form->rest);
+                pack_block(format, row < outputs ? rows + (row * blocks + b) * form->bytes : none,
+                        o, out + (s * blocks + b) * form->bytes * STRIP);
             }
-        }
+}
+
+/* Weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at the
+ * end. */
+static void span_of_row(const Linear *layer, int64_t row, int64_t span, float *out) {
+    const Format *form = formats + layer->format;
+    int64_t words = form->kernel == HALVES_OFFSET || form->kernel == HALVES_MINIMUM ? 4 : 8;
+    int64_t left = layer->size - span * SPAN, o = row % STRIP;
+    int minimum = !form->shift;
+    Weights weights __attribute__((aligned(64)));
+    unpack_span(layer->format, record_at(layer, row / STRIP, span), groups_of(layer, span),
+            &weights);
+    for (int64_t i = 0; i < left && i < SPAN; i++) {
+        int64_t part = i / 4 / words;
+        const char *word = weights.codes + i / 32 * weights.stride + i % 32 / 4 * LINE + o * 4;
+        int code = (uint8_t)word[i % 4] - (minimum ? 0 : 1 << form->shift);
+        float value = (float)code * weights.scale[part][o];
+        out[i] = minimum ? value - weights.minimum[part][o] : value;
+    }
 }
 
 /* Weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
  * [count, size]. Of outputs that the layer has not: of the nearest. */
 void draftproof_block_rows(const Linear *layer, const int64_t *numbers /* [count] */, int64_t count,
         float *out /* [count, layer->size] */, int64_t threads) {
-    const Format *form = formats + layer->format;
     int64_t size = layer->size, spans = (layer->padded + SPAN - 1) / SPAN;
-    int64_t words = form->kernel == HALVES_OFFSET || form->kernel == HALVES_MINIMUM ? 4 : 8;
-    int minimum = !form->shift;
 #pragma omp parallel for num_threads(threads) if (count > 16)
     for (int64_t n = 0; n < count; n++) {
         int64_t row = numbers[n], most = layer->outputs - 1;
         row = row < 0 ? 0 : row < most ? row : most;
-        Weights weights __attribute__((aligned(64)));
-        for (int64_t span = 0; span < spans; span++) {
-            unpack_span(layer->format, record_at(layer, row / STRIP, span), groups_of(layer, span),
-                   &weights);
-            for (int64_t i = span * SPAN; i < size && i < (span + 1) * SPAN; i++) {
-                int64_t place = i % SPAN, part = place / 4 / words, o = row % STRIP;
-                const char *word = weights.codes + place / 32 * weights.stride
-                        + place % 32 / 4 * LINE + o * 4;
-                int code = (uint8_t)word[place % 4] - (minimum ? 0 : 1 << form->shift);
-                float value = (float)code * weights.scale[part][o];
-                out[n * size + i] = minimum ? value - weights.minimum[part][o] : value;
-            }
-        }
+        for (int64_t span = 0; span < spans; span++)
+            span_of_row(layer, row, span, out + n * size + span * SPAN);
+    }
+}
+
+/* A row of blocks as bfloat16, each number rounded once. It is packed span by span, as the only
+ * output of a layer. */
+static void embed_blocks(const Embeddings *table, const uint8_t *row, bf16 *out) {
+    const Format *form = formats + table->format;
+    char records[SPAN / 32 * STRIP * 40] __attribute__((aligned(64))) = {};
+    float numbers[SPAN];
+    for (int64_t first = 0; first < table->size; first += SPAN) {
+        int64_t left = table->size - first, inputs = left < SPAN ? left : SPAN;
+        for (int64_t i = 0; i < inputs; i += form->inputs)
+            pack_block(table->format, row + (first + i) / form->inputs * form->bytes, 0,
+                    (uint8_t *)records + i / form->inputs * form->bytes * STRIP);
+        Linear layer = {.weights = records, .size = inputs, .padded = inputs, .outputs = 1,
+            .format = table->format};
+        span_of_row(&layer, 0, 0, numbers);
+        for (int64_t i = 0; i < inputs; i++) out[first + i] = narrow(numbers[i]);
+    }
+}
+
+/* Embeddings of tokens. A token that the table lacks is read as the nearest that it has. */
+void draftproof_embed(const Embeddings *table, const int64_t *tokens /* [count] */, int64_t count,
+        bf16 *out /* [count, table->size] */) {
+    int64_t size = table->size;
+    const Format *form = formats + table->format;
+    int64_t bytes = table->format ? size / form->inputs * form->bytes
+            : size * (int64_t)sizeof(bf16);
+    for (int64_t n = 0; n < count; n++) {
+        int64_t token = tokens[n], most = table->vocab - 1;
+        token = token < 0 ? 0 : token < most ? token : most;
+        const uint8_t *row = (const uint8_t *)table->rows + token * bytes;
+        if (table->format) embed_blocks(table, row, out + n * size);
+        else memcpy(out + n * size, row, (size_t)bytes);
     }
 }

@@ -64,13 +64,20 @@ typedef struct {
     int64_t way;
 } Layer;
 
-/* A model: its layers, the weight of the final norm, embeddings [vocab, size] and what they are
- * multiplied by, and what makes logits of the last states, or null. */
+/* Token embeddings [vocab, size]: bfloat16, or with a format rows of blocks as a GGUF file stores
+ * them; linear_blocks.h has the formats. */
+typedef struct {
+    const void *rows;
+    int64_t vocab, size, format;
+} Embeddings;
+
+/* A model: its layers, the weight of the final norm, embeddings and what they are multiplied by,
+ * and what makes logits of the last states, or null. */
 typedef struct {
     const Layer *layers;
-    int64_t count, vocab, gelu;                 /* gates are GELU by tanh, or SiLU */
+    int64_t count, gelu;                        /* gates are GELU by tanh, or SiLU */
     const float *last;
-    const bf16 *embeddings;
+    Embeddings table;
     const Linear *head;
     Norm norm;
     float loud;
@@ -82,6 +89,7 @@ void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int
         int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads);
+void draftproof_embed(const Embeddings *table, const int64_t *tokens, int64_t count, bf16 *out);
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
         int64_t threads);
 void draftproof_forward(const Read *read, const Model *model, void *const *stores,

@@ -21,7 +21,9 @@ is a multiple of it."""
 LARGE_BLOCK = 64
 """Bytes: more than a block of 32 weights has, less than one of 256."""
 
-Read, Way, Norm, Layer, Model = map(structure, ("Read", "Way", "Norm", "Layer", "Model"))
+Read, Way, Norm, Layer, Model, Embeddings = map(
+    structure, ("Read", "Way", "Norm", "Layer", "Model", "Embeddings")
+)
 Native = ctypes.Structure
 """The type of a linear layer as the kernels read it."""
 
@@ -65,6 +67,17 @@ def block_linear(
     )
 
 
+def block_table(format: str, rows: Tensor, size: int) -> Native:
+    """Token embeddings in a block format, which kernels look up in the file's own bytes.
+
+    Args:
+        format: One of `FORMATS`.
+        rows: uint8 [vocab, bytes per row], as a GGUF file stores them.
+        size: Numbers of an embedding.
+    """
+    return Embeddings(rows, len(rows), size, FORMATS.index(format) + 1)
+
+
 def joint_linear(parts: Sequence[Native]) -> Native:
     """Layers that read the same inputs as one, with their outputs side by side."""
     array = array_of("Linear", parts)
@@ -90,6 +103,12 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     """[outputs, inputs] what `interleaved` was made of."""
     return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
+
+
+def strip_rows(weight: Tensor, numbers: Tensor, inputs: int) -> Tensor:
+    """Rows `numbers` [...] of what `interleaved` made of a weight: [..., inputs] float32."""
+    strips = weight[numbers // STRIP, :, numbers % STRIP]
+    return strips.flatten(-2)[..., :inputs].float()
 
 
 def rounded(numbers: Tensor) -> Tensor:
