@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, log
+from operator import sub
 from typing import NamedTuple, Protocol
 
 import torch
@@ -152,7 +153,10 @@ class Sampler(LogitsProcessors):
         """The noise of the target's choices [B, D, V], and which of it, flat, is that behind each
         root [B]: made for more positions than a round needs, and kept as long as it reaches."""
         ahead, positions, kept = max(prefix.ahead, depth), prefix.position.tolist(), self._kept
-        if kept is None or not kept.reaches(positions, ahead, vocab):
+        moved = list(map(sub, positions, kept.positions)) if kept is not None else []
+        if kept is None or kept.noises.shape[2] != vocab or not (
+            min(moved) >= 0 and max(moved) + ahead < kept.noises.shape[1]
+        ):
             reach = max(1 + ahead, min(self._ahead, LARGEST // vocab) // len(positions))
             noises = self._made(prefix.position, reach, Role.TARGET, vocab)
             starts = reach * torch.arange(len(positions), device=self.device) - prefix.position
@@ -240,14 +244,6 @@ class _KeptNoise(NamedTuple):
     positions: list[int]
     noises: Tensor
     starts: Tensor
-
-    def reaches(self, positions: list[int], ahead: int, vocab: int) -> bool:
-        """Whether it holds that behind roots at these positions, and so far ahead."""
-        reach = self.noises.shape[1] - ahead
-        for now, then in zip(positions, self.positions, strict=True):
-            if not 0 <= now - then < reach:
-                return False
-        return self.noises.shape[2] == vocab
 
 
 def argmax_token(gumbel_logits: Tensor) -> Tensor:

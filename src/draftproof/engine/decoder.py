@@ -135,7 +135,7 @@ class Decoder:
     def _draft(self, frontier: Frontier) -> TokenTree:
         """The drafter's proposal, of which no more is read than the budget says; checked."""
         if frontier.budget == 0:
-            return TokenTree.root(frontier.prefix.root)
+            return TokenTree.chain(frontier.prefix.root[:, None])
         self.batch.flush()
         tree = self.drafter.propose(frontier)
         self._check(tree, len(frontier.prefix.position))

@@ -107,8 +107,10 @@ class FusedForward:
     ) -> tuple[Tensor, Tensor | None]:
         (rows, width), count = tokens.shape, len(self.fast.layers)
         assert cache.stores is not None
-        last = _bfloat16(rows, width, self.fast.decoder.hidden_size)
-        logits = None if last_only else _bfloat16(rows, width, self.head.outputs)
+        last = torch.empty(rows, width, self.fast.decoder.hidden_size, dtype=torch.bfloat16)
+        logits = None
+        if not last_only:
+            logits = torch.empty(rows, width, self.head.outputs, dtype=torch.bfloat16)
         kept, places = {count: last}, (ctypes.c_void_p * count)()
         for number in hidden_layers:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
@@ -117,7 +119,7 @@ class FusedForward:
                 places[number] = state.data_ptr()
         self.kernels(
             "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
-            _bfloat16(rows * width * self._work)
+            torch.empty(rows * width * self._work, dtype=torch.bfloat16)
         )
         if logits is None:
             logits = self.kernels.multiply(self.head, last[:, -1:])
@@ -139,7 +141,7 @@ class FusedForward:
             # the kernel makes parents of its own
             "chain", self._read(rows, text, 0, cache), self._model, cache.stores.places, text,
             text.shape[1], positions, cache.lengths, width, steps, nodes, *draft_sampling, ABSENT,
-            tokens, ranks, read, _bfloat16(rows * each)
+            tokens, ranks, read, torch.empty(rows * each, dtype=torch.bfloat16)
         )
         cache.reserve(1 + done)
         return Chains(tokens[:, : 1 + done], ranks[:, : 1 + done], read)
@@ -168,10 +170,6 @@ class FusedForward:
             cos, sin = (one[0].contiguous() for one in angles)
             self._ways[number] = Way(kind.window or 0, kind.rotary_dim, cos, sin)
             self._angles.append((cos, sin))
-
-
-def _bfloat16(*size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.bfloat16)
 
 
 class _Present(NamedTuple):

@@ -61,6 +61,10 @@ class LogitScaling(NamedTuple):
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
+UNSCALED = LogitScaling(None, None, None)
+"""Of most families, which sample from the logits of their head."""
+
+
 def context_of(config: Any) -> int:
     """Positions the model reads alike in any batch. A warning tells of limits that a user may not
     expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Llama 4 scales

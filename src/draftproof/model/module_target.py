@@ -187,7 +187,9 @@ class ModuleTarget(Target):
         if isinstance(cache, StateCache):
             return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
         if self.fast is not None:
-            return self._read_fast(tree, cache, first, last_only, hidden_layers)
+            return super().read(
+                tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers
+            )
         tokens = tree.tokens[:, first:] if first else tree.tokens
         span, lengths = cache.write_at(first, tree.tokens.shape[1]), cache.lengths
         positions, place = tree.positions(lengths, self.context)[:, first:], None

@@ -59,8 +59,11 @@ class NativeTarget(Target):
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
     ) -> Reading:
+        how: Any = {"first": first, "last_only": last_only, "hidden_layers": hidden_layers}
+        if not torch.is_autocast_enabled(self.device.type):
+            return super().read(tree, cache, **how)
         with without_autocast(self.device):
-            return self._read_fast(tree, cache, first, last_only, hidden_layers)
+            return super().read(tree, cache, **how)
 
     def features(
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),

@@ -25,7 +25,7 @@ from draftproof.model.fast_forward import FastForward
 from draftproof.model.fused_forward import Tables
 from draftproof.model.kv_cache import KVCache
 from draftproof.model.kv_layer import LAYERS, KVLayer
-from draftproof.model.layout import Layout, LogitScaling, context_of
+from draftproof.model.layout import UNSCALED, Layout, LogitScaling, context_of
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.native.kernels import Chains
@@ -63,6 +63,10 @@ class Target:
     """Whether an encoder reads what rows are about; see `EncoderDecoder`."""
     facts: Facts
     fast: FastForward | None
+    reads_trees: bool
+    """Whether trees are read exactly; otherwise drafts are chains."""
+    vocab_size: int
+    """Logits per token."""
 
     def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Self:
         if cls is Target and model is not None:
@@ -93,16 +97,6 @@ class Target:
     @property
     def layout(self) -> Layout:
         return self.facts.layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits per token."""
-        return self.facts.vocab_size
-
-    @property
-    def reads_trees(self) -> bool:
-        """Whether trees are read exactly; otherwise drafts are chains."""
-        return self.facts.reads_trees
 
     @property
     def has_states(self) -> bool:
@@ -138,7 +132,12 @@ class Target:
         Returns:
             Logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H].
         """
-        raise NotImplementedError
+        assert self.fast is not None
+        tokens = tree.tokens[:, first:] if first else tree.tokens
+        logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
+        if self._scaling != UNSCALED:
+            logits = self._scaling.apply(logits)
+        return Reading(logits, hidden)
 
     def features(
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
@@ -232,28 +231,19 @@ class Target:
     def native(self) -> Tables | None:
         """The tables between tokens and hidden states as our kernels read them, for draft heads;
         what is small is copied."""
-        plain = self._scaling == LogitScaling(None, None, None)
+        plain = self._scaling == UNSCALED
         return Tables.of(self.fast) if plain and self.fast is not None else None
 
     def _adopt(self, facts: Facts, fast: FastForward | None) -> None:
         """Read as these facts say."""
         self.facts, self.fast = facts, fast
+        self.reads_trees, self.vocab_size = facts.reads_trees, facts.vocab_size
 
     def _copy(self) -> Self:
         """The same target, to be given another model or other facts."""
         other = copy.copy(self)
         other.__dict__.pop("native", None)
         return other
-
-    def _read_fast(
-        self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
-        hidden_layers: tuple[int, ...],
-    ) -> Reading:
-        """As `read`, by our forward."""
-        assert self.fast is not None
-        tokens = tree.tokens[:, first:] if first else tree.tokens
-        logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
-        return Reading(self._scaling.apply(logits), hidden)
 
 
 def _implementation(model: Any) -> Any:

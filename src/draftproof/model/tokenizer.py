@@ -151,10 +151,17 @@ class TextStream:
             self._before, self._stream = [], DecodeStream(skip_special_tokens=True)
             return piece
         self._pending.append(token)
-        piece = self._step(token) if self._backend is not None else self._slow_step()
+        if self._backend is None:
+            piece = self._slow_step()
+        else:
+            try:
+                piece = self._stream.step(self._backend, token) or ""
+            # a stray byte unmakes the character before it, whose text was returned
+            except Exception:
+                piece = self._restarted()
         if piece:
             self._before, self._pending = (self._before + self._pending)[-_CONTEXT:], []
-        return self._new(piece)
+        return self._without_prompt_text(piece) if self._prompt_text else piece
 
     def special(self, token: int) -> str:
         """The text of a special token, which `push` skips; empty for any other."""
@@ -164,9 +171,9 @@ class TextStream:
         """What is left when no token follows: an incomplete character shows as the replacement
         character."""
         pending, self._pending = self._pending, []
-        return self._new(self._decoded(pending))
+        return self._without_prompt_text(self._decoded(pending))
 
-    def _new(self, piece: str) -> str:
+    def _without_prompt_text(self, piece: str) -> str:
         """A piece without what the prompt had of it."""
         if piece and self._prompt_text:
             pairs = zip(piece, self._prompt_text, strict=False)
@@ -174,15 +181,12 @@ class TextStream:
             self._prompt_text = ""
         return piece
 
-    def _step(self, token: int) -> str:
-        try:
-            return self._stream.step(self._backend, token) or ""  # type: ignore[arg-type]
-        # a stray byte unmakes the character before it, which was said
-        except Exception:
-            self._stream = DecodeStream(skip_special_tokens=True)
-            step, backend = self._stream.step, self._backend
-            said = (step(backend, left) for left in self._pending)  # type: ignore[arg-type]
-            return "".join(one or "" for one in said)
+    def _restarted(self) -> str:
+        """The text of the pending tokens, from a new stream."""
+        self._stream = DecodeStream(skip_special_tokens=True)
+        step, backend = self._stream.step, self._backend
+        pieces = (step(backend, token) for token in self._pending)  # type: ignore[arg-type]
+        return "".join(piece or "" for piece in pieces)
 
     def _slow_step(self) -> str:
         text = self._decoded(self._before + self._pending)[len(self._decoded(self._before)) :]

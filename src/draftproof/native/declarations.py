@@ -128,24 +128,55 @@ class Checked(NamedTuple):
                        "correct the code that calls it")
 
 
+def checked_values(
+    checks: Sequence[Checked], values: Sequence[Value], where: str, *, in_call: bool
+) -> list[Value]:
+    """The values of a call or a structure, each compared to its declaration.
+
+    This runs several times per token, so what fits costs no call.
+
+    Args:
+        checks: What is declared, in the order of the values.
+        values: What is passed.
+        where: The function or structure, for the error.
+        in_call: Also compare pointers that are no tensors; a structure may hold bare addresses.
+
+    Raises:
+        BadInput: A tensor, structure or array is not what is declared.
+    """
+    checked = list(values)
+    for place, (check, value) in enumerate(zip(checks, values, strict=False)):
+        if isinstance(value, Tensor) and not (
+            (value.dtype is check.dtype or check.any_dtype)
+            and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
+            and (check.size is None or value.numel() >= check.size(values))
+        ):  # fmt: skip
+            checked[place] = check.tensor(value, values, where)
+        elif in_call and check.is_pointer and not isinstance(value, Tensor) and not (
+            check.declaration.nullable if value is None
+            else isinstance(value, ctypes.Structure)
+            and type(value).__name__ == check.declaration.pointee
+        ):  # fmt: skip
+            check.pointer(value, values, where)
+    return checked
+
+
 class Structure(ctypes.Structure):
     """A structure of the sources. Tensors may be given for its pointers, and are kept alive."""
 
     checks: ClassVar[tuple[Checked, ...]]
 
     def __init__(self, *values: Value) -> None:
-        held, fields = list[Value](), list[Any]()
-        for check, value in zip(self.checks, values, strict=False):
+        where, fields = type(self).__name__, list[Any]()
+        self.held = checked_values(self.checks, values, where, in_call=False)
+        for check, value in zip(self.checks, self.held, strict=False):
             if isinstance(value, Tensor):
-                value = check.tensor(value, values, type(self).__name__)
                 fields.append(value.data_ptr())
             elif isinstance(value, ctypes.Array):
-                check.pointer(value, values, type(self).__name__)
+                check.pointer(value, values, where)
                 fields.append(ctypes.addressof(value))
             else:
                 fields.append(value)
-            held.append(value)
-        self.held = held
         super().__init__(*fields)
 
 

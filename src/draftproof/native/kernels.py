@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import BadInput
 from draftproof.native.build import Library, load
-from draftproof.native.declarations import Checked, Value, functions
+from draftproof.native.declarations import Checked, Value, checked_values, functions
 from draftproof.native.structures import Native
 
 WIDEST = 256
@@ -52,17 +52,14 @@ class Kernels:
                 contiguity or its size.
         """
         function, checks, threaded = self._functions[name]
-        held, values = list[Tensor](), list[Any]()
-        for check, value in zip(checks, args, strict=True):
+        if len(args) != len(checks):
+            raise ValueError(f"{name} takes {len(checks)} arguments, {len(args)} were passed")
+        checked, values = checked_values(checks, args, name, in_call=True), list[Any]()
+        for value in checked:                       # copies among them must live until C returns
             if isinstance(value, Tensor):
-                tensor = check.tensor(value, args, name)
-                held.append(tensor)                             # a copy must live until C returns
-                values.append(tensor.data_ptr())
-            elif check.is_pointer:
-                check.pointer(value, args, name)
-                values.append(
-                    ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
-                )
+                values.append(value.data_ptr())
+            elif isinstance(value, ctypes.Structure):
+                values.append(ctypes.byref(value))
             else:
                 values.append(value)                            # ctypes refuses what is no number
         if threaded:
