@@ -16,7 +16,7 @@ import transformers
 from random_models import save_model
 
 from draftproof.core.params import Sampling
-from draftproof.verify.audit import Text, model_law
+from draftproof.verify.audit import Text, model_distribution
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def server(served: Path) -> Iterator[Server]:
 
     @cache
     def row(text: Text, temperature: float) -> Any:
-        return model_law(model, Sampling(temperature=temperature))([text])[0]
+        return model_distribution(model, Sampling(temperature=temperature))([text])[0]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

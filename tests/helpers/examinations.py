@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers.reference import distribution_of_run
 
 from draftproof.core import noise
 from draftproof.core.acceptance import RULES
@@ -30,11 +29,12 @@ from draftproof.verify.cases import (
     Ask,
     Case,
     by_model,
-    logits_behind,
+    logits_after,
     toy,
 )
 from draftproof.verify.enumeration import Distribution, enumerate_texts
 from draftproof.verify.exact import examine
+from draftproof.verify.reference import distribution_of_run
 
 FREE, ENDING = Sampling(temperature=1.0), Sampling(temperature=1.0, stop_tokens=(2,))
 GREEDY = Sampling(repetition_penalty=2.0, frequency_penalty=0.7)
@@ -44,7 +44,7 @@ MIXED = (
     Ask(Sampling(repetition_penalty=1.4), (1,), 4),
     Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
 )
-LAW_CASES = {
+DISTRIBUTION_CASES = {
     name: Case(name, RULES[rule], SETUPS.get(setup) or by_model(TARGET, 2), asks,
                itself=setup == "itself")
     for name, rule, setup, *asks in (
@@ -70,19 +70,19 @@ LAW_CASES = {
 def reference(case: Case) -> list[Distribution]:
     """What plain Python says of a case; with a user's logits processor, plain decoding."""
     if any(ask.sampling.processors for ask in case.asks):
-        return enumerate_texts(case.plain()).laws
-    scores = partial(logits_behind, case.target)
+        return enumerate_texts(case.plain()).distributions
+    scores = partial(logits_after, case.target)
     return [distribution_of_run(scores, ask.prompt, ask.sampling, ask.limit) for ask in case.asks]
 
 
 @cache
 def wanted(name: str) -> list[Distribution]:
-    return reference(LAW_CASES[name])
+    return reference(DISTRIBUTION_CASES[name])
 
 
-def by_law(name: str) -> str:
+def by_distribution(name: str) -> str:
     """What enumeration finds wrong in this case."""
-    return examine(LAW_CASES[name], wanted(name))[2]
+    return examine(DISTRIBUTION_CASES[name], wanted(name))[2]
 
 
 def by_bits(*wants: Sampling) -> str:
@@ -112,12 +112,12 @@ def by_streams() -> str:
 def by_draws() -> str:
     """Whether draws have their distribution, a coin of 0 never falls and one of 1 always does, at
     the ends of what is drawn."""
-    count, law = 1 << 13, torch.tensor([0.5, 0.22, 0.15, 0.1, 0.03], dtype=torch.float64)
+    count, probs = 1 << 13, torch.tensor([0.5, 0.22, 0.15, 0.1, 0.03], dtype=torch.float64)
     want, depth = Sampling(temperature=1.0, seed=1), torch.full((count,), 2)
     sampler = Sampler([SamplingParams(want, 1, sample=row) for row in range(count)])
     prefix = Prefix(torch.zeros(count, 12, dtype=torch.int64), depth)
     chance = sampler.chance(prefix)
-    if not g_test(torch.bincount(chance.draw((3 * law).expand(count, -1), depth)), law).passed:
+    if not g_test(torch.bincount(chance.draw((3 * probs).expand(count, -1), depth)), probs).passed:
         return "draw"
     for heads in (0.05, 0.5, 0.93):
         seen = chance.flip(torch.full((count,), heads), 1).long()
@@ -163,6 +163,7 @@ def by_accepted() -> str:
 
 
 WATCHES: dict[str, Callable[..., str]] = {
-    "law": by_law, "bits": by_bits, "count": by_count, "noise": by_noise, "streams": by_streams,
+    "distribution": by_distribution, "bits": by_bits, "count": by_count, "noise": by_noise,
+    "streams": by_streams,
     "draws": by_draws, "accepted": by_accepted,
 }

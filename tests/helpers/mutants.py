@@ -25,7 +25,7 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.native import cpu_ops
 
 Plant = Callable[[], Context[Any]]
-NOISE, CHANCE = "core.noise:", "core.acceptance:KeyedChance."
+NOISE, CHANCE = "core.noise:", "core.sampling:KeyedChance."
 SAMPLER, FILTERS = "core.sampling:Sampler.", "core.processors:LogitsProcessors."
 CACHE, ROW = "model.kv_cache:KVCache.", "engine.sequence:SequenceState."
 DRAFT = "drafters.draft_model:DraftModel."
@@ -171,10 +171,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the likeliest draft token said to be drawn", "2: transformers 5.23 (Gemma-4 assistant)",
            drafts(lambda tree: tree.draft_probs[:, 1:].argmax(-1)), "count", ("rejection",)),
     Mutant("unlikely draft tokens dropped after they were drawn", "30: transformers threshold",
-           drafts(likely_only), "law", ("draft",)),
+           drafts(likely_only), "distribution", ("draft",)),
     Mutant("token ids beyond the target's vocabulary drafted", "32: padded vocabulary",
            around("drafters.draft_model:over_vocabulary", lambda own, logits, *rest: logits),
-           "law", ("larger draft",)),
+           "distribution", ("larger draft",)),
     # Noise
     Mutant("replacement drawn with the draft's noise", "4: vLLM #47386, #54282",
            text(CHANCE + "draw", ("RECOVER", "DRAFT")), "streams"),
@@ -213,28 +213,29 @@ MUTANTS: tuple[Mutant, ...] = (
     # Processors
     Mutant("penalties dropped on verified tokens", "12: vLLM #18902, TensorRT-LLM #17701",
            text(FILTERS + "_counts", ("counted.float()", "counted.float() * (len(counts[0]) < 2)")),
-           "law", ("options",)),
+           "distribution", ("options",)),
     Mutant("penalties see the committed text only", "13: history-dependent processors",
-           COMMITTED_ONLY, "law", ("penalties in a tree",)),
+           COMMITTED_ONLY, "distribution", ("penalties in a tree",)),
     Mutant("penalties see siblings too", "13: flat draft list in a tree",
            text("core.prefix:Paths.sequences",
                 ("self.tree.ancestors", "torch.ones_like(self.tree.ancestors).tril()")),
-           "law", ("options",)),
+           "distribution", ("options",)),
     Mutant("presence penalty counts the prompt", "12: vLLM #42802",
-           text(FILTERS + "_counts", ("not prompt", "False")), "law", ("options",)),
+           text(FILTERS + "_counts", ("not prompt", "False")), "distribution", ("options",)),
     Mutant("minimum length held one token too long", "12: min_new_tokens",
            text(FILTERS + "_known", ("min_new_tokens for", "min_new_tokens + 1 for")),
-           "law", ("ends",)),
+           "distribution", ("ends",)),
     Mutant("temperature after the filters", "12: order of processors",
            text(FILTERS + "_known", (HEAT, ""), ("\n    ]", f"\n        {HEAT}\n    ]")),
-           "law", ("options",)),
+           "distribution", ("options",)),
     Mutant("temperature of another row", "16: batch leakage",
-           text(FILTERS + "__init__", ("getattr(row.", "getattr(rows[0].")), "law", ("mixed",)),
+           text(FILTERS + "__init__", ("getattr(row.", "getattr(rows[0].")),
+           "distribution", ("mixed",)),
     Mutant("the row behind the draft escapes the grammar", "14: vLLM #44292, #36138",
            text(FILTERS + "_ask", ("enumerate(lengths[row])", "enumerate(lengths[row][:-1])")),
-           "law", ("grammar",)),
+           "distribution", ("grammar",)),
     Mutant("the grammar sees the same text at every node", "14: vLLM #44297, #53777",
-           COMMITTED_ONLY, "law", ("grammar",)),
+           COMMITTED_ONLY, "distribution", ("grammar",)),
     # State
     Mutant("every row keeps as much as the luckiest", "16: ragged batches, arXiv 2510.22876",
            around(CACHE + "keep", lambda own, self, nodes, count: own(
@@ -242,15 +243,15 @@ MUTANTS: tuple[Mutant, ...] = (
            )), "bits"),
     Mutant("accepted branch not moved to its place", "16: KV left in tree order",
            around(CACHE + "keep", lambda own, self, nodes, n: own(self, None, n)),
-           "law", ("tree",)),
+           "distribution", ("tree",)),
     Mutant("positions by slot, not by depth", "20: stale position_ids, transformers #46936",
            text("core.tree:TokenTree.positions",
-                ("self.depths", "torch.arange(self.tokens.shape[1])")), "law", ("tree",)),
+                ("self.depths", "torch.arange(self.tokens.shape[1])")), "distribution", ("tree",)),
     Mutant("mask forgets the last committed token", "16: mask off by one",
-           around("model.target:tree_mask", blind_to_last), "law", ("draft",)),
+           around("model.target:tree_mask", blind_to_last), "distribution", ("draft",)),
     Mutant("nodes see their siblings", "27: tree mask",
            around("model.target:tree_mask", lambda own, tree, *rest:
-                  own(TokenTree.chain(tree.tokens), *rest)), "law", ("tree",)),
+                  own(TokenTree.chain(tree.tokens), *rest)), "distribution", ("tree",)),
     Mutant("boolean mask added to the scores", "27: transformers eager attention",
            around("model.target:tree_mask", lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
     Mutant("cache rows not moved when a row retires", "16: KV of another row",
@@ -271,17 +272,17 @@ MUTANTS: tuple[Mutant, ...] = (
            around(DRAFT + "select", lambda *args: None), "accepted"),
     # Stopping and accounting
     Mutant("tokens behind an end token kept", "21: transformers #47912, SGLang #33758",
-           around(ROW + "extend", with_rest), "law", ("ends",)),
+           around(ROW + "extend", with_rest), "distribution", ("ends",)),
     Mutant("one token more than allowed", "21: SGLang #31599, openvino #1951",
-           around(ROW + "extend", one_more), "law", ("draft",)),
+           around(ROW + "extend", one_more), "distribution", ("draft",)),
     Mutant("the stop string left in the text", "21: koboldcpp #1276",
-           around(ROW + "_hold", stop_kept), "law", ("ends",)),
+           around(ROW + "_hold", stop_kept), "distribution", ("ends",)),
     Mutant("stop strings searched in the last piece only", "21: SGLang #39826",
-           around(ROW + "_hold", last_piece), "law", ("ends",)),
+           around(ROW + "_hold", last_piece), "distribution", ("ends",)),
     Mutant("tokens counted that were never emitted", "22: vLLM #56101",
            around("engine.stats:RoundStats.record", lambda own, self, width, drafted, reach,
                   accepted, emitted, *rest: own(self, width, drafted, reach, accepted,
-                                                accepted + 1, *rest)), "law", ("ends",)),
+                                                accepted + 1, *rest)), "distribution", ("ends",)),
     Mutant("log-probabilities taken at the wrong node", "item of this project",
            around("engine.row_output:logprobs", lambda own, logits, nodes, *rest:
                   own(logits, torch.zeros_like(nodes), *rest)), "bits"),

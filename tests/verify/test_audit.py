@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
-from draftproof.verify.audit import Audit, Law, Text, assisted, audit, model_law
+from draftproof.verify.audit import Audit, Law, Text, assisted, audit, model_distribution
 from draftproof.verify.cases import toy
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
@@ -204,5 +204,5 @@ def test_transformers_with_a_draft_model_is_unbiased() -> None:
     model, assistant = (toy(seed, 6, dtype=torch.float32).model for seed in (21, 22))
     want = Sampling(temperature=0.8, top_k=4)
     engine = assisted(model, assistant, want, LENGTH, 2)
-    found = audit(engine, model_law(model, want), [3], length=LENGTH, samples=300)
+    found = audit(engine, model_distribution(model, want), [3], length=LENGTH, samples=300)
     assert not found.biased and found.joint.detects < 0.4

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import examinations, reference
-from helpers.reference import distribution_of_run, next_law
+from helpers import examinations
 
 from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
 from draftproof.core.params import Sampling
 from draftproof.verify import cases as table
-from draftproof.verify import exact
-from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Ask, Case, cases, logits_behind
+from draftproof.verify import exact, reference
+from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Ask, Case, cases, logits_after
 from draftproof.verify.enumeration import Outcomes, distance, enumerate_texts
-from draftproof.verify.exact import EXACT, SEEN, examine, prove_law
+from draftproof.verify.exact import EXACT, SEEN, examine, prove_distribution
+from draftproof.verify.reference import distribution_of_run, next_token_probs
 
 UNIFORM = [0.0, 0.0, 0.0]
 
@@ -29,7 +29,7 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
         want = replace(table.OPTIONS[option], **stops)
         prompt = table.PROMPTS[number % len(table.PROMPTS)]
         plain = Case(end, RULES["match"], PLAIN, [Ask(want, prompt)])
-        (law,) = enumerate_texts(plain).laws
+        (law,) = enumerate_texts(plain).distributions
         assert distance(law, examinations.reference(plain)[0]) < EXACT, end
 
 
@@ -51,18 +51,18 @@ def test_every_rule_option_end_and_way_is_covered() -> None:
 def test_the_section_tells_what_was_enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
     some = list(itertools.islice(cases(every=67), 60, 64))
     monkeypatch.setattr(exact, "cases", lambda rules, every: iter(some))
-    section = prove_law(quick=True)
+    section = prove_distribution(quick=True)
     assert not section.failures
     assert section.figures["max_total_variation"] < EXACT and section.figures["outcomes"] > 4
     assert all(seen > 10 * SEEN for seen in section.figures["controls"].values())
     monkeypatch.setitem(exact.CONTROLS, "nothing wrong", accept_by_rejection)
-    assert "blind" in prove_law(quick=True).failures[0]
+    assert "blind" in prove_distribution(quick=True).failures[0]
 
 
 @pytest.mark.parametrize("wrong", exact.CONTROLS.values())
 def test_a_wrong_rule_fails_the_section(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "cases", lambda rules, every: itertools.islice(cases(rules), 1))
-    section = prove_law(quick=True, rules={"wrong": weighing(wrong)})
+    section = prove_distribution(quick=True, rules={"wrong": weighing(wrong)})
     assert section.failures[0].startswith("wrong: ")
 
 
@@ -77,7 +77,7 @@ def test_outcomes_are_enumerated_once_each() -> None:
         twice = torch.cat([worlds, worlds])                     # a copy of a row draws as it does
         then = outcomes.take(twice, torch.cat([laws, laws]))
         assert torch.equal(then[: len(plans)], then[len(plans) :])
-        for one, other, probability in zip(first, then, outcomes.probs.tolist(), strict=False):
+        for one, other, probability in zip(first, then, outcomes.mass.tolist(), strict=False):
             seen[int(one), int(other)] = probability
         plans = torch.cat([plan for _, plan in outcomes.others])
     assert seen == pytest.approx({(0, 0): 0.2, (0, 1): 0.2, (1, 1): 0.15, (1, 2): 0.45})
@@ -85,7 +85,7 @@ def test_outcomes_are_enumerated_once_each() -> None:
 
 def test_the_model_sees_its_text() -> None:
     texts = itertools.product(range(3), repeat=4)
-    seen = {tuple(round(x, 3) for x in logits_behind(TARGET, text)) for text in texts}
+    seen = {tuple(round(x, 3) for x in logits_after(TARGET, text)) for text in texts}
     assert len(seen) > 70
 
 
@@ -111,7 +111,7 @@ def test_the_reference_knows_nothing_of_draftproof() -> None:
 )
 def test_the_reference_knows_laws_computed_by_hand(logits, wants, text, law) -> None:
     want = Sampling(**{"temperature": 1.0, **wants})
-    assert next_law(logits, text, 1, want) == pytest.approx(law, abs=1e-4)
+    assert next_token_probs(logits, text, 1, want) == pytest.approx(law, abs=1e-4)
 
 
 def test_the_reference_ends_where_it_should() -> None:

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 from helpers import examinations
-from helpers.examinations import LAW_CASES, WATCHES
+from helpers.examinations import DISTRIBUTION_CASES, WATCHES
 from helpers.mutants import MUTANTS, Mutant
 from helpers.mutants import RULES as WRONG_RULES
 
@@ -17,7 +17,8 @@ from draftproof.native.kernels import kernels
 from draftproof.verify.cases import SETUPS, Ask, Case, by_model, toy
 from draftproof.verify.exact import SEEN, examine
 
-SOUND = [("law", name) for name in LAW_CASES] + [("count", rule) for rule in RULES]
+SOUND: list[tuple[str, ...]] = [("distribution", name) for name in DISTRIBUTION_CASES]
+SOUND += [("count", rule) for rule in RULES]
 SOUND += [(watch,) for watch in ("bits", "noise", "streams", "draws")]
 
 
@@ -31,7 +32,7 @@ def test_the_sound_code_is_not_accused(watch: tuple[str, ...]) -> None:
 def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     if mutant.name.startswith("the kernel's") and kernels() is None:
         pytest.skip("no C compiler here")
-    if mutant.watch == "law":
+    if mutant.watch == "distribution":
         examinations.wanted(*mutant.options)             # of the sound code
     examinations.sound_accepted()
     with mutant.plant():

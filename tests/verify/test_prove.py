@@ -21,7 +21,7 @@ FIGURES = {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}
 def sections(monkeypatch: pytest.MonkeyPatch) -> dict[str, Section]:
     """Sections that are decided beforehand."""
     found = {name: Section(name, "fine") for name in Part} | {
-        "law": Section("law", "3 cases, nothing found", FIGURES)
+        "distribution": Section("distribution", "3 cases, nothing found", FIGURES)
     }
     for name in found:
         monkeypatch.setattr(proving, f"prove_{name}", lambda *_, name=name, **__: found[name])
@@ -37,27 +37,29 @@ def test_sections_run_in_turn_and_the_engine_loads_only_when_needed() -> None:
     def engine() -> None:
         raise AssertionError("nobody asked for the model")
 
-    found = list(proving.prove(engine, ["sampling", "law", "law"], progress=lambda name: silent))
-    assert [section.name for section in found] == ["sampling", "law"]
+    names = ["sampling", "distribution", "distribution"]
+    found = list(proving.prove(engine, names, progress=lambda name: silent))
+    assert [section.name for section in found] == ["sampling", "distribution"]
 
 
 def test_exit_codes_and_files(sections: dict[str, Section], tmp_path: Path) -> None:
     json_, html = tmp_path / "json", tmp_path / "html"
-    code, out = command("--section", "law", "--json", str(json_), "--html", str(html))
-    assert code == 0 and out.startswith("PASS law (0 s): 3 cases")
+    code, out = command("--section", "distribution", "--json", str(json_), "--html", str(html))
+    assert code == 0 and out.startswith("PASS distribution (0 s): 3 cases")
     body, page = json.loads(json_.read_text()), html.read_text()
-    assert body["passed"] and body["about"]["torch"] and body["sections"][0]["name"] == "law"
+    assert body["passed"] and body["about"]["torch"]
+    assert body["sections"][0]["name"] == "distribution"
     assert "planted &lt;b&gt;" in page and "<b>" not in page and "3 cases, nothing found" in page
     sections["sampling"] = Section("sampling", "biased", failures=["rejection: p = 1e-9"])
-    code, out = command("--section", "sampling", "--section", "law", "--html", str(html))
+    code, out = command("--section", "sampling", "--section", "distribution", "--html", str(html))
     assert code == 1 and out.strip().endswith("see sampling")
-    for part in ("FAIL sampling", "rejection: p = 1e-9", "PASS law"):
+    for part in ("FAIL sampling", "rejection: p = 1e-9", "PASS distribution"):
         assert part in out and part in html.read_text()
 
 
 def test_a_section_that_breaks_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "prove_law", lambda *_: 1 // 0)
-    code, out = command("--section", "law", "--section", "sampling")
+    monkeypatch.setattr(proving, "prove_distribution", lambda *_: 1 // 0)
+    code, out = command("--section", "distribution", "--section", "sampling")
     assert code == 1 and "ZeroDivisionError: integer" in out and "PASS sampling" in out
 
 

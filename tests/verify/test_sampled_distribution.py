@@ -20,7 +20,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "noise_tests", lambda seed: iter([("noise", 1.0)]))
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, exact.wrong_draft_law])
+@pytest.mark.parametrize("rule", [accept_by_rejection, exact.wrong_draft_probs])
 def test_a_rule_can_be_proved_and_a_wrong_one_is_found(quiet: None, rule) -> None:
     asks = [Ask(Sampling(temperature=1.0), (3,), 4)]
     cases = [Case("given", weighing(rule), SETUPS["chain"], asks, OURS)]

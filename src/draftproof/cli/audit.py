@@ -118,7 +118,7 @@ def _audited(given: Any) -> tuple[str, Any]:
     if known.config.is_encoder_decoder:
         raise BadInput(f"{name} is an encoder-decoder, which audit does not know")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
-    law, opaque = audits.model_law(known, want), frozenset[int]()
+    law, opaque = audits.model_distribution(known, want), frozenset[int]()
     length = length or (3 if vocab <= 64 else 2)
     if hf:
         draft = load_model(assistant, given.dtype, given.device)

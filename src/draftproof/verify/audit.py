@@ -229,7 +229,7 @@ def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
 # Models and engines -------------------------------------------------------------------------------
 
 
-def model_law(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Law:
+def model_distribution(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Law:
     """A model's distribution under a sampling. prompt: tokens that some penalties do not count."""
     params = SamplingParams(sampling, prompt)
 

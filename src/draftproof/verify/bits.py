@@ -50,8 +50,12 @@ class Comparison:
     """Texts held against plain decoding, and what was found. bounds: per text, how far rounding
     alone may move a logit."""
 
-    def __init__(self, engine: Engine, wants: Sequence[Sampling], new_tokens: int) -> None:
-        self.engine, self.target, self.prompts = engine, engine.target, _prompts(engine)
+    def __init__(
+        self, engine: Engine, wants: Sequence[Sampling], new_tokens: int,
+        prompts: Sequence[list[int]] = (),
+    ) -> None:
+        self.engine, self.target = engine, engine.target
+        self.prompts = list(prompts) or _prompts(engine)
         new = min(new_tokens, engine.target.context - max(map(len, self.prompts)))
         self.asked = [                                      # the rows end at different times
             replace(wants[row % len(wants)], logprobs=True,
@@ -70,6 +74,8 @@ class Comparison:
     def write(self, drafter: Drafter, budget: int, rows: int) -> list[Completion]:
         stops = self.engine.stop_tokens
         own = Engine(self.target, drafter, budget=budget, stop_tokens=stops)
+        if budget:                              # plain decoding reads every prompt anew
+            own.prefixes = self.engine.prefixes
         done = own.generate(self.prompts, sampling=self.asked, batch_size=rows)
         return [one.checked() for one in done]
 
@@ -145,33 +151,35 @@ class Comparison:
 def prove_bits(
     engine: Engine, quick: bool = False, tick: Tick = silent, *, seed: int = 0,
     new_tokens: int | None = None, exact_nodes: int | None = None, wants: Sequence[Sampling] = (),
+    prompts: Sequence[list[int]] = (), rows: Sequence[int] = ROWS,
 ) -> Section:
     """Compare the engine's drafter, prompt lookup and plain batches with plain decoding row by row.
 
     exact_nodes: the machine's exactness class (rows x nodes), None to probe it. wants: how to
-    sample, in turn. Passes if, inside the class, every token and every bit of every log-probability
-    agrees; outside it, if no difference exceeds the rounding, and a forgotten token does.
+    sample, in turn. prompts: token ids, others than the usual. rows: sizes of batches. Passes if,
+    inside the class, every token and every bit of every log-probability agrees; outside it, if no
+    difference exceeds the rounding, and a forgotten token does.
     """
     if exact_nodes is None:
         tick(0.0, "probing the machine")
         probed = probe(engine.target, (2, 8), 48) if quick else probe(engine.target)
         exact_nodes = probed.exact_nodes
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
-    found, lookup = Comparison(engine, wants or _usual(seed), new), PromptLookup()
+    found, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
     drafters: dict[str, tuple[Drafter, int]] = {
         "none": (Plain(), 0), engine.drafter.name: (engine.drafter, engine.budget.most),
         lookup.name: (lookup, lookup.default_budget),
     }
-    cases = [(name, rows) for name in drafters for rows in ROWS if name != "none" or rows > 1]
+    cases = [(name, size) for name in drafters for size in rows if name != "none" or size > 1]
     exact_cases = 0
-    for done, (name, rows) in enumerate(cases):
-        tick((done + 1) / (len(cases) + 1), f"{name}, batch {rows}")
+    for done, (name, size) in enumerate(cases):
+        tick((done + 1) / (len(cases) + 1), f"{name}, batch {size}")
         drafter, most = drafters[name]
-        fits = min(most, exact_nodes // rows - 1)
+        fits = min(most, exact_nodes // size - 1)
         exact = fits >= min(1, most)
         exact_cases += exact
         budget = fits if exact else most
-        found.compare(f"{name}, batch {rows}, {budget} drafted", drafter, budget, rows, exact)
+        found.compare(f"{name}, batch {size}, {budget} drafted", drafter, budget, size, exact)
     if not found.control > 1:
         why = "a forgotten token changes logits no more than rounding: this is blind"
         found.failures.append(why)

@@ -25,6 +25,7 @@ from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.stats import State
 from draftproof.model.target import Target
 from draftproof.model.tokenizer import Codec
+from draftproof.verify.reference import LETTERS, TAGS, Alphabet
 
 
 @cache
@@ -50,30 +51,31 @@ def toy(
 
 @cache
 @torch.inference_mode()
-def logits_behind(target: Target, text: tuple[int, ...]) -> list[float]:
-    """The logits behind a text, by the model's own forward."""
+def logits_after(target: Target, text: tuple[int, ...]) -> list[float]:
+    """The logits after a text, by the model's own forward."""
     logits: list[float] = target.model(torch.tensor([text])).logits[0, -1].tolist()
     return logits
 
 
 class Letters(Codec):
-    """A tokenizer for the toys. "é" shows only with the token after it, like half a character."""
+    """A tokenizer for the toys. One shows only with the token after it, like half a
+    character, or one is special and never shown."""
 
-    PIECES = ("a", "b", "é", "ba", "c")
-
-    def __init__(self) -> None:
-        self.late = ""
+    def __init__(self, alphabet: Alphabet = LETTERS) -> None:
+        self.alphabet, self.late = alphabet, ""
 
     def stream(self, prompt: Sequence[int]) -> Any:
-        return Letters()
+        return Letters(self.alphabet)
 
     def push(self, token: int) -> str:
-        own, held = self.PIECES[token], self.late
-        self.late = own if own == "é" else ""
-        return held if own == "é" else held + own
+        if token == self.alphabet.special:
+            return ""
+        piece, held = self.alphabet.pieces[token], self.late
+        self.late = piece if token == self.alphabet.late else ""
+        return held if self.late else held + piece
 
     def special(self, token: int) -> str:
-        return ""
+        return self.alphabet.pieces[token] if token == self.alphabet.special else ""
 
     def finish(self) -> str:
         piece, self.late = self.late, ""
@@ -108,6 +110,7 @@ class Case:
 
     budget: made with the set-up's number of draft tokens. itself: the draft is the target, so every
     token must be accepted. shapes: closed as on a device, or None.
+    alphabet: what tokens look like.
     """
 
     name: str
@@ -118,10 +121,12 @@ class Case:
     budget: Callable[[int], Budget] = Fixed
     itself: bool = False
     shapes: ShapePolicy | None = None
+    alphabet: Alphabet = LETTERS
 
     def plain(self) -> Case:
         """The same requests without drafts."""
-        return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.asks, self.target)
+        return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.asks, self.target,
+                    alphabet=self.alphabet)
 
     def run(
         self, seeds: Sequence[int], n: int, batch_size: int | None = None,
@@ -133,7 +138,7 @@ class Case:
             for ask, seed in zip(self.asks, seeds, strict=True)
         ]
         engine = Engine(
-            self.target, self.setup.draft(), codec=Letters(), acceptance=self.rule,
+            self.target, self.setup.draft(), codec=Letters(self.alphabet), acceptance=self.rule,
             budget=self.budget(self.setup.most), shapes=self.shapes, sampler=sampler,
         )
         prompts = [list(ask.prompt) for ask in self.asks]
@@ -148,7 +153,7 @@ OPTIONS = {
     "all at once": Sampling(
         temperature=0.9, top_k=2, top_p=0.9, min_p=0.02, repetition_penalty=1.3,
         presence_penalty=0.3, frequency_penalty=-0.4, no_repeat_ngram=3, logit_bias={2: 0.6},
-        banned_words=((1, 0, 2),),
+        banned_words=((1, 0, 2), (1, 1, 0), (1, 1, 1, 2)),
     ),
 }
 ENDS: dict[str, dict[str, Any]] = {
@@ -159,6 +164,11 @@ ENDS: dict[str, dict[str, Any]] = {
     "two stop strings": {"stop": ("ba", "bé")},
     "both": {"stop_tokens": (1,), "stop": ("éa", "aa"), "min_new_tokens": 1},
 }
+TAGGED = [
+    Ask(Sampling(temperature=1.0, stop=stops), (1,), 3)
+    for stops in (("e>b",), (">a", "b<e"), ("<e>a", "aa"))
+]
+"""Stop strings that begin or end inside the special token of `TAGS`."""
 LIMITS = (3, 2, 3, 1, 3)
 PROMPTS = ((1,), (2, 0, 1, 2, 0), (1, 1), (0, 2, 0, 2))
 
@@ -195,6 +205,16 @@ class Alternating(Budget):
     def choose(self, state: State) -> int:
         self.rounds += 1
         return (self.most, 0, min(1, self.most))[self.rounds % 3]
+
+
+class Once(Budget):
+    """Drafts in the first round alone: all that can come of a deep draft can be enumerated."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.left = most, [most]
+
+    def choose(self, state: State) -> int:
+        return self.left.pop() if self.left else 0
 
 
 def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
@@ -243,12 +263,18 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, 
     for name, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
         bound = replace(free, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
         yield f"{name}, {grammar}", SETUPS[name], [Ask(bound, (1, 0))], {}
+    yield "stop strings in a special token", SETUPS["chain"], TAGGED, {"alphabet": TAGS}
+    if rule.drawn:                              # nodes that shorter drafts have not
+        deep = by_model(toy(22, 2), 6, vocab=2), [Ask(Sampling(temperature=1.2), (1, 0), 7)]
+        yield "a chain of 6", *deep, {"target": toy(21, 2), "budget": Once}
+    wide = [Ask(Sampling(temperature=1.3, top_k=2), (1, 0), 4)]
+    yield "a tree of 6", by_model(DRAFT, 6, 2, 2), wide, {"budget": Once}
     five = [Ask(Sampling(temperature=1.1))]
     yield "5 tokens, 3 long", by_model(toy(9, 5), 1, vocab=5), five, {"target": toy(7, 5)}
 
 
 def _grammar(allowed: Callable[[Sequence[int]], set[int]]) -> LogitsProcessor:
-    """A user's logits processor that allows only some tokens behind a text."""
+    """A user's logits processor that allows only some tokens after a text."""
     def processor(text: Tensor, scores: Tensor) -> Tensor:
         kept = allowed(text[0].tolist())
         scores[:, [token for token in range(scores.shape[1]) if token not in kept]] = -torch.inf

@@ -32,27 +32,27 @@ Distribution = dict[End, float]
 class Outcomes:
     """The draws of many worlds side by side: each follows its plan, then the likeliest outcome.
 
-    plans: [W, DRAWS] outcomes decided, -1 beyond. probs: [W] what a world's outcomes cost. others:
+    plans: [W, DRAWS] outcomes decided, -1 beyond. mass: [W] what a world's outcomes cost. others:
     worlds, and plans of outcomes they did not take beyond their own: all else that can happen.
     """
 
     def __init__(self, plans: Tensor) -> None:
         self.plans, self.drawn = plans.clone(), torch.zeros(len(plans), dtype=torch.int64)
-        self.probs = torch.ones(len(plans), dtype=torch.float64)
+        self.mass = torch.ones(len(plans), dtype=torch.float64)
         self.others: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, worlds: Tensor, law: Tensor) -> Tensor:
-        """[B] one outcome per row of `law` [B, K] for the `worlds` [B]; equal worlds draw once."""
+    def take(self, worlds: Tensor, probs: Tensor) -> Tensor:
+        """[B] one outcome per row of `probs` [B, K] for the `worlds` [B]; equal ones draw once."""
         once, copies = torch.unique(worlds, return_inverse=True)
         first = torch.full_like(once, len(worlds))
         first.scatter_reduce_(0, copies, torch.arange(len(worlds)), "amin")
-        return self._take(once, law[first])[copies]
+        return self._take(once, probs[first])[copies]
 
-    def _take(self, worlds: Tensor, law: Tensor) -> Tensor:
-        draw, rows = self.drawn[worlds], torch.arange(len(law))
+    def _take(self, worlds: Tensor, probs: Tensor) -> Tensor:
+        draw, rows = self.drawn[worlds], torch.arange(len(probs))
         planned = self.plans[worlds, draw]
-        taken = torch.where(planned < 0, law.argmax(-1), planned)
-        left = (law > 0) & (planned < 0)[:, None]
+        taken = torch.where(planned < 0, probs.argmax(-1), planned)
+        left = (probs > 0) & (planned < 0)[:, None]
         left[rows, taken] = False
         row, other = left.nonzero(as_tuple=True)
         plans = self.plans[worlds[row]]
@@ -60,7 +60,7 @@ class Outcomes:
         self.others.append((worlds[row], plans))
         self.plans[worlds, draw] = taken
         self.drawn[worlds] += 1
-        self.probs[worlds] *= law[rows, taken]
+        self.mass[worlds] *= probs[rows, taken]
         return taken
 
 
@@ -79,8 +79,8 @@ def _ordered(
             best = argmax_token(left)
             none = best == NO_TOKEN
             sure = one_hot(best.clamp(min=0), left.shape[1]).double()
-            law = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
-            taken = outcomes.take(worlds[rows], law)
+            probs = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
+            taken = outcomes.take(worlds[rows], probs)
             before = order[rows, node, taken]
             rank_left = before.new_tensor(children - rank)
             order[rows, node, taken] = torch.where(none, before, rank_left)
@@ -141,14 +141,14 @@ class DecidedChance:
 class Enumerated(NamedTuple):
     """Each request's distribution, outcomes enumerated, and statistics that do not add up."""
 
-    laws: list[Distribution]
+    distributions: list[Distribution]
     worlds: int
     wrong: str = ""
 
 
 def enumerate_texts(case: Case) -> Enumerated:
     """Run a case through every outcome there is."""
-    laws: list[Distribution] = [defaultdict(float) for _ in case.asks]
+    distributions: list[Distribution] = [defaultdict(float) for _ in case.asks]
     waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.asks]
     worlds = 0
     while any(map(len, waiting)):
@@ -161,17 +161,18 @@ def enumerate_texts(case: Case) -> Enumerated:
         for done in all_done:
             if done.sample >= len(now[done.prompt]):
                 continue                                        # only there to fill the batch
-            probability = float(outcomes.probs[done.prompt * samples + done.sample])
-            laws[done.prompt][tuple(done.tokens), done.text, done.finish_reason] += probability
+            probability = float(outcomes.mass[done.prompt * samples + done.sample])
+            end = tuple(done.tokens), done.text, done.finish_reason
+            distributions[done.prompt][end] += probability
             if probability > 0 and not _counts_right(case, done):
                 wrong = f"{len(done.tokens)} tokens were written, and the statistics: {done.stats}"
-                return Enumerated(laws, worlds, wrong)
+                return Enumerated(distributions, worlds, wrong)
         which, others = (torch.cat(part) for part in zip(*outcomes.others, strict=True))
         for owner, own in enumerate(now):
             theirs = (which // samples == owner) & (which % samples < len(own))
             waiting[owner] = torch.cat([waiting[owner][len(own) :], others[theirs]])
         worlds += sum(map(len, now))
-    return Enumerated(laws, worlds)
+    return Enumerated(distributions, worlds)
 
 
 def _counts_right(case: Case, done: Completion) -> bool:

@@ -10,25 +10,30 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, DraftproofError
 from draftproof.verify.architectures import prove_architectures
 from draftproof.verify.bits import prove_bits
-from draftproof.verify.exact import prove_law
+from draftproof.verify.configurations import prove_configurations
+from draftproof.verify.exact import prove_distribution
+from draftproof.verify.mutants import prove_mutants
 from draftproof.verify.report import Section, Tick, failed
 from draftproof.verify.sampling import prove_sampling
 
 
 def prove(
     engine: Callable[[], Engine], sections: Sequence[str], *, quick: bool = False, seed: int = 0,
-    progress: Callable[[str], Tick],
+    progress: Callable[[str], Tick], mutants: Sequence[str] = (),
 ) -> Iterator[Section]:  # fmt: skip
     """Run `sections` in turn and yield each as it is done; one that breaks has failed.
 
     engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each
-    section, by name. Raises BadInput for an engine that is lossy.
+    section, by name. mutants: words in the names of those to run, none for all.
+    Raises BadInput for an engine that is lossy.
     """
     runs: dict[str, Callable[[Tick], Section]] = {
-        "law": lambda tick: prove_law(quick, tick),
+        "distribution": lambda tick: prove_distribution(quick, tick),
         "sampling": lambda tick: prove_sampling(quick, tick, seed=seed),
         "bits": lambda tick: prove_bits(_exact(engine()), quick, tick, seed=seed),
+        "configurations": lambda tick: prove_configurations(quick, tick, seed=seed),
         "architectures": lambda tick: prove_architectures(quick, tick),
+        "mutants": lambda tick: prove_mutants(tick, words=mutants),
     }
     for name in dict.fromkeys(sections):
         start, tick = time.perf_counter(), progress(name)

@@ -10,14 +10,19 @@ from typing import Any
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
 QUESTIONS = {
-    "law": "Does every possible text come out exactly as often as the model alone would write it? "
-           "All texts of small models are listed, and their probabilities compared.",
+    "distribution": "Does every possible text come out exactly as often as the model alone would "
+                    "write it? All texts of small models are listed, and their probabilities "
+                    "compared.",
     "sampling": "Are sampled texts as frequent as the model says, with real random numbers? "
                 "Thousands of texts are drawn and counted.",
     "bits": "Does your model, here, write the same text with drafts as without, number for number? "
             "Texts and scores are compared bit by bit.",
-    "architectures": "Is that so for every kind of model that is supported? Small random models of "
-                     "each kind write with drafts and without.",
+    "configurations": "Is that so in every way a model can be run? Long texts, large vocabularies, "
+                      "8-bit weights and remembered prompts are compared in the same way.",
+    "architectures": "Is that so for every kind of model that is supported? Small random models "
+                     "of each kind write with drafts and without.",
+    "mutants": "Would a mistake be noticed? Bugs are planted one at a time in a copy of the "
+               "source, and this proof or a test must fail for each.",
 }
 """What each section asks, in plain words."""
 SCOPE = (

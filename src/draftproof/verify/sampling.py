@@ -18,8 +18,16 @@ from draftproof.core.params import Sampling
 from draftproof.core.sampling import Sampler
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
-from draftproof.verify.audit import FALSE_ALARM, POWER, Audit, audit, g_test, model_law, too_equal
-from draftproof.verify.cases import PLAIN, Ask, Case, one_thread, setups, toy
+from draftproof.verify.audit import (
+    FALSE_ALARM,
+    POWER,
+    Audit,
+    audit,
+    g_test,
+    model_distribution,
+    too_equal,
+)
+from draftproof.verify.cases import PLAIN, Ask, Case, by_model, one_thread, setups, toy
 from draftproof.verify.report import Section, Tick, silent
 
 SEQUENCES, QUICK_SEQUENCES = 57_344, 8_192
@@ -45,6 +53,11 @@ TRIALS = (
 """Ways to run the engine: names in `RULES`, `SETUPS` and `WANTS`; the first eight if in a hurry."""
 OURS, THEIRS = toy(18, 4), toy(32, 4)
 SETUPS = setups(THEIRS, 4) | {"plain": PLAIN}
+DEPTHS = (
+    by_model(THEIRS, 3, vocab=4), by_model(THEIRS, 7, vocab=4),
+    by_model(THEIRS, 10, 2, 2, 1, vocab=4),
+)
+"""Drafts, also deeper than any default, whose random numbers are looked at."""
 """Of middling entropy, 0.7 apart. Of three tokens, a residual would often hold but one."""
 
 
@@ -63,10 +76,11 @@ def audited(
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
         return [one.tokens for one in case.run([seed], n, None, sampler)]
 
-    law = model_law(case.target.model, ask.sampling, len(ask.prompt))
+    probs = model_distribution(case.target.model, ask.sampling, len(ask.prompt))
     ends = tuple(ask.sampling.stop_tokens or ())
     return audit(
-        draw, law, ask.prompt, length=ask.limit, samples=samples, seed=seed, at_once=1024, ends=ends
+        draw, probs, ask.prompt, length=ask.limit, samples=samples, seed=seed, at_once=1024,
+        ends=ends,
     )
 
 
@@ -121,11 +135,16 @@ def draws_used_twice(rule: str, seed: int) -> int:
             asked.append(made.reshape(-1, 2).clone())
             return made
 
-    engine = Engine(OURS, SETUPS["chain"].draft(), acceptance=rule, budget=3, sampler=Recorded)
-    want = Sampling(temperature=1.0, seed=seed)
-    engine.generate([[3]], max_new_tokens=12, sampling=want, n=16)
-    streams = torch.cat(asked)
-    return len(streams) - len(torch.unique(streams, dim=0))
+    again, sampling = 0, Sampling(temperature=1.0, seed=seed)
+    for setup in DEPTHS:
+        asked.clear()
+        engine = Engine(
+            OURS, setup.draft(), acceptance=rule, budget=setup.most, sampler=Recorded
+        )
+        engine.generate([[3]], max_new_tokens=3 * setup.most, sampling=sampling, n=16)
+        streams = torch.cat(asked)
+        again += len(streams) - len(torch.unique(streams, dim=0))
+    return again
 
 
 def prove_sampling(

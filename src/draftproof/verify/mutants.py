@@ -1,0 +1,159 @@
+"""Section "mutants": bugs are planted in a copy of the source, and this proof or a test must fail.
+
+The list is that of a checkout, tests/verify/planted_bugs.toml: an installed package has no tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import draftproof
+from draftproof.errors import BadInput
+from draftproof.verify.report import Section, Tick, silent
+
+PACKAGE = Path(draftproof.__file__).parent
+CHECKOUT = PACKAGE.parents[1]
+LIST = CHECKOUT / "tests" / "verify" / "planted_bugs.toml"
+SOURCE = {".py", ".c", ".h"}
+
+
+class Mutant(NamedTuple):
+    """A bug.
+
+    Attributes:
+        name: What is wrong.
+        file: The file of the package that it is planted in.
+        old: The text that is replaced; it occurs once.
+        new: What it is replaced by.
+        seen_by: Sections of the quick proof, or tests, that must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    seen_by: Sequence[str]
+
+    def planted(self) -> str:
+        """The file with the bug.
+
+        Raises:
+            BadInput: The text is not there, or more than once.
+        """
+        source = (PACKAGE / self.file).read_text(encoding="utf-8")
+        if source.count(self.old) != 1:
+            times = source.count(self.old)
+            raise BadInput(f"{self.name!r}: {self.file} has the text {times} times; it must be 1")
+        return source.replace(self.old, self.new)
+
+
+def mutants(words: Sequence[str] = ()) -> list[Mutant]:
+    """The list, or the bugs whose names contain one of these words.
+
+    Raises:
+        BadInput: There is no list, or nothing in it is named so.
+    """
+    if not LIST.exists() or not hasattr(os, "fork"):
+        raise BadInput("mutants are run in a checkout of draftproof, on Linux or macOS")
+    listed = [Mutant(**bug) for bug in tomllib.loads(LIST.read_text(encoding="utf-8"))["bug"]]
+    chosen = [bug for bug in listed if not words or any(word in bug.name for word in words)]
+    if not chosen:
+        raise BadInput(f"no mutant is named like {', '.join(words)}; see {LIST}")
+    return chosen
+
+
+def command_of(watch: str) -> list[str]:
+    """What runs a section, or tests."""
+    if watch.startswith("tests/"):
+        return [watch]
+    return ["prove", "--quick", "--section", watch]
+
+
+class Runner:
+    """A process that runs commands in a copy of the package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(PACKAGE, folder / "draftproof", copy_function=_copied, dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("__pycache__"))
+        script = PACKAGE / "verify" / "planted_runner.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd=CHECKOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+    def run(self, watch: str) -> int:
+        """The exit code of what watches."""
+        assert self.process.stdin and self.process.stdout
+        job = {"package": str(self.folder), "command": command_of(watch)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    @contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """The bug is in the copy as long as this lasts."""
+        file = self.folder / "draftproof" / mutant.file
+        sound = file.read_bytes()
+        file.write_text(mutant.planted(), encoding="utf-8")
+        try:
+            yield
+        finally:
+            file.write_bytes(sound)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def _copied(source: str, target: str) -> str:
+    """Copy sources; of weights and libraries make links."""
+    if Path(source).suffix in SOURCE:
+        return str(shutil.copy(source, target))
+    Path(target).symlink_to(source)
+    return target
+
+
+def prove_mutants(tick: Tick = silent, *, words: Sequence[str] = ()) -> Section:
+    """Plant each bug, or those named so. Passes if all that must notice a bug does, and notices
+    nothing without it."""
+    try:
+        chosen = mutants(words)
+    except BadInput as error:
+        if words:
+            raise
+        return Section("mutants", f"not run: {error}")
+    failures, watches = list[str](), dict.fromkeys(watch for bug in chosen for watch in bug.seen_by)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(folder))
+        steps = len(watches) + sum(len(bug.seen_by) for bug in chosen)
+        done = 0
+        for watch in watches:
+            tick(done / steps, f"sound: {watch}")
+            done += 1
+            if code := runner.run(watch):
+                failures.append(f"{watch} fails without any bug (exit code {code})")
+        for bug in chosen:
+            with runner.planted(bug):
+                for watch in bug.seen_by:
+                    tick(done / steps, bug.name)
+                    done += 1
+                    if (code := runner.run(watch)) != 1:
+                        failures.append(f"{bug.name}: not seen by {watch} (exit code {code})")
+        runner.close()
+    verdict = (
+        f"{len(chosen)} bugs planted, one at a time; {len(watches)} sections and tests must notice "
+        f"them, and {'do' if not failures else 'do not all'}"
+    )
+    figures = {bug.name: list(bug.seen_by) for bug in chosen}
+    return Section("mutants", verdict, figures, failures)
