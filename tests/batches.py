@@ -7,13 +7,13 @@ from typing import Any
 
 from tiny import target
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.sequence import SequenceState
-from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 

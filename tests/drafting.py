@@ -31,10 +31,10 @@ from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import State
 from draftproof.engine.wrappers import DrafterWrapper
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import kernels
+from draftproof.weights.packed_linear import pack_linears
 
 
 class Oracle(Drafter):

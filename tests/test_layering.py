@@ -13,13 +13,14 @@ import pytest
 import draftproof
 
 ROOT = Path(draftproof.__file__).parent
-FLOORS = ("errors", "core", "native", "gguf", "model", "drafters", "engine", "hf", "training",
+FLOORS = ("errors", "core", "native", "gguf", "weights", "tokenizer",
+          "cache", "forward", "model", "drafters", "engine", "hf", "training",
           "verify", "bench", "plan", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py")
                if path.parent != ROOT or path.name == "errors.py")
 
 
-EXAMINERS = {"model", "hf", "verify", "bench", "cli"}
+EXAMINERS = {"weights", "tokenizer", "cache", "forward", "model", "hf", "verify", "bench", "cli"}
 """They run models through transformers, examine it, or name its version (`cli`)."""
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAIRS = ["th", "he", "in", "er", "an", "re", "on", "at"]

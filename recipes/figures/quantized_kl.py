@@ -28,7 +28,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.model.gguf_source import native_gguf
 from draftproof.model.native_model import NativeModel
 from draftproof.model.native_target import NativeTarget
-from draftproof.model.tensor_source import SafetensorsSource
+from draftproof.weights.tensor_source import SafetensorsSource
 
 WINDOW, CHUNK = 512, 64
 """Tokens of a window, and tokens read at a time."""

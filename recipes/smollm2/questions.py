@@ -16,7 +16,7 @@ import torch
 from draftproof.core.params import Sampling
 from draftproof.engine.load import load
 from draftproof.model import loading
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.self_generate import Writer, by_engine, by_transformers
 
 MARK = "\x00"

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
 from draftproof.model import loading
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import DataConfig

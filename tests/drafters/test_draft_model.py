@@ -10,6 +10,7 @@ from drafting import packed_target
 from tiny import CPU, of_family
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
@@ -20,10 +21,9 @@ from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.engine.stats import State
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
+from draftproof.weights.packed_linear import pack_linears
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels for it here")
 VOCAB = 96

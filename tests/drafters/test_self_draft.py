@@ -14,11 +14,11 @@ from draftproof.drafters.draft_model import SelfDraft, self_draft_options
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.model.packed_linear import pack_linears
-from draftproof.model.quantize import weight_bytes
-from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.model.variants import first_layers
+from draftproof.weights.packed_linear import pack_linears
+from draftproof.weights.quantize import weight_bytes
+from draftproof.weights.quantized_linear import QuantizedLinear
 
 DRAFTS = [pytest.param({"quantize": "int8"}, id="int8"),
           pytest.param({"quantize": "int4"}, id="int4"),

@@ -9,13 +9,13 @@ import pytest
 from drafting import DRAFTERS, Watch, texts
 from tiny import prompts, target
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Reading
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Round, State
-from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 BOTH = [Sampling(), Sampling(temperature=0.9, seed=11)] * 3

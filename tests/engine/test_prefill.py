@@ -9,11 +9,11 @@ from batches import Counted, admit, decoder, read_elsewhere, running
 from drafting import DRAFTERS, LEARNERS
 from tiny import prompts, target
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.prefill import SHORT
-from draftproof.model.fused_forward import NODES
-from draftproof.model.kv_cache import KVCache
+from draftproof.forward.fused_forward import NODES
 from draftproof.model.target import Target
 
 

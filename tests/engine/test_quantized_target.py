@@ -17,10 +17,10 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading
-from draftproof.model.quantize import is_quantized
 from draftproof.model.target import Target
 from draftproof.model.variants import quantized
 from draftproof.native.kernels import kernels
+from draftproof.weights.quantize import is_quantized
 
 WAYS = [pytest.param("int8", None, id="int8"), pytest.param("int4", None, id="int4"),
         pytest.param(None, "fp8", id="fp8 cache"), pytest.param("int8", "int8", id="int8, cache")]

@@ -13,6 +13,7 @@ from drafting import DRAFTERS, LEARNERS, texts
 from helpers.device_emulation import LENGTHS, PARTS, ForbiddenOnDevice, emulate
 from tiny import fresh, prompts, target
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree, TreeShape
@@ -23,7 +24,6 @@ from draftproof.engine.budget import Adaptive, Budget
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
-from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 CLOSED = ShapePolicy(closed=True)

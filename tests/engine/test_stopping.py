@@ -15,7 +15,7 @@ from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 
 PROMPT, WARM = [3, 1, 4], Sampling(temperature=0.9, seed=5)
 

@@ -18,11 +18,11 @@ from drafting import Fading, Guess, Hinted, Oracle
 from tiny import prompts
 
 import draftproof as dp
+from draftproof.cache.kv_layer import KVLayer
 from draftproof.cli.app import main
 from draftproof.core.messages import Reading
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
-from draftproof.model.kv_layer import KVLayer
 from draftproof.model.target import Target
 
 PROMPTS = prompts(2, seed=4)

@@ -27,7 +27,7 @@ from draftproof.native import cpu_ops
 Plant = Callable[[], Context[Any]]
 NOISE, CHANCE = "core.noise:", "core.sampling:KeyedChance."
 SAMPLER, FILTERS = "core.sampling:Sampler.", "core.processors:LogitsProcessors."
-CACHE, ROW = "model.kv_cache:KVCache.", "engine.sequence:SequenceState."
+CACHE, ROW = "cache.kv_cache:KVCache.", "engine.sequence:SequenceState."
 DRAFT = "drafters.draft_model:DraftModel."
 
 

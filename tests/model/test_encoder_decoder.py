@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 import draftproof
+from draftproof.cache.source_cache import SourceCache
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
@@ -23,7 +24,6 @@ from draftproof.errors import BadInput, DraftproofError
 from draftproof.model import encoder_decoder
 from draftproof.model import module_target as module
 from draftproof.model.encoder_decoder import EncoderDecoder
-from draftproof.model.source_cache import SourceCache
 
 VOCAB, NEW, PAD = 96, 10, 0
 MARKS = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from draftproof.core.tree import TokenTree
 from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
-from draftproof.model.block_linear import BlockTable
 from draftproof.model.gguf_model import unpacked
 from draftproof.model.gguf_source import native_gguf
 from draftproof.model.target import target_of
 from draftproof.native.kernels import kernels
+from draftproof.weights.block_linear import BlockTable
 
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"]
 """Those that the package `gguf` writes."""

@@ -14,14 +14,14 @@ from tiny import of_family
 
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import ModelNotFound, UnsupportedModel
+from draftproof.forward.native_config import ARCHITECTURES, NativeConfig, why_not_native
 from draftproof.model.module_target import ModuleTarget
-from draftproof.model.native_config import ARCHITECTURES, NativeConfig, why_not_native
 from draftproof.model.native_model import NativeModel
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
-from draftproof.model.tensor_source import SafetensorsSource
 from draftproof.model.variants import first_layers, quantized
 from draftproof.native.kernels import kernels
+from draftproof.weights.packed_linear import pack_linears
+from draftproof.weights.tensor_source import SafetensorsSource
 
 SIZES = {
     "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from draftproof.core.params import Sampling
-from draftproof.model.chat_template import render
-from draftproof.model.folder_tokenizer import FolderTokenizer, folder_tokenizer, state_of
 from draftproof.model.generation_defaults import default_sampling
 from draftproof.model.generation_file import native_defaults
 from draftproof.model.loading import load_tokenizer
 from draftproof.native.kernels import kernels
+from draftproof.tokenizer.chat_template import render
+from draftproof.tokenizer.folder_tokenizer import FolderTokenizer, folder_tokenizer, state_of
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße <b>\n 12"},

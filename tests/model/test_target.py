@@ -14,10 +14,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.layout import context_of
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.layout import context_of
 from draftproof.model.target import Target, target_of
 
 SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])

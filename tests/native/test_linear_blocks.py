@@ -8,7 +8,6 @@ import torch
 from blocks import in_codes, random_blocks
 
 from draftproof.gguf.blocks import BLOCK_SIZES, dequantize
-from draftproof.model.block_linear import pack_blocks
 from draftproof.native.build import BUILDS, able, opened
 from draftproof.native.kernels import Kernels
 from draftproof.native.structures import (
@@ -19,6 +18,7 @@ from draftproof.native.structures import (
     linear,
     rounded,
 )
+from draftproof.weights.block_linear import pack_blocks
 
 
 @pytest.fixture(scope="module", params=list(BUILDS))

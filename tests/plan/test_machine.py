@@ -10,10 +10,10 @@ import pytest
 from tiny import model
 
 from draftproof.errors import BadInput
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, PRESETS, Machine, Size, Timed, read_machine
 from draftproof.plan.planner import size_of
+from draftproof.weights.packed_linear import pack_linears
 
 TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)))
               for rows in (1, 4) for nodes in (0, 2, 8))  # fmt: skip

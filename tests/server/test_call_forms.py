@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded
-from draftproof.model.tokenizer import Codec
 from draftproof.server.schema import Chat
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form, offered
+from draftproof.tokenizer.codec import Codec
 
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}}]

@@ -15,7 +15,7 @@ from tiny import prompts
 from draftproof import embedded
 from draftproof.errors import BadInput
 from draftproof.model.loading import load_tokenizer
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
 from draftproof.training.texts import Document, read, split
 

@@ -16,12 +16,12 @@ from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model.device import processor
-from draftproof.model.quantized_linear import slow_because
 from draftproof.training import train_run, trainer
 from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import locked
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import train
+from draftproof.weights.quantized_linear import slow_because
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     import torch
 
     from draftproof.model.device import Device, versions
+    from draftproof.model.diagnosis import paths
     from draftproof.model.exactness import probe
-    from draftproof.model.paths import paths
 
     with show.status("looking at the machine ..."):
         if not engine.keys() & {"drafter", "assistant_model"}:

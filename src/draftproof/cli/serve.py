@@ -121,7 +121,7 @@ def _facts(server: Server, engine: Engine, access: Access) -> list[str]:
     """What runs, on what, and who may use it."""
     import psutil
 
-    from draftproof.model.paths import paths
+    from draftproof.model.diagnosis import paths
 
     target, drafter = engine.target, engine.drafter.name
     memory = psutil.Process().memory_info().rss / 2**30

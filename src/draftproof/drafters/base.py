@@ -16,10 +16,10 @@ from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, DrafterMismatch
-from draftproof.model.packed_linear import JointLinear, pack_linears, packable, put
-from draftproof.model.quantized_linear import Int8Linear, slow_because
 from draftproof.model.target import Target
 from draftproof.native.structures import Native
+from draftproof.weights.packed_linear import JointLinear, pack_linears, packable, put
+from draftproof.weights.quantized_linear import Int8Linear, slow_because
 
 PADDING = 512
 """Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.tree import TokenTree
 from draftproof.drafters import beams, published, weight_files
@@ -28,8 +29,7 @@ from draftproof.drafters.base import Vocabulary, over_vocabulary
 from draftproof.drafters.features import FeatureDrafter, Network
 from draftproof.drafters.published import NUMBER, Published
 from draftproof.errors import DrafterMismatch
-from draftproof.model.draft_layers import Mask
-from draftproof.model.kv_cache import KVCache
+from draftproof.forward.draft_layers import Mask
 
 NESTED, INPUTS, OUTPUTS = "dflash_config", "aux_hidden_state_layer_ids", "target_layer_ids"
 KNOWN: dict[str, Any] = {

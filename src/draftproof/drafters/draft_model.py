@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import CHUNKS, KVCache, chunk_of
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
@@ -29,9 +30,8 @@ from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter, over_vocabulary
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model import variants
-from draftproof.model.kv_cache import CHUNKS, KVCache, chunk_of
-from draftproof.model.quantize import KINDS
 from draftproof.model.target import Target
+from draftproof.weights.quantize import KINDS
 
 WIDTHS = (2, 4, 8)
 """How many tokens the first read of a round takes: the root, and what was committed since."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Commit, Frontier, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling, SamplingParams
@@ -24,7 +25,6 @@ from draftproof.core.sampling import Sampler
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.draft_model import DraftModel, Model
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
-from draftproof.model.kv_cache import KVCache
 
 
 class SharedTokens:

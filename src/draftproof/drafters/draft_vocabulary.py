@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import DrafterMismatch
-from draftproof.model.token_bytes import bytes_of, is_byte_level
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
+from draftproof.tokenizer.token_bytes import bytes_of, is_byte_level
 
 LEAST_SHARED = 0.1
 """The part of the smaller vocabulary that must be shared."""

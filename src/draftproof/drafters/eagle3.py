@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.drafters import published
 from draftproof.drafters.base import Vocabulary, over_vocabulary
 from draftproof.drafters.features import DEEPEST, Network, PairDrafter
 from draftproof.drafters.published import NUMBER, Published
-from draftproof.model.draft_layers import Mask
-from draftproof.model.kv_cache import KVCache
+from draftproof.forward.draft_layers import Mask
 
 LAYERS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 KNOWN: dict[str, Any] = {

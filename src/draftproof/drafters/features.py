@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import LayerShape
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.noise import Role
 from draftproof.core.ops import Ops
@@ -23,9 +25,7 @@ from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import beams
 from draftproof.drafters.base import Drafter, Vocabulary
-from draftproof.model.draft_layers import DraftLayers, masks
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import LayerShape
+from draftproof.forward.draft_layers import DraftLayers, masks
 
 WIDTH, DEEPEST, NODES = 4, 7, 16
 """Nodes that a search reads per level, levels, and draft tokens per round when nobody says."""

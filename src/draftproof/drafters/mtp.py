@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.drafters import published, weight_files
 from draftproof.drafters.base import Vocabulary
 from draftproof.drafters.features import DEEPEST, Network, PairDrafter
 from draftproof.errors import DrafterMismatch, ModelNotFound
-from draftproof.model.draft_layers import (
+from draftproof.forward.draft_layers import (
     DraftLayers,
     Mask,
     checkpoint_folder,
@@ -30,7 +31,6 @@ from draftproof.model.draft_layers import (
     layers_like,
     refuse_unknown,
 )
-from draftproof.model.kv_cache import KVCache
 from draftproof.model.target import Target
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from draftproof.drafters import weight_files
 from draftproof.drafters.base import PADDING, Vocabulary, must_hold
 from draftproof.errors import DrafterMismatch
-from draftproof.model.draft_layers import BENIGN, DraftLayers, layers_of, refuse_unknown
-from draftproof.model.packed_linear import pack_linears
+from draftproof.forward.draft_layers import BENIGN, DraftLayers, layers_of, refuse_unknown
+from draftproof.weights.packed_linear import pack_linears
 
 NUMBER = (int, float)
 """Settings may be either."""

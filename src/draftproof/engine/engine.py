@@ -37,7 +37,7 @@ from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadc
 from draftproof.errors import BadInput, reject_unknown_options
 from draftproof.model.device import Device
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 
 Chunk = Update
 """What `stream` yields, under its earlier name."""

@@ -43,16 +43,16 @@ from draftproof.errors import (
     UnsupportedModel,
     reject_unknown_options,
 )
+from draftproof.forward.draft_layers import layer_count
 from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
-from draftproof.model.draft_layers import layer_count
 from draftproof.model.names import is_import
 from draftproof.model.native_model import NativeModel
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ProcessGroup, form_group
-from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target, target_of
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
+from draftproof.weights.packed_linear import pack_linears
+from draftproof.weights.quantize import PASSAGE
 
 if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel

@@ -20,11 +20,11 @@ from draftproof.model.gguf_source import native_gguf
 from draftproof.model.native_load import NativeFolder, native_folder
 from draftproof.model.native_model import NativeModel
 from draftproof.model.native_quantize import quantized_and_compared
-from draftproof.model.packed_linear import pack_linears
 from draftproof.model.parallel import ALONE, ProcessGroup, load_sharded
-from draftproof.model.quantize import PASSAGE
 from draftproof.model.target import Target, target_of
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
+from draftproof.weights.packed_linear import pack_linears
+from draftproof.weights.quantize import PASSAGE
 
 if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel

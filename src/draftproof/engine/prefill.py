@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import CHUNKS, KVCache
 from draftproof.core.messages import Commit, Reading
 from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
@@ -19,7 +20,6 @@ from draftproof.engine.batch import Samples
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
-from draftproof.model.kv_cache import CHUNKS, KVCache
 from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256

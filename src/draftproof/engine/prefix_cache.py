@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from draftproof.model.kv_cache import KVCache
+from draftproof.cache.kv_cache import KVCache
 
 LEAST = 16
 """Fewer tokens are read sooner than they are looked up and copied."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Messages
+from draftproof.tokenizer.codec import Messages
 
 Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
 """Text, token ids (a list, tensor or array, [S] or [1, S]), a chat as ``[{"role": ..., "content":

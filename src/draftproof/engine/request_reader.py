@@ -21,7 +21,7 @@ from draftproof.engine.request import Request
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, ContextTooLong, first_line
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec, Messages
+from draftproof.tokenizer.codec import Codec, Messages
 
 NEW_TOKENS = 128
 """New tokens per prompt when neither the call, the sampling nor the model says."""

@@ -12,7 +12,7 @@ from draftproof.core.params import Likely, SamplingParams
 from draftproof.engine.stats import RoundStats
 from draftproof.engine.stop_strings import stop_strings
 from draftproof.errors import DraftproofError
-from draftproof.model.tokenizer import TextStream
+from draftproof.tokenizer.codec import TextStream
 
 
 @dataclass

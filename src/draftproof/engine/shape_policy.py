@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftproof.cache.kv_cache import chunk_of
 from draftproof.errors import BadInput
-from draftproof.model.kv_cache import chunk_of
 
 BUCKET = 128
 """Capacities are multiples of this."""

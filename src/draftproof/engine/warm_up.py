@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from draftproof.cache.kv_cache import CHUNKS
 from draftproof.core.params import Sampling
 from draftproof.engine.budget import Adaptive, Budget
 from draftproof.engine.sequence import SequenceState
 from draftproof.engine.stats import State
-from draftproof.model.kv_cache import CHUNKS
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import KVLayer, LayerShape
+from draftproof.cache.layout import FAILURES, UNLIMITED, Layout, cache_argument
+from draftproof.cache.source_cache import SourceCache
+from draftproof.cache.transformers_patches import patch_encoder_decoder
 from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel, first_line
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import KVLayer, LayerShape
-from draftproof.model.layout import FAILURES, UNLIMITED, Layout, cache_argument
 from draftproof.model.module_target import ModuleTarget
-from draftproof.model.patches import patch_encoder_decoder
-from draftproof.model.source_cache import SourceCache
 
 
 class EncoderOutput(BaseModelOutput):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.model.layout import Layout
+from draftproof.cache.layout import Layout
 
 
 @dataclass(frozen=True)

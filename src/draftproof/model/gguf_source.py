@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ModelNotFound
+from draftproof.forward.native_config import why_not_native
 from draftproof.gguf.blocks import BlockTensor, dequantize
 from draftproof.gguf.config import Model, model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.weights import blocks_of, numbers_of
-from draftproof.model.block_linear import BlockLinear, BlockTable
-from draftproof.model.native_config import why_not_native
 from draftproof.model.native_model import NativeModel
-from draftproof.model.pack import pack
-from draftproof.model.packed_linear import JointLinear
-from draftproof.model.token_table import DenseTable, TokenTable
 from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
 from draftproof.native.structures import FORMATS
+from draftproof.weights.block_linear import BlockLinear, BlockTable
+from draftproof.weights.pack import pack
+from draftproof.weights.packed_linear import JointLinear
+from draftproof.weights.token_table import DenseTable, TokenTable
 
 log = logging.getLogger("draftproof")
 

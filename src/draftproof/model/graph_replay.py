@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.device import Device
 from draftproof.model.inspection import CHECK_TREE, CheckedRead
-from draftproof.model.kv_cache import KVCache
 from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from draftproof.cache.layout import FAILURES
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
 from draftproof.model.facts import Facts
-from draftproof.model.kept import Kept, kept
-from draftproof.model.layout import FAILURES
-from draftproof.model.quantize import is_quantized
-from draftproof.model.quantized_linear import QuantizedLinear
+from draftproof.weights.disk_cache import Kept, kept
+from draftproof.weights.quantize import is_quantized
+from draftproof.weights.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,11 +18,11 @@ from draftproof.errors import BadInput, DraftproofError, ModelNotFound, Unsuppor
 from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
-from draftproof.model.fast_tokenizer import FastTokenizer, gguf_tokenizer
-from draftproof.model.folder_tokenizer import folder_tokenizer
-from draftproof.model.kept import came_from
 from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
 from draftproof.model.names import resolve as resolve
+from draftproof.tokenizer.fast_tokenizer import FastTokenizer, gguf_tokenizer
+from draftproof.tokenizer.folder_tokenizer import folder_tokenizer
+from draftproof.weights.disk_cache import came_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as PreTrainedModel  # for the folders below

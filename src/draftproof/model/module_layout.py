@@ -20,10 +20,10 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from draftproof.cache.kv_layer import LayerShape
+from draftproof.cache.layout import FAILURES, Layout, cache_argument
+from draftproof.cache.state_shape import StateShape
 from draftproof.errors import BrokenModel, UnsupportedModel, first_line
-from draftproof.model.kv_layer import LayerShape
-from draftproof.model.layout import FAILURES, Layout, cache_argument
-from draftproof.model.state_shape import StateShape
 
 LAYERS = (
     DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer,

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftproof.cache.kv_cache import KVCache, key_depths, tree_mask
+from draftproof.cache.kv_layer import KVLayer
+from draftproof.cache.layout import FAILURES, STATES, Layout, LogitScaling
+from draftproof.cache.state_cache import StateCache
+from draftproof.cache.transformers_patches import Place, forget_handed, patch_decoder, placed
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
+from draftproof.forward.fast_forward import FastForward
+from draftproof.forward.module_decoder import decoder_of, fits
 from draftproof.model import inspection
 from draftproof.model.autocast import reject_autocast, watch_autocast, without_autocast
-from draftproof.model.copies import Snapshot
 from draftproof.model.facts import Facts
-from draftproof.model.fast_forward import FastForward
-from draftproof.model.kept import was_loaded_by_name
-from draftproof.model.kv_cache import KVCache, key_depths, tree_mask
-from draftproof.model.kv_layer import KVLayer
-from draftproof.model.layout import FAILURES, STATES, Layout, LogitScaling
-from draftproof.model.module_decoder import decoder_of, fits
 from draftproof.model.module_layout import layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
-from draftproof.model.patches import Place, forget_handed, patch_decoder, placed
-from draftproof.model.state_cache import StateCache
 from draftproof.model.target import Target
+from draftproof.weights.disk_cache import was_loaded_by_name
+from draftproof.weights.snapshot import Snapshot
 
 
 class ModuleTarget(Target):

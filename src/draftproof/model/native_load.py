@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from draftproof.errors import ModelNotFound
+from draftproof.forward.native_config import read_config, why_not_native
 from draftproof.model.device import Device
-from draftproof.model.native_config import read_config, why_not_native
 from draftproof.model.native_model import EMBEDDING, NativeModel
-from draftproof.model.tensor_source import SafetensorsSource
 from draftproof.native.kernels import kernels
+from draftproof.weights.tensor_source import SafetensorsSource
 
 log = logging.getLogger("draftproof")
 

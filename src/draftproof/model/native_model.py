@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_layer import LayerShape
+from draftproof.cache.layout import Layout, context_of
 from draftproof.errors import ModelNotFound, UnsupportedModel
+from draftproof.forward.decoder_layers import AttentionKind, Decoder, DecoderLayer, Linear, rms_norm
+from draftproof.forward.fast_forward import FastForward
+from draftproof.forward.native_config import GELU, NativeConfig, why_not_native
+from draftproof.forward.rope import RotaryTable
 from draftproof.model.facts import Facts
-from draftproof.model.fast_forward import FastForward
 from draftproof.model.generation_file import read_generation
-from draftproof.model.kv_layer import LayerShape
-from draftproof.model.layers import AttentionKind, Decoder, DecoderLayer, Linear, rms_norm
-from draftproof.model.layout import Layout, context_of
-from draftproof.model.native_config import GELU, NativeConfig, why_not_native
-from draftproof.model.packed_linear import JointLinear
-from draftproof.model.rope import RotaryTable
-from draftproof.model.tensor_source import TensorSource
+from draftproof.weights.packed_linear import JointLinear
+from draftproof.weights.tensor_source import TensorSource
 
 log = logging.getLogger("draftproof")
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache, tree_mask
+from draftproof.cache.layout import LogitScaling
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
-from draftproof.model.kept import kept_of_files
-from draftproof.model.kv_cache import KVCache, tree_mask
-from draftproof.model.layout import LogitScaling
 from draftproof.model.native_model import DecoderBuilder, NativeModel
-from draftproof.model.packed_linear import JointLinear
-from draftproof.model.quantize import Quantization
-from draftproof.model.quantized_linear import QuantizedLinear, slow_because
-from draftproof.model.tensor_source import TensorSource
-from draftproof.model.token_table import TokenTable
+from draftproof.weights.disk_cache import kept_of_files
+from draftproof.weights.packed_linear import JointLinear
+from draftproof.weights.quantize import Quantization
+from draftproof.weights.quantized_linear import QuantizedLinear, slow_because
+from draftproof.weights.tensor_source import TensorSource
+from draftproof.weights.token_table import TokenTable
 
 KINDS = ("int8", "int4")
 ROWS = 32

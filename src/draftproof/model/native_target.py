@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import CHUNKS, KVCache
+from draftproof.cache.layout import LogitScaling
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import UnsupportedModel
 from draftproof.model.autocast import without_autocast
-from draftproof.model.kv_cache import CHUNKS, KVCache
-from draftproof.model.layout import LogitScaling
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.target import Target
@@ -48,7 +48,7 @@ class NativeTarget(Target):
     def module(self) -> Any:
         if self._module is None:
             from draftproof.model.loading import load_model
-            from draftproof.model.quantize import quantized
+            from draftproof.weights.quantize import quantized
 
             module = load_model(self.model.config.name_or_path, self.dtype, "cpu")
             kind = self.model.source.kind

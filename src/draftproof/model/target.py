@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import LAYERS, KVLayer
+from draftproof.cache.layout import UNSCALED, Layout, LogitScaling, context_of
 from draftproof.core.messages import Features, Reading
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
+from draftproof.forward.fast_forward import FastForward
+from draftproof.forward.fused_forward import Tables
 from draftproof.model.facts import Facts
-from draftproof.model.fast_forward import FastForward
-from draftproof.model.fused_forward import Tables
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import LAYERS, KVLayer
-from draftproof.model.layout import UNSCALED, Layout, LogitScaling, context_of
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.native.kernels import Chains
@@ -33,7 +33,7 @@ from draftproof.native.kernels import Chains
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from draftproof.model.quantize import Quantization
+    from draftproof.weights.quantize import Quantization
 
 
 class Target:

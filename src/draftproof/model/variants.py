@@ -12,11 +12,11 @@ from torch import Tensor
 
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.native_target import NativeTarget
-from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
+from draftproof.weights.quantized_linear import slow_because
 
 if TYPE_CHECKING:
-    from draftproof.model.quantize import Quantization
+    from draftproof.weights.quantize import Quantization
 
 DRAFT_KL_LIMIT = 0.02
 """Nats per token up to which a draft model is quantised without being asked."""
@@ -50,7 +50,7 @@ def quantized(
             dtype=target.dtype, name=target.model.config.name_or_path,
         )  # fmt: skip
         return _with(target.with_model(model), cost)
-    from draftproof.model.quantize import quantized_and_compared
+    from draftproof.weights.quantize import quantized_and_compared
 
     module, cost = quantized_and_compared(target.model, kind, text, give_up=give_up)
     return _with(target.with_model(module), cost)
@@ -59,7 +59,7 @@ def quantized(
 def lighter(target: Target, text: Sequence[int]) -> Target | None:
     """A target with 8-bit weights, for drafting: where our kernels read those and what it says of
     a text stays near."""
-    from draftproof.model.quantize import is_quantized
+    from draftproof.weights.quantize import is_quantized
 
     known = [token for token in text[: target.context] if token < target.vocab_size]
     slow = target.device.type != "cpu" or slow_because("int8", target.dtype) is not None
@@ -88,7 +88,7 @@ def first_layers(target: Target, count: int) -> Target:
         )
     if isinstance(target, NativeTarget):
         return target.with_model(target.model.first_layers(count))
-    from draftproof.model.copies import first_layers as of_module
+    from draftproof.weights.snapshot import first_layers as of_module
 
     short = layout._replace(shapes=layout.shapes[:count], states=layout.states[:count])
     other = target.with_model(of_module(target.model, count))

@@ -21,15 +21,15 @@ from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
-from draftproof.model.packed_linear import PackedLinear
-from draftproof.model.quantize import weight_bytes
-from draftproof.model.quantized_linear import QuantizedLinear
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine, Size, read_machine
 from draftproof.plan.playback import Playback, PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import Noise, probe
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
+from draftproof.weights.packed_linear import PackedLinear
+from draftproof.weights.quantize import weight_bytes
+from draftproof.weights.quantized_linear import QuantizedLinear
 
 REPLAYS = 5
 """Of a configuration whose budget depends on the noise of its clock; the median counts."""

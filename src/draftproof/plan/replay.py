@@ -16,6 +16,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import LayerShape
 from draftproof.core.messages import Reading
 from draftproof.core.prefix import Paths
 from draftproof.core.sampling import Sampler
@@ -23,8 +25,6 @@ from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.stats import Round, State
-from draftproof.model.kv_cache import KVCache
-from draftproof.model.kv_layer import LayerShape
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine
 from draftproof.plan.playback import Playback

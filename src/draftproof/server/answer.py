@@ -15,11 +15,11 @@ import fastapi
 from draftproof.engine.engine import Completion
 from draftproof.engine.request import DraftTree, Request, Update
 from draftproof.errors import DraftproofError, Unavailable
-from draftproof.model.tokenizer import Codec
 from draftproof.server.problems import problem
 from draftproof.server.request_queue import RequestQueue
 from draftproof.server.schema import Chat, GenerationBody
 from draftproof.server.tools import CallReader, Form
+from draftproof.tokenizer.codec import Codec
 
 
 class Service(NamedTuple):

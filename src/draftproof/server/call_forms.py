@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 
 Call = tuple[str, dict[str, Any]]
 """A function's name and its arguments."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from draftproof.core.params import LogitsProcessor, LogitsRule, RuleRequest
 from draftproof.engine.completion import first_difference
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Codec
 from draftproof.server.schema import ResponseFormat
+from draftproof.tokenizer.codec import Codec
 
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most chat templates write it: no model can write blanks for ever."""

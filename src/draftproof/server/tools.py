@@ -13,7 +13,6 @@ from typing import Any
 from draftproof.core.params import LogitsRule
 from draftproof.engine.request import Request
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Codec
 from draftproof.server.call_forms import (
     HERMES,
     LLAMA,
@@ -25,6 +24,7 @@ from draftproof.server.call_forms import (
 )
 from draftproof.server.grammar import Grammars, json_rule
 from draftproof.server.schema import Chat, Function, Tool
+from draftproof.tokenizer.codec import Codec
 
 __all__ = [
     "HERMES",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.texts import Document
 
 OPENING = 64

@@ -19,7 +19,7 @@ from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.model.batch_generate import batch_generate
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.config import SelfGenerateConfig
 from draftproof.training.files import locked, same_settings
 from draftproof.training.rows import Example, prompt_of

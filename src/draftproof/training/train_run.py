@@ -26,10 +26,8 @@ from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading, variants
 from draftproof.model.device import Device, versions
-from draftproof.model.quantize import is_quantized
-from draftproof.model.quantized_linear import slow_because
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.training.config import SelfGenerateConfig, TrainRun
 from draftproof.training.files import locked, same_settings, whole
 from draftproof.training.heads import FrozenTarget
@@ -43,6 +41,8 @@ from draftproof.training.self_generate import (
 )  # fmt: skip
 from draftproof.training.texts import Document
 from draftproof.training.trainer import Callback, Silent, Trainer
+from draftproof.weights.quantize import is_quantized
+from draftproof.weights.quantized_linear import slow_because
 
 if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof.cache.layout import cache_argument
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.prefix import Paths, Prefix
@@ -25,7 +26,6 @@ from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Completion, Engine
 from draftproof.model.exactness import probe
-from draftproof.model.layout import cache_argument
 from draftproof.model.target import Target
 from draftproof.verify.report import Section, Tick, silent
 

@@ -24,7 +24,7 @@ from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.engine.stats import State
 from draftproof.model.target import Target
-from draftproof.model.tokenizer import Codec
+from draftproof.tokenizer.codec import Codec
 from draftproof.verify.reference import LETTERS, TAGS, Alphabet
 
 

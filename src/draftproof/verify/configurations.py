@@ -16,12 +16,12 @@ from draftproof.core.tree import TreeShape
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
 from draftproof.engine.prefix_cache import PrefixCache
-from draftproof.model.packed_linear import pack_linears
-from draftproof.model.quantize import quantized
 from draftproof.model.target import Target
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.cases import one_thread
 from draftproof.verify.report import Section, Tick, silent
+from draftproof.weights.packed_linear import pack_linears
+from draftproof.weights.quantize import quantized
 
 SMALL, USUAL = 512, 49_152
 """Vocabularies; the second is that of SmolLM2."""

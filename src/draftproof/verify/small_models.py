@@ -89,7 +89,7 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "dbrx": ({"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
               "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},),
     "dots1": ({**WINDOWS, "n_shared_experts": 1},),
-    "doge": ({"keep_window_size": CONTEXT},),       # its context; see `model.layout.context_of`
+    "doge": ({"keep_window_size": CONTEXT},),       # its context; see `cache.layout.context_of`
     "dots3_note": ({"text_config": DOTS_3},),
     "dots3_note_text": (DOTS_3,),
     "emu3": ({"text_config": PAD},),

@@ -1,0 +1,243 @@
+"""The KV cache of a running batch: left-aligned rows, each with its own length, preallocated once.
+
+The cache holds exactly the committed tokens of each row; what lies beyond `lengths` is scratch.
+Rolling back is not committing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from draftproof.cache.kv_layer import IndexedLayer, KVLayer, LayerShape, write
+from draftproof.core.tree import TokenTree
+from draftproof.native.kernels import Stores
+
+SPAN = 64
+"""A read sees the slots of its cache up to a multiple of this."""
+CHUNKS = (32, 128, 256)
+"""Tokens of a prompt read at once: the last of these, or, with static shapes, one, padded."""
+
+
+def chunk_of(tokens: int, static: bool) -> int:
+    """Tokens of the next read of so many; with static shapes, padding included."""
+    sizes = CHUNKS if static else (tokens,)
+    return next((size for size in sizes if tokens <= size <= CHUNKS[-1]), CHUNKS[-1])
+
+
+@dataclass
+class _Reach:
+    """What the host knows of how far rows reach: none holds more tokens than `longest`; nodes of
+    the last tree read."""
+
+    longest: int = 0
+    read: int = 0
+
+
+class Layer(Protocol):
+    """What the cache needs of its layers."""
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]: ...
+    def rows(self, start: int, stop: int) -> Self: ...
+    def point_at(self, slots: Tensor, span: int) -> None: ...
+
+
+class KVCache:
+    """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with
+    its parent.
+
+    A read sees no more slots than the rows may reach. What they reach is bounded on the host,
+    without asking the device: every commit may have been a whole tree, until `bound` is told
+    better.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, reach: _Reach | None = None
+    ) -> None:
+        self.layers: list[Any] = list(layers)
+        self.lengths = lengths                           # [B] int64
+        self.capacity = capacity                         # positions per row, scratch included
+        self._reach = reach or _Reach()                  # of a cache and all its views
+        self._views: dict[tuple[int, int], KVCache] = {}
+        self._for_module: Any = None
+
+    @classmethod
+    def empty(
+        cls, shapes: Sequence[LayerShape], rows: int, capacity: int, dtype: torch.dtype,
+        device: torch.device, layer: type[KVLayer] = KVLayer
+    ) -> KVCache:
+        """Storage for `rows` rows of `capacity` positions, in layers of this class."""
+        layers = [empty_layer(shape, rows, capacity, dtype, device, layer) for shape in shapes]
+        return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device), capacity)
+
+    def for_module(self) -> Any:
+        """The cache as a transformers module takes it: the same layers."""
+        if self._for_module is None:
+            from draftproof.cache.module_cache import module_cache
+
+            self._for_module = module_cache(self)
+        return self._for_module
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return sum(store.nbytes for store in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is stored, [B, heads, capacity, ...] each, layer by layer."""
+        return [store for layer in self.layers for store in layer.stores]
+
+    def write_at(self, first: int, nodes: int) -> int:
+        """Let the next forward write nodes `first` to `nodes`; return how many slots it may see."""
+        span = self.reserve(nodes)
+        slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
+        if not self.holds(nodes):                            # padding alone lies so far out
+            slots = slots.clamp(max=self.capacity - 1)
+        for layer in self.layers:
+            layer.point_at(slots, span)
+        return span
+
+    def holds(self, nodes: int) -> bool:
+        """Whether so many nodes behind any row are surely within the capacity."""
+        return self._reach.longest + nodes <= self.capacity
+
+    def reserve(self, nodes: int) -> int:
+        """Note that a tree of so many nodes is read; return how many slots it may reach."""
+        self._reach.read = nodes
+        return min(-(-(self._reach.longest + nodes) // SPAN) * SPAN, self.capacity)
+
+    def keep(self, nodes: Tensor | None, count: Tensor) -> None:
+        """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B]
+        to the lengths.
+
+        Nodes of a row ascend, so a path may overlap its destination; a node that holds its own
+        index stays. None: the nodes of a chain, which lie where they belong.
+        """
+        if nodes is not None:
+            self._bring(nodes)
+        self.lengths.add_(count)
+        self._reach.longest += self._reach.read if nodes is None else nodes.shape[1]
+
+    @cached_property
+    def stores(self) -> Stores | None:
+        """Where keys and values lie, layer by layer, for kernels."""
+        return Stores.of(self.tensors)
+
+    def clear(self) -> None:
+        """Zero what is stored: NaN would pass a mask."""
+        for store in self.tensors:
+            store.zero_()
+
+    def bound(self, longest: int) -> None:
+        """No row of this cache or its parent holds more than `longest` tokens."""
+        self._reach.longest = longest
+
+    def take(self, row: Tensor, other: KVCache) -> None:
+        """Put the one row of another cache of at most this capacity into row `row` [1]."""
+        for store, given in zip(self.tensors, other.tensors, strict=True):
+            front = (slice(None), *map(slice, given.shape[1:]))
+            store[front].index_copy_(0, row, given)
+        self.lengths.index_copy_(0, row, other.lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, in front; a row may be repeated. The rows behind become
+        empty."""
+        changed = [(new, old) for new, old in enumerate(rows) if new != old]
+        if changed:
+            device = self.lengths.device
+            new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
+            for store in self.tensors:
+                store.index_copy_(0, new, store.index_select(0, old))
+            self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
+        self.lengths[len(rows) :] = 0
+
+    def rows(self, start: int, stop: int) -> KVCache:
+        """A view of rows `start` to `stop`: reading and keeping there leaves the others alone."""
+        if (start, stop) == (0, len(self.lengths)):
+            return self
+        if (start, stop) not in self._views:
+            self._views[start, stop] = self._view(start, stop)
+        return self._views[start, stop]
+
+    def fitted(self, tree: TokenTree) -> TokenTree:
+        """What of a tree can be read in one pass: all of it."""
+        return tree
+
+    def _view(self, start: int, stop: int) -> Self:
+        layers = [layer.rows(start, stop) for layer in self.layers]
+        return type(self)(layers, self.lengths[start:stop], self.capacity, self._reach)
+
+    def _bring(self, nodes: Tensor) -> None:
+        """Move nodes [B, D] of the scratch to its front."""
+        if self.stores is not None:
+            self.stores.keep(nodes, self.lengths)
+            return
+        front = torch.arange(nodes.shape[1], device=nodes.device)
+        source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front
+        for store in self.tensors:
+            write(store, target, _read(store, source))
+
+
+def empty_layer(
+    shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    layer: type[KVLayer]
+) -> Layer:
+    """Storage of one layer; `layer`: the class of those that store keys and values alone."""
+    if not shape.heads:
+        from draftproof.cache.module_cache import EmptyLayer
+
+        return EmptyLayer()
+    kind = IndexedLayer if shape.index_dim else layer
+    return kind.empty(shape, rows, capacity, dtype, device)
+
+
+def _read(store: Tensor, slots: Tensor) -> Tensor:
+    """[B, heads, D, dim] of the slots [B, D] of each row."""
+    if len(store) == 1:
+        return store.index_select(2, slots[0])
+    rows = torch.arange(len(store), device=slots.device)[:, None]
+    return store.transpose(1, 2)[rows, slots].transpose(1, 2)
+
+
+def key_depths(tree: TokenTree, lengths: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """[B, S] of each slot: which node lies there (below 0: a committed token), and how many
+    positions behind `lengths` it is."""
+    node = torch.arange(span, device=lengths.device) - lengths[:, None]
+    nodes = tree.tokens.shape[1]
+    inside = (node >= 0) & (node < nodes)
+    return node, torch.where(inside, tree.depths.gather(1, node.clamp(0, nodes - 1)), node)
+
+
+def tree_mask(
+    tree: TokenTree, lengths: Tensor, span: int, dtype: torch.dtype, first: int = 0,
+    window: int | None = None, chunked: bool = False
+) -> Tensor:
+    """[B, 1, N - first, span]: 0 where a node sees a cache slot, the dtype's minimum elsewhere.
+
+    Node i of row b lies in slot ``lengths[b] + i`` and sees the slots below ``lengths[b]`` and its
+    own ancestors.
+    window: see only that many positions back, itself included (sliding attention); chunked: only
+    positions of its own chunk of `window` (chunked attention). Additive: a boolean mask is added to
+    the scores, silently, by eager attention in transformers 5. No host synchronisation.
+    """
+    nodes = tree.tokens.shape[1]
+    node, depth = key_depths(tree, lengths, span)
+    inside = (node >= 0) & (node < nodes)
+    index = node.clamp(0, nodes - 1)[:, None].expand(-1, nodes - first, -1)
+    sees = tree.ancestors[:, first:].gather(2, index) & inside[:, None]       # [B, n, S]
+    sees = sees | (node < 0)[:, None]
+    own = tree.depths[:, first:, None]
+    if window is not None and chunked:
+        chunk = (lengths[:, None, None] + own) // window
+        sees = sees & ((lengths[:, None] + depth)[:, None] // window == chunk)
+    elif window is not None:
+        sees = sees & (own - depth[:, None] < window)
+    mask = torch.zeros(sees.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]

@@ -1,0 +1,33 @@
+"""Our caches as transformers modules take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
+
+from draftproof.cache.kv_layer import KVLayer
+
+if TYPE_CHECKING:
+    from draftproof.cache.kv_cache import KVCache
+
+CacheLayerMixin.register(KVLayer)       # it has the methods, and needs no transformers
+
+
+def module_cache(cache: KVCache) -> transformers.Cache:
+    """A cache of transformers with the layers of ours."""
+    return transformers.Cache(layers=cache.layers)
+
+
+class EmptyLayer(DummyLayer):
+    """A layer that stores nothing: it has no attention, or takes the keys of another."""
+
+    stores: tuple[Tensor, ...] = ()
+
+    def rows(self, start: int, stop: int) -> Self:
+        return self
+
+    def point_at(self, slots: Tensor, span: int) -> None:
+        """Nothing is written."""

@@ -1,0 +1,108 @@
+"""The cache of an encoder–decoder: beside keys and values of the text, those that attention over
+the encoder's output takes of each row, computed once.
+
+They belong to a row and not to its text: nothing is committed to them or rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import EncoderDecoderCache
+
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import KVLayer
+
+
+class SourceLayer(KVLayer):
+    """What one layer attends to of the encoder's output."""
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass
+class _Sources:
+    """Of all rows of a cache: how long each one's encoder output is, and keys and values of it
+    [B, heads, S, dim], layer by layer."""
+
+    sizes: list[int]
+    stores: list[Tensor] = field(default_factory=list)
+
+    def put(self, row: int, states: Sequence[Tensor]) -> None:
+        """Let a row have these, [1, heads, s, dim] each."""
+        if not self.stores:
+            self.stores = [one[:, :, :0].repeat(len(self.sizes), 1, 1, 1) for one in states]
+        self.sizes[row] = size = states[0].shape[2]
+        more = size - self.stores[0].shape[2]
+        if more > 0:
+            self.stores = [F.pad(store, (0, 0, 0, more)) for store in self.stores]
+        for store, one in zip(self.stores, states, strict=True):
+            store[row] = F.pad(one[0], (0, 0, 0, store.shape[2] - size))    # NaN would pass a mask
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, in front."""
+        changed = [(new, old) for new, old in enumerate(rows) if new != old]
+        if changed:
+            new, old = (list(side) for side in zip(*changed, strict=True))
+            for store in self.stores:
+                store[new] = store[old]
+        self.sizes[:] = [self.sizes[row] for row in rows] + self.sizes[len(rows) :]
+
+
+class SourceCache(KVCache):
+    """A `KVCache` with what its rows were asked about."""
+
+    sources: _Sources
+    first: int = 0          # of the rows of the cache that this is a view of
+    least: int = 0          # how much of the encoder's outputs is seen, if there is so much
+
+    @classmethod
+    def around(cls, plain: KVCache) -> SourceCache:
+        """This empty cache, whose rows have no source yet."""
+        own = cls(plain.layers, plain.lengths, plain.capacity)
+        own.sources = _Sources([0] * len(plain.lengths))
+        return own
+
+    def put(self, row: int, states: Sequence[Tensor]) -> None:
+        """Let a row of this view attend to these keys and values, layer by layer."""
+        self.sources.put(self.first + row, states)
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """How long the encoder's output of each row is."""
+        return self.sources.sizes[self.first : self.first + len(self.lengths)]
+
+    def source_mask(self) -> Tensor | None:
+        """[B, S] which of the encoder's outputs are there; None: all are."""
+        sizes, longest = self.source_sizes, self.longest_source
+        if longest == min(sizes):
+            return None
+        place = torch.arange(longest, device=self.lengths.device)
+        return (place < torch.tensor(sizes, device=place.device)[:, None]).long()
+
+    @property
+    def longest_source(self) -> int:
+        return max(self.least, *self.source_sizes)
+
+    def for_model(self) -> EncoderDecoderCache:
+        """Both caches, as a forward takes them."""
+        rows, longest = slice(self.first, self.first + len(self.lengths)), self.longest_source
+        seen = [store[rows, :, :longest] for store in self.sources.stores]
+        layers = [SourceLayer(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)]
+        return EncoderDecoderCache(self.for_module(), transformers.Cache(layers=layers))
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.sources.select(rows)
+
+    def _view(self, start: int, stop: int) -> Self:
+        view = super()._view(start, stop)
+        view.sources, view.first = self.sources, self.first + start
+        return view

@@ -1,0 +1,189 @@
+"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by
+tokens.
+
+States are those of each row before its last few committed tokens, which wait: a read reads these
+again, in one pass with what it was asked for. States move on where everything that was read was
+committed. Nothing is read twice by keys and values' account: they are written again as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from draftproof.cache.kv_cache import KVCache, Layer, empty_layer
+from draftproof.cache.kv_layer import KVLayer, LayerShape
+from draftproof.cache.state_layer import HybridLayer, StateLayer
+from draftproof.cache.state_shape import StateShape
+from draftproof.core.tree import ABSENT, TokenTree
+
+BLOCK = 16
+"""Tokens of a row that are read in one pass, if a draft is not longer: those that wait, the root,
+and as much of the draft as fits. A row whose draft does not fit moves on, so rows wait no
+longer."""
+
+
+class Block(NamedTuple):
+    """What is read in one pass, the same number of tokens in every row.
+
+    tokens: [B, L], junk behind those that are there. start: [B] their first positions. skipped: [B]
+    on the host, how many come before the first node that was asked for.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    skipped: Tensor
+
+
+class _Mark(NamedTuple):
+    """States that a read went through, layer by layer: behind how many nodes of each row's tree [B]
+    (0: none of this row)."""
+
+    nodes: Tensor
+    states: list[tuple[Tensor, ...]]
+
+
+@dataclass
+class _Reads:
+    """What a cache and its views know of the reads since the last commit: states on their way, each
+    further than those before, and how many nodes each row had, [B]. All on the host."""
+
+    marks: list[_Mark] = field(default_factory=list)
+    present: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+
+
+class StateCache(KVCache):
+    """A `KVCache` with states; chains only.
+
+    waiting: [B], on the host, how many committed tokens of each row its states lack. text: [B,
+    capacity] the tokens of each row. steps: single tokens may be read from a state; otherwise two
+    at least, since a family rounds single steps otherwise.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], lengths: Tensor, capacity: int, waiting: Tensor,
+        text: Tensor, steps: bool
+    ) -> None:
+        super().__init__(layers, lengths, capacity)
+        self.waiting, self.text, self.steps = waiting, text, steps
+        self._stateful = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._reads = _Reads()
+
+    @classmethod
+    def for_states(
+        cls, shapes: Sequence[LayerShape], states: Sequence[tuple[StateShape, ...]], rows: int,
+        capacity: int, dtype: torch.dtype, device: torch.device, layer: type[KVLayer], steps: bool
+    ) -> StateCache:
+        """Storage of layers of these shapes, states in some."""
+        layers = list[Layer]()
+        for shape, own in zip(shapes, states, strict=True):
+            keys = empty_layer(shape, rows, capacity, dtype, device, layer)
+            if own:
+                made = tuple(state.empty(rows, device) for state in own)
+                two = (own, made)
+                keys = HybridLayer(*two, keys) if isinstance(keys, KVLayer) else StateLayer(*two)
+            layers.append(keys)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        text, waiting = lengths[:, None].repeat(1, capacity), torch.zeros(rows, dtype=torch.int64)
+        return cls(layers, lengths, capacity, waiting, text, steps)
+
+    @cached_property
+    def stores(self) -> None:
+        """States are moved by torch's operators."""
+
+    def fitted(self, tree: TokenTree) -> TokenTree:
+        """The chains without the nodes that do not fit into a block behind what waits."""
+        nodes = tree.tokens.shape[1]
+        room = max(BLOCK, nodes) - self.waiting
+        if nodes <= int(room.min()):
+            return tree
+        fits = torch.arange(nodes) < room[:, None]
+        return replace(tree, tokens=torch.where(fits.to(tree.tokens.device), tree.tokens, ABSENT))
+
+    def block(self, tree: TokenTree, first: int) -> Block:
+        """What to read for the nodes `first:` of a chain; states and keys are pointed there."""
+        nodes, device = tree.tokens.shape[1], self.text.device
+        place = self.lengths[:, None] + torch.arange(first, nodes, device=device)
+        new = tree.tokens[:, first:].clamp(min=0)
+        self.text.scatter_(1, place.clamp(max=self.capacity - 1), new)
+        self._reads.present = present = (tree.tokens != ABSENT).sum(1).cpu()
+        skipped, known = torch.zeros_like(self.waiting), None
+        for mark in self._reads.marks if first and (self.steps or nodes - first > 1) else ():
+            if bool(((mark.nodes == first) | (present <= first)).all()):
+                known = mark.states
+        if known is None:
+            self._reads.marks = self._reads.marks if first else []
+            skipped = self.waiting + first
+            known = [layer.states for layer in self._stateful]
+        start = self.lengths + first - skipped.to(device)
+        length = max(1 if self.steps else 2, int((skipped + present - first).max()))
+        slots = start[:, None] + torch.arange(length, device=device)
+        slots = slots.clamp(max=self.capacity - 1)          # junk alone lies so far out
+        span = self.reserve(length)
+        for layer in self.layers:
+            layer.point_at(slots, span)
+        for layer, states in zip(self._stateful, known, strict=True):
+            layer.begin(states)
+        return Block(self.text.gather(1, slots), start, skipped)
+
+    def was_read(self, block: Block, first: int) -> None:
+        """Note the states behind a block, in rows where they are those behind a node."""
+        ends = block.tokens.shape[1] - block.skipped + first
+        nodes = torch.where((ends > 0) & (ends <= self._reads.present), ends, 0)
+        if bool(nodes.any()):
+            self._reads.marks.append(_Mark(nodes, [layer.found() for layer in self._stateful]))
+
+    def keep(self, nodes: Tensor | None, count: Tensor) -> None:
+        """Commit `count` [B] nodes of chains: states move on as far as some are known."""
+        counts, moved = count.cpu(), torch.zeros_like(self.waiting)
+        for mark in reversed(self._reads.marks):
+            rows = (moved == 0) & (mark.nodes > 0) & (mark.nodes <= counts)
+            moved = torch.where(rows, mark.nodes, moved)
+            self._take(mark, rows.nonzero()[:, 0])
+        self.waiting.copy_(torch.where(moved > 0, 0, self.waiting) + counts - moved)
+        left = [_Mark((nodes - counts).clamp(min=0), states) for nodes, states in self._reads.marks]
+        self._reads.marks = [mark for mark in left if bool(mark.nodes.any())]
+        super().keep(None, count)
+
+    def take(self, row: Tensor, other: KVCache) -> None:
+        assert isinstance(other, StateCache)
+        super().take(row, other)
+        self.text[:, : other.capacity].index_copy_(0, row, other.text)
+        self.waiting.index_copy_(0, row.cpu(), other.waiting)
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        order = list(rows)
+        self._reads.marks = []
+        for store in (self.waiting, self.text):
+            store[: len(order)] = store[order]
+        self.waiting[len(order) :] = 0
+        for layer in self._stateful:
+            for state in layer.states:
+                state[len(order) :] = 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.waiting.zero_()
+
+    def _view(self, start: int, stop: int) -> Self:
+        layers = [layer.rows(start, stop) for layer in self.layers]
+        lengths, waiting = self.lengths[start:stop], self.waiting[start:stop]
+        text = self.text[start:stop]
+        view = type(self)(layers, lengths, self.capacity, waiting, text, self.steps)
+        view._reach, view._reads = self._reach, self._reads
+        return view
+
+    def _take(self, mark: _Mark, rows: Tensor) -> None:
+        """Make the states of a mark those of these rows."""
+        if not len(rows):
+            return
+        index = rows.to(self.lengths.device)
+        for layer, states in zip(self._stateful, mark.states, strict=True):
+            for own, new in zip(layer.states, states, strict=True):
+                own.index_copy_(0, index, new.index_select(0, index).to(own.dtype))

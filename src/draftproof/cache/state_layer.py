@@ -1,0 +1,111 @@
+"""Layers whose memory is a state of fixed size: recurrent (gated delta net, SSM) and convolutional.
+
+A state holds what was read as a whole and cannot be cut back, so a read leaves it alone: it works
+on copies, which `StateCache` takes over where all that was read is committed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from draftproof.cache.kv_layer import KVLayer
+from draftproof.cache.state_shape import StateShape
+from draftproof.cache.transformers_patches import HandedStates
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """The states of a layer, [B, ...] each, and what the running read makes of them."""
+
+    record_past = True      # a convolution is given what came before it, whatever the read's width
+
+    def __init__(self, shapes: tuple[StateShape, ...], states: tuple[Tensor, ...]) -> None:
+        self.shapes, self.states = shapes, states
+        self.number_of_states = 1 + max(shape.number for shape in shapes)
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
+        self.conv_states: dict[int, Tensor | None] = {}
+        self.recurrent_states: dict[int, Tensor | None] = HandedStates()
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        return self.states
+
+    def rows(self, start: int, stop: int) -> Self:
+        """A view of some rows."""
+        return type(self)(self.shapes, tuple(state[start:stop] for state in self.states))
+
+    def point_at(self, slots: Tensor, span: int) -> None:
+        """States have no slots."""
+
+    def begin(self, states: tuple[Tensor, ...]) -> None:
+        """Let the next forward go on from these, which it does not change."""
+        for shape, state in zip(self.shapes, states, strict=True):
+            # single steps of some families write into the recurrent state
+            own = self.conv_states if shape.kind == "conv" else self.recurrent_states
+            own[shape.number] = state if shape.kind == "conv" else state.clone()
+
+    def found(self) -> tuple[Tensor, ...]:
+        """The states behind what the last forward read, which are the caller's from now on."""
+        kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
+        states = [kinds[shape.kind].pop(shape.number) for shape in self.shapes]
+        return tuple(state for state in states if state is not None)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Inputs [B, channels, W] with those before them."""
+        before = self.conv_states[state_idx]
+        assert before is not None
+        whole = torch.cat([before, conv_states.to(before.dtype)], -1)
+        self.conv_states[state_idx] = whole[..., -before.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        before = self.recurrent_states.get(state_idx)
+        assert before is not None
+        self.recurrent_states[state_idx] = recurrent_states.to(before.dtype)
+        return recurrent_states
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: storage exists from the start."""
+
+
+class HybridLayer(StateLayer, CacheLayerMixin):
+    """States, and keys and values beside them."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(
+        self, shapes: tuple[StateShape, ...], states: tuple[Tensor, ...], keys: KVLayer
+    ) -> None:
+        StateLayer.__init__(self, shapes, states)
+        self.inner, self.is_initialized = keys, True
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        return *self.states, *self.inner.stores
+
+    def rows(self, start: int, stop: int) -> Self:
+        states = tuple(state[start:stop] for state in self.states)
+        return type(self)(self.shapes, states, self.inner.rows(start, stop))
+
+    def point_at(self, slots: Tensor, span: int) -> None:
+        self.inner.point_at(slots, span)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.update(*args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.inner.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        return self.inner.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.inner.get_max_length()

@@ -1,0 +1,1 @@
+"""The forward pass of the common families, from tokens to logits."""

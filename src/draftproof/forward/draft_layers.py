@@ -1,0 +1,211 @@
+"""Decoder layers of transformers' families outside of a model, for drafters that bring their own.
+
+Knows transformers, and nothing of how anything is drafted.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftproof.cache.kv_cache import KVCache, tree_mask
+from draftproof.cache.kv_layer import LayerShape
+from draftproof.cache.layout import cache_argument
+from draftproof.core.tree import TokenTree
+from draftproof.errors import (
+    DrafterMismatch,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Mask = Callable[[int | None], Tensor | None]
+"""The additive mask of a read for layers with this window."""
+BENIGN = {
+    "architectures", "auto_map", "model_type", "torch_dtype", "dtype", "transformers_version",
+    "_name_or_path", "rope_theta", "rope_scaling", "use_cache", "_attn_implementation",
+}  # fmt: skip
+"""Settings of any checkpoint that say nothing about its layers, or are read by their family."""
+
+
+class DraftLayers:
+    """Some decoder layers, without weights yet, their rotary positions and windows.
+
+    norm: the family's norm of a width, as a module without weights.
+    """
+
+    def __init__(self, config: Any, layers: Sequence[nn.Module], rotary: Any) -> None:
+        self.config, self.rotary, self.layers = config, rotary, list[Any](layers)
+        window = getattr(config, "sliding_window", None)
+        usual = "sliding_attention" if window else "full_attention"     # Mistral's have no types
+        kinds = getattr(config, "layer_types", None) or [usual] * len(self.layers)
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        strange = set(kinds) - {"full_attention", "sliding_attention"}
+        if strange or not all(hasattr(layer, "self_attn") for layer in self.layers):
+            what = ", ".join(sorted(strange)) or "no attention"
+            raise UnsupportedModel(f"the draft layers have {what}, which nothing here drafts with")
+        self._cache_argument = cache_argument(inspect.signature(self.layers[0].forward).parameters)
+
+    def norm(self, size: int) -> nn.Module:
+        kind: type[nn.Module] = type(self.layers[0].input_layernorm)
+        return kind(size, eps=self.config.rms_norm_eps)
+
+    def angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [B, N], in the dtype of `hidden`."""
+        cos, sin = self.rotary(hidden, positions)
+        return cos, sin
+
+    def run(
+        self, number: int, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Mask, cache: KVCache
+    ) -> Tensor:
+        """[B, N, H] what a whole layer makes of `hidden`; keys and values go into the cache."""
+        out = self.layers[number](
+            hidden, position_embeddings=angles, attention_mask=mask(self.windows[number]),
+            **{self._cache_argument: _for_module(cache)},
+        )  # fmt: skip
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def attend(
+        self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor], mask: Mask, cache: KVCache
+    ) -> Tensor:
+        """[B, N, H] what the attention of a layer alone makes of `inputs`."""
+        out = self.layers[number].self_attn(
+            hidden_states=inputs, position_embeddings=angles,
+            attention_mask=mask(self.windows[number]), **{self._cache_argument: _for_module(cache)},
+        )  # fmt: skip
+        return cast(Tensor, out[0])
+
+    def keys_values(
+        self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """[B, heads, N, D] the keys and values that a layer's attention makes of `inputs`."""
+        attention = self.layers[number].self_attn
+        heads = (*inputs.shape[:2], -1, attention.head_dim)
+        keys = attention.k_norm(attention.k_proj(inputs).view(heads)).transpose(1, 2)
+        cos, sin = (part[:, None] for part in angles)
+        half = keys.shape[-1] // 2
+        turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+        values = attention.v_proj(inputs).view(heads).transpose(1, 2)
+        return keys * cos + turned * sin, values
+
+    def shapes(self, width: Callable[[int], int]) -> list[LayerShape]:
+        """What each layer, whose attention reads `width(number)` numbers, stores of a token."""
+        from transformers import DynamicCache
+
+        found, cache = list[LayerShape](), DynamicCache()
+        for number, layer in enumerate(self.layers):
+            weight = next(layer.parameters())
+            inputs = torch.zeros(1, 1, width(number), dtype=weight.dtype, device=weight.device)
+            angles = self.angles(inputs, torch.zeros(1, 1, dtype=torch.int64, device=weight.device))
+            self.attend(number, inputs, angles, lambda _: None, cast(Any, cache))
+            keys, values = cache.layers[number].keys, cache.layers[number].values
+            found.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+        return found
+
+
+def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> DraftLayers:
+    """The layers that a checkpoint's settings describe, by their `model_type`.
+
+    known: settings that the caller reads. Any other that the family does not read either is
+    refused: a flag that is not understood is a weaker draft.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    kind = str(settings.get("model_type", "llama"))
+    try:
+        rest = {key: value for key, value in settings.items() if key != "model_type"}
+        config = AutoConfig.for_model(kind, **rest)
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            body: Any = AutoModel.from_config(config)
+        rotary = type(body.rotary_emb)(config)
+    except Exception as error:                      # a family checks its settings as it likes
+        raise DrafterMismatch(
+            f"the layers of {name} ({kind}) cannot be made: {first_line(error)}; fetch its "
+            "config.json again"
+        ) from error
+    fields = {one.name for one in dataclasses.fields(type(config))}
+    refuse_unknown(settings, {*fields, *known, *BENIGN}, name)
+    return DraftLayers(config, body.layers, rotary)
+
+
+def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) -> None:
+    """Refuse settings that nobody reads, unless they are empty."""
+    strange = [key for key, value in settings.items() if key not in known and value is not None]
+    if strange:
+        raise DrafterMismatch(
+            f"{name} has the setting {strange[0]} = {settings[strange[0]]!r:.60}, which is not "
+            "known here; it would draft worse without it, and is not loaded"
+        )
+
+
+def layers_like(model: PreTrainedModel, count: int) -> DraftLayers:
+    """So many layers of the class of a model's last one, with full attention, as its multi-token
+    prediction has them."""
+    body: Any = model.get_decoder()
+    config = copy.deepcopy(body.config)
+    config.num_hidden_layers = count
+    for name, value in (
+        ("layer_types", ["full_attention"] * count), ("first_k_dense_replace", 0),
+        ("mlp_only_layers", []), ("mlp_layer_types", None),
+    ):  # fmt: skip
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value if value is not None else ["sparse"] * count)
+    config._attn_implementation = "sdpa"
+    kind = type(body.layers[-1])
+    with torch.device("meta"):
+        layers = [kind(config, number) for number in range(count)]
+    return DraftLayers(config, layers, body.rotary_emb)
+
+
+def layer_count(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def checkpoint_folder(model: PreTrainedModel) -> Path:
+    """Where a model's weights were read from; raises ModelNotFound if that is not to be found."""
+    from transformers.utils.hub import cached_file
+
+    name = str(model.config.name_or_path)
+    if name and Path(name).is_dir():
+        return Path(name)
+    try:
+        found = cached_file(name, "config.json", local_files_only=True) if name else None
+    except OSError:
+        found = None
+    if found is None:
+        raise ModelNotFound(
+            f"the folder that {name or 'the model'} was loaded from is not there; load the model "
+            "from its checkpoint"
+        )
+    return Path(found).parent
+
+
+def masks(
+    tree: TokenTree, cache: KVCache, span: int, dtype: torch.dtype, first: int, hidden: int = 0
+) -> Mask:
+    """The masks of a read of nodes `first:` that see no slot below `hidden`."""
+    made: dict[int | None, Tensor] = {}
+
+    def mask(window: int | None) -> Tensor:
+        if window not in made:
+            made[window] = tree_mask(tree, cache.lengths, span, dtype, first, window)
+            made[window][..., :hidden] = torch.finfo(dtype).min
+        return made[window]
+
+    return mask
+
+
+def _for_module(cache: Any) -> Any:
+    """A cache as transformers' layers take it."""
+    return cache.for_module() if isinstance(cache, KVCache) else cache

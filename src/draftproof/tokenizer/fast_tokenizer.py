@@ -1,0 +1,170 @@
+"""A tokenizer that starts without transformers: what decoding needs of one, and the rest on demand.
+
+Importing transformers takes as long as reading a small model. Encoding and decoding plain text need
+only the package tokenizers; chat templates, training and anything else go to the tokenizer of
+transformers that is made from the same parts when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.tokenizer import GGUFTokenizer, tokenizer_of
+from draftproof.native.build import cache_folder
+
+CACHE_SWITCH = "DRAFTPROOF_CACHE"
+"""Environment: 0 to keep nothing."""
+
+
+class Encoded(dict[str, Any]):
+    """What a call returns, with its keys as attributes too."""
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The tokens of the text."""
+        ids: list[int] = self["input_ids"]
+        return ids
+
+
+class FastTokenizer:
+    """Stands where a tokenizer of transformers is expected.
+
+    Args:
+        source: The tokenizer and its special tokens.
+        name: The file or folder it was read from.
+
+    Attributes:
+        transformers: The tokenizer of transformers with the same ids, made when it is first used.
+    """
+
+    is_fast = True
+
+    def __init__(self, source: GGUFTokenizer, name: str) -> None:
+        self.backend_tokenizer: Tokenizer = source.tokenizer
+        self._tokenizer = source.tokenizer              # as transformers calls it
+        self.name_or_path, self._roles = name, source.roles
+        templates = source.chat_templates
+        self.chat_template = templates if len(templates) > 1 else templates.get("default")
+        self.special_tokens_map: dict[str, Any] = {
+            f"{role}_token": source.tokenizer.id_to_token(number)
+            for role, number in source.roles.items() if role in ("bos", "eos", "unk", "pad")
+        }
+        self.added_tokens_decoder: dict[int, AddedToken] = (
+            source.tokenizer.get_added_tokens_decoder()
+        )
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Encode a text; with further options as transformers does."""
+        if options or not isinstance(text, str):
+            return self.transformers(text, add_special_tokens=add_special_tokens, **options)
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Encoded(input_ids=encoding.ids)
+
+    def decode(
+        self, token_ids: int | Sequence[int], skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:  # fmt: skip
+        """The text of tokens, without cleaning up spaces."""
+        ids = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its id."""
+        return dict(self._tokenizer.get_vocab())
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """The tokens that are found before a text is split."""
+        return {token.content: number for number, token in self.added_tokens_decoder.items()}
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Control tokens, which are left out of decoded text."""
+        return [number for number, token in self.added_tokens_decoder.items() if token.special]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of the end tokens."""
+        return self._roles.get("eos")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token before a text, if there is one."""
+        return self._roles.get("bos")
+
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The template that a conversation is rendered with; raises ValueError without one."""
+        known = self.chat_template
+        if not isinstance(known, dict):
+            template = known if chat_template is None else chat_template
+        elif chat_template is not None:
+            template = known.get(chat_template, chat_template)
+        else:
+            offered = tools is not None and "tool_use" in known
+            template = known.get("tool_use" if offered else "default")
+        if template is None:
+            raise ValueError(f"{self.name_or_path} has no chat template")
+        return template
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], tools: Sequence[Any] | None = None,
+        tokenize: bool = True, add_generation_prompt: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        """A conversation as text; as tokens, or with functions for tools, as transformers does."""
+        if tokenize or any(not isinstance(tool, dict) for tool in tools or ()):
+            return self.transformers.apply_chat_template(
+                conversation, tools=tools, tokenize=tokenize,
+                add_generation_prompt=add_generation_prompt, **options,
+            )  # fmt: skip
+        template = self.get_chat_template(options.pop("chat_template", None), tools)
+        from draftproof.tokenizer.chat_template import render
+
+        values = {**self.special_tokens_map, **options}
+        return render(template, conversation, tools, add_generation_prompt=add_generation_prompt,
+                      **values)
+
+    @cached_property
+    def transformers(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        # a copy: transformers sets truncation and padding on what it is given
+        full: Any = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
+            **self.special_tokens_map,
+            clean_up_tokenization_spaces=False, name_or_path=self.name_or_path,
+        )  # fmt: skip
+        full.chat_template = self.chat_template
+        return full
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_tokenizer", "_roles"):
+            raise AttributeError(name)
+        return getattr(self.transformers, name)
+
+
+def gguf_tokenizer(path: str | Path) -> FastTokenizer | None:
+    """The tokenizer of a GGUF file; None if it has none.
+
+    Raises:
+        UnsupportedModel: It is of a kind that is not known here.
+        ModelNotFound: The file cannot be read.
+    """
+    file, cache = GGUFFile.open(path), None
+    if file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        return None
+    if os.environ.get(CACHE_SWITCH) != "0":
+        with suppress(OSError):                         # nobody's folder keeps nothing
+            cache = cache_folder()
+    return FastTokenizer(tokenizer_of(file, cache), str(path))

@@ -1,0 +1,1 @@
+"""Layers and tables of weights: packed, quantised, read from files, kept on disk."""

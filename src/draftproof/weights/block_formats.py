@@ -1,0 +1,112 @@
+"""Quantising to the block formats of GGUF files, and which matrix gets which.
+
+"int8" is Q8_0 throughout. "int4" is the mix that llama.cpp calls Q4_K_M: Q4_K, and Q6_K for the
+head and, in half of the layers, for values and the second matrix of the MLP. Inputs that do not
+divide into blocks of 256 take Q5_0 and Q8_0 in their place, as there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor
+from draftproof.native.kernels import kernels
+from draftproof.weights.block_linear import BlockLinear
+
+HEADS = ("lm_head", "model.embed_tokens")
+"""Modules that make logits."""
+SENSITIVE = ("v_proj", "qkv_proj", "down_proj", "fc2", "dense_4h_to_h", "w2", "wo")
+"""Modules whose errors cost most: values, and the second matrix of the MLP."""
+QUANTIZED = ("Q8_0", "Q5_0", "Q4_K", "Q6_K")
+"""Formats that quantize.c makes, in its order."""
+BY_TORCH = {"Q4_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What stands for them where there are no kernels."""
+CHUNK = 1 << 24
+"""Weights quantised at a time, which bounds the copy in single precision."""
+
+
+def format_of(name: str, kind: str, inputs: int, layers: int | None = None) -> str:
+    """The format of a matrix.
+
+    Args:
+        name: Its module, such as "model.layers.3.mlp.down_proj"; "lm_head" for a head.
+        kind: "int8" or "int4".
+        inputs: Its inputs.
+        layers: Layers of the model; None if that is not known.
+    """
+    if kind == "int8":
+        return "Q8_0"
+    sensitive = name in HEADS
+    number = re.search(r"\.(\d+)\.", name)
+    if name.rpartition(".")[2] in SENSITIVE and number is not None:
+        place, count = int(number[1]), layers or 0
+        # the first and the last eighth, and every third between
+        sensitive = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
+    if inputs % 256:
+        return "Q8_0" if sensitive else "Q5_0"
+    return "Q6_K" if sensitive else "Q4_K"
+
+
+def quantize_blocks(weight: Tensor, format: str) -> BlockTensor:
+    """Quantise a matrix.
+
+    Args:
+        weight: [outputs, inputs]; inputs are padded with zeros to whole blocks.
+        format: One of `QUANTIZED`. Without kernels, `BY_TORCH` says what stands for it.
+
+    Returns:
+        The blocks of the matrix.
+    """
+    library = kernels()
+    format = format if library is not None else BY_TORCH.get(format, format)
+    size, (outputs, inputs) = BLOCK_SIZES[format], weight.shape
+    padded = inputs + -inputs % size.weights
+    data = torch.empty(outputs, padded // size.weights * size.nbytes, dtype=torch.uint8)
+    step = max(1, CHUNK // padded)
+    for start in range(0, outputs, step):
+        rows = F.pad(weight[start : start + step].detach().float(), (0, padded - inputs))
+        rows, to = rows.contiguous(), data[start : start + step]
+        if library is not None:
+            library("quantize", QUANTIZED.index(format), rows, len(rows), padded, to)
+        else:
+            to.copy_(_by_numpy(rows, format))
+    return BlockTensor(format, (outputs, inputs), data)
+
+
+def quantized_blocks(
+    names: Sequence[str], weights: Sequence[Tensor], bias: Tensor | None, kind: str,
+    layers: int | None = None,
+) -> BlockLinear:  # fmt: skip
+    """Quantise matrices that read the same inputs.
+
+    Args:
+        names: Their modules, each of which says its format.
+        weights: [outputs, inputs] of each.
+        bias: [sum of outputs], or None.
+        kind: "int8" or "int4".
+        layers: Layers of the model; None if that is not known.
+
+    Returns:
+        One layer with the outputs of all, in order; neighbours of one format are one part.
+    """
+    formats = [format_of(name, kind, weights[0].shape[1], layers) for name in names]
+    parts = list[BlockTensor]()
+    for format, weight in zip(formats, weights, strict=True):
+        part = quantize_blocks(weight, format)
+        if parts and parts[-1].type == part.type:
+            before = parts.pop()
+            shape = (before.shape[0] + part.shape[0], part.shape[1])
+            part = BlockTensor(part.type, shape, torch.cat([before.data, part.data]))
+        parts.append(part)
+    return BlockLinear.from_blocks(parts, bias)
+
+
+def _by_numpy(rows: Tensor, format: str) -> Tensor:
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.quantize(rows.numpy(), GGMLQuantizationType[format]))

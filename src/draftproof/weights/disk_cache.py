@@ -1,0 +1,187 @@
+"""What took long to find out or to make of a model on disk, kept in the user's cache folder: the
+verdict of the check at load, and quantised weights.
+
+Kept under everything that it depends on; what is damaged, another user's or of other files is made
+anew. A file is verified by its checksums when it is first read, and whenever it was written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftproof.native.build import cache_folder, is_ours, name_of, put_in_place
+from draftproof.native.kernels import library
+from draftproof.weights.snapshot import Snapshot
+
+log = logging.getLogger("draftproof")
+SWITCH = "DRAFTPROOF_CACHE"
+"""Environment: 0 to keep nothing."""
+SLOW = 1.0
+"""Seconds beyond which a result is worth keeping."""
+_SOURCE = "_draftproof_source"
+
+
+class Kept:
+    """A place for one result; nothing is kept without one. model, files: what it is of."""
+
+    def __init__(self, model: str = "", files: str = "", key: str = "") -> None:
+        self.file: Path | None = None
+        if model:
+            with suppress(OSError):                     # nobody's folder keeps nothing
+                self.file = cache_folder() / f"{model}-{files}-{key}.pt"
+        self.model, self.current = model, f"{model}-{files}-"
+
+    def read(self) -> dict[str, Any] | None:
+        """What was written, whose tensors are mapped; None if there is nothing that is whole."""
+        if self.file is None or not self.file.exists():
+            return None
+        if not is_ours(self.file):
+            log.warning("%s is of another user, or others may write to it; it is made anew",
+                        self.file)
+            return None
+        try:
+            if not self._is_verified():
+                self._verify()
+            facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=True)
+        except Exception:                               # whatever a damaged file raises
+            log.warning("%s is damaged; it is made anew", self.file)
+            self._mark.unlink(missing_ok=True)
+            return None
+        return facts
+
+    @property
+    def _mark(self) -> Path:
+        """Where it is noted of which file all checksums were right."""
+        assert self.file is not None
+        return self.file.with_suffix(".verified")
+
+    def _identity(self) -> str:
+        """What changes when anybody writes to the file."""
+        assert self.file is not None
+        status = self.file.stat()
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_dev}"
+
+    def _is_verified(self) -> bool:
+        """Whether this very file was verified before and not written to since."""
+        try:
+            return is_ours(self._mark) and self._mark.read_text("ascii") == self._identity()
+        except (OSError, ValueError):
+            return False
+
+    def _verify(self) -> None:
+        """Compare every record with its checksum (torch writes one for each tensor).
+
+        Raises:
+            ValueError, OSError, zipfile.BadZipFile: The file is damaged.
+        """
+        assert self.file is not None
+        identity = self._identity()
+        with zipfile.ZipFile(self.file) as records:
+            damaged = records.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} has another checksum")
+        with suppress(OSError):                         # a read-only folder: verified every time
+            part = self._mark.with_suffix(f".{os.getpid()}.part")
+            part.write_text(identity, "ascii")
+            put_in_place(part, self._mark)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """Complete or not at all, in the place of what was kept of the model's earlier files; a
+        full or read-only disk keeps nothing."""
+        if self.file is None:
+            return
+        part = self.file.with_suffix(f".{os.getpid()}.part")
+        with suppress(OSError, RuntimeError):
+            try:
+                torch.save(facts, part)
+                for old in part.parent.glob(f"{self.model}-*"):
+                    if old.suffix in (".pt", ".verified") and (
+                        not old.name.startswith(self.current)
+                    ):
+                        old.unlink(missing_ok=True)
+                put_in_place(part, self.file)
+                self._mark.unlink(missing_ok=True)
+            finally:
+                part.unlink(missing_ok=True)
+
+    @contextmanager
+    def if_slow(self) -> Iterator[dict[str, Any]]:
+        """A dict to be filled; kept if that took long."""
+        start, made = time.perf_counter(), dict[str, Any]()
+        yield made
+        if time.perf_counter() - start > SLOW:
+            self.write(made)
+
+
+def came_from(model: nn.Module, name: str) -> None:
+    """Remember the files that a model was just loaded from."""
+    setattr(model, _SOURCE, (*_files(name), Snapshot.of(model)))
+
+
+def was_loaded_by_name(model: nn.Module) -> bool:
+    """Whether we loaded a model from files ourselves."""
+    return hasattr(model, _SOURCE)
+
+
+def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
+    """The folder or file of this name, and what identifies the files that it consists of."""
+    place = Path(name)
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+        place = Path(cached).parent if isinstance(cached, str) else place
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    kinds = (".json", ".safetensors", ".bin", ".gguf", ".py", ".jinja", ".model", ".txt")
+    sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
+             for one in files if one.suffix in kinds]
+    return str(place.resolve()), sizes
+
+
+def kept_of_files(name: str, what: str, *more: object) -> Kept:
+    """Where `what` is kept of the files of this name alone, whatever model they make."""
+    if os.environ.get(SWITCH) == "0" or not Path(name).exists():
+        return Kept()
+    place, files = _files(name)
+    kernel = library().build and name_of(library().build)
+    here = (files, _code(), torch.__version__, version("transformers"))
+    return Kept(*map(_digest, (place, here, (what, kernel, *more))))
+
+
+def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept:
+    """Where `what` is kept of a model that was loaded from files; nowhere if it was not, or is none
+    of `changed` and has since been written to, or exchanged in parts."""
+    source: tuple[str, object, Snapshot] | None = getattr(model, _SOURCE, None)
+    if source is None or os.environ.get(SWITCH) == "0":
+        return Kept()
+    place, files, loaded = source
+    if not changed and not Snapshot.of(model).same(loaded):
+        return Kept()
+    kinds = sorted(Counter(type(one).__name__ for one in model.modules()).items())
+    kernel = library().build and name_of(library().build)
+    here = (files, _code(), torch.__version__, version("transformers"))
+    what_of = (str(model.config), kinds, str(model.dtype), str(model.device), kernel, what, *more)
+    return Kept(*map(_digest, (place, here, what_of)))
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+def _code() -> str:
+    """A digest of the code that checks and packs, which is finer than a version."""
+    files = sorted(Path(__file__).parents[1].glob("[mn]*/*.py"))      # model, native
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

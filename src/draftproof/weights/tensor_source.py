@@ -1,0 +1,150 @@
+"""Where the weights of a native model come from: `TensorSource`, and safetensors folders.
+
+A native model (`native_model`) is built from a configuration and a source, without an instance of
+the transformers class. Sources name modules and tensors as Hugging Face checkpoints do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftproof.errors import ModelNotFound, first_line
+from draftproof.weights.pack import pack
+from draftproof.weights.packed_linear import JointLinear
+from draftproof.weights.token_table import DenseTable, TokenTable
+
+INDEX = "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """The weights of one model by their Hugging Face names.
+
+    A source decides how matrices are stored (16, 8 or 4 bits, or the blocks of a GGUF file); the
+    model only multiplies. Every name is asked for once, layer by layer, so a source may read its
+    file in order and keep nothing.
+    """
+
+    kind: str | None
+    """How matrices are stored; see `pack.pack`."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this full name, such as "lm_head.weight"."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as numbers: norms, biases, sinks.
+
+        Args:
+            name: Its full name, such as "model.norm.weight".
+
+        Returns:
+            The tensor in the model's dtype (float32 where the file has more precision to give).
+
+        Raises:
+            ModelNotFound: The file has no such tensor.
+        """
+
+    def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
+        """Linear layers that read the same inputs, as one.
+
+        Args:
+            names: Modules whose outputs are concatenated in this order, such as
+                ["model.layers.0.self_attn.q_proj", "...k_proj", "...v_proj"]. For a head tied to
+                the embeddings this is ["model.embed_tokens"].
+            bias: Whether each module has a `bias` beside its `weight`.
+
+        Returns:
+            The packed layer.
+        """
+
+    def with_kind(self, kind: str | None) -> TensorSource:
+        """The same weights, with matrices stored in other bits; see `pack.pack`."""
+
+    def embedding(self, name: str) -> TokenTable:
+        """The table of token embeddings.
+
+        Args:
+            name: The module, "model.embed_tokens".
+
+        Returns:
+            The table; where a head is tied to it, both share one copy if the format allows.
+        """
+
+
+class SafetensorsSource:
+    """The weights of a folder of safetensors files, memory-mapped.
+
+    Args:
+        folder: The folder with model.safetensors, or with an index and its parts.
+        dtype: What tensors are converted to when they are read.
+        kind: How matrices are packed; see `pack.pack`.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, kind: str | None = None) -> None:
+        self.folder, self.dtype, self.kind = folder, dtype, kind
+        self._files: dict[str, Any] = {
+            name: safe_open(path, framework="pt") for name, path in _paths(folder)
+        }
+        self._file_of = {key: name for name, file in self._files.items() for key in [*file.keys()]}
+        self._read = set[str]()
+        numbers = (re.search(r"\.(\d+)\.", key) for key in self._file_of)
+        self._layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+
+    def with_kind(self, kind: str | None) -> SafetensorsSource:
+        """The same files, with matrices packed in other bits."""
+        return SafetensorsSource(self.folder, self.dtype, kind)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors that nobody asked for."""
+        return sorted(self._file_of.keys() - self._read)
+
+    def tensor(self, name: str) -> Tensor:
+        self._read.add(name)
+        if name not in self._file_of:
+            raise ModelNotFound(
+                f"the checkpoint {self.folder} lacks {name}; fetch it again, and save the plain "
+                "model, not compiled, wrapped or with an adapter (peft: merge_and_unload)"
+            )
+        try:
+            tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelNotFound(
+                f"{name} of {self.folder} cannot be read: {first_line(error)}; fetch it again"
+            ) from error
+        return tensor.to(self.dtype)
+
+    def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
+        return pack(names, weights, torch.cat(biases) if biases else None, self.kind, self._layers)
+
+    def embedding(self, name: str) -> TokenTable:
+        return DenseTable(self.tensor(f"{name}.weight"))
+
+
+def _paths(folder: Path) -> list[tuple[str, Path]]:
+    """The files of a checkpoint by name."""
+    if (folder / "model.safetensors").is_file():
+        return [("model.safetensors", folder / "model.safetensors")]
+    try:
+        text = (folder / INDEX).read_text(encoding="utf-8")
+        index: Mapping[str, str] = json.loads(text)["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFound(
+            f"{folder} has no model.safetensors and no readable {INDEX}; give a folder of a model"
+        ) from error
+    return [(name, folder / name) for name in sorted({*index.values()})]

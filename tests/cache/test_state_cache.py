@@ -1,0 +1,193 @@
+"""Recurrent and hybrid models: chains from states, the text of the model's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import admit, decoder, read_elsewhere, running
+from tiny import build
+
+from draftproof.cache.state_cache import BLOCK, StateCache
+from draftproof.cache.state_layer import StateLayer
+from draftproof.core.params import Sampling
+from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.drafters.base import Plain
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.engine.engine import Engine
+from draftproof.engine.shape_policy import ShapePolicy
+from draftproof.errors import BadInput, UnsupportedModel
+from draftproof.model.target import Target
+
+VOCAB = 96
+GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+       "linear_value_head_dim": 8}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2}
+LINEAR, FULL = "linear_attention", "full_attention"
+SSM = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated delta net": ("Qwen3_5TextConfig",
+                        {**SIZES, **GDN, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "convolutions": ("Lfm2Config", {**SIZES, "layer_types": ["conv", FULL, "conv"]}),
+    "Mamba 1, whose scan is handed its state": (
+        "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "states and keys in one layer": (
+        "FalconH1Config", {**SIZES, **SSM, "mamba_n_heads": 4, "mamba_d_head": 8,
+                           "mamba_d_ssm": 32}),
+    "no single steps": (
+        "NemotronHConfig",
+        {**SIZES, "layers_block_type": [LINEAR, FULL, LINEAR], "mamba_num_heads": 4, "n_groups": 1,
+         "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8}),
+}  # fmt: skip
+PROMPTS = [[5, 7, 11, 13, 17, 19, 23, 29, 31], [3], [2, 4, 8, 16]]
+
+
+def made(kind: str, seed: int = 0) -> Target:
+    name, values = KINDS[kind]
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return Target(build(name, seed, vocab_size=VOCAB, initializer_range=0.4, **ends, **values))
+
+
+@torch.inference_mode()
+def own_text(own: Target, prompt: list[int]) -> list[int]:
+    text = list(prompt)
+    for _ in range(20):
+        text.append(int(own.own_logits(torch.tensor([text]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def agrees(logits: torch.Tensor, own: Target, text: list[int]) -> None:
+    wanted = own.own_logits(torch.tensor([text]))[0, -1]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gated delta net", "no single steps"])
+def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) -> None:
+    found = []
+    for beside in (True, False):
+        one, rows = decoder(Plain(), own=made(kind)), [running(text, limit=9) for text in PROMPTS]
+        one.prompts.chunk = 4
+        admit(one, rows[1:2])
+        for _ in read_elsewhere(one, rows[:1]) if beside else ():
+            one.step()
+        if not beside:
+            admit(one, rows[:1])
+        admit(one, rows[2:])
+        while one.running:
+            one.step()
+        found.append([row.tokens for row in rows])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
+    """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
+    own, draft = made(kind), made(kind)
+    assert own.has_states and not own.reads_trees
+    assert own.facts.single_steps == (kind != "no single steps")
+    with torch.no_grad():
+        for weight in draft.model.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape,
+                                           generator=torch.Generator().manual_seed(0)))
+    for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        done = Engine(own).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
+        plain = [one.checked().tokens for one in done]
+        if want.temperature == 0:
+            assert plain == [own_text(own, prompt) for prompt in PROMPTS]
+        for rows in (1, 3):
+            engine = Engine(own, DraftModel(draft, VOCAB), budget=4)
+            done = engine.generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=rows)
+            assert [one.checked().tokens for one in done] == plain
+            rates = [one.stats.tokens_per_round for one in done]
+            assert all(rate > 1.2 for rate in rates), "what was drafted is never accepted"
+
+
+def chain(*rows: list[int]) -> TokenTree:
+    return TokenTree.chain(torch.tensor(rows))
+
+
+@torch.inference_mode()
+def test_what_is_rejected_leaves_no_trace_and_waits_to_be_read_again() -> None:
+    own = made("gated delta net")
+    cache = own.new_cache(2, 64)
+    assert isinstance(cache, StateCache)
+    own.read(chain([1, 2, 3], [4, 5, ABSENT]), cache)
+    cache.keep(None, torch.tensor([3, 2]))
+    assert cache.waiting.tolist() == [0, 2], "the shorter row was read with junk behind it"
+    layer = next(layer for layer in cache.layers if isinstance(layer, StateLayer))
+    before = [state.clone() for state in layer.states]
+    own.read(chain([6, 9, 9], [7, 8, 9]), cache)
+    same = zip(before, layer.states, strict=True)
+    assert all(torch.equal(was, now) for was, now in same), "a read commits nothing"
+    cache.keep(None, torch.tensor([1, 3]))
+    assert cache.waiting.tolist() == [1, 0]
+    logits = own.read(chain([10], [11]), cache).logits
+    for row, text in enumerate(([1, 2, 3, 6, 10], [4, 5, 7, 8, 9, 11])):
+        agrees(logits[row, -1], own, text)
+
+
+@torch.inference_mode()
+def test_rows_move_with_their_states_and_empty_ones_begin_anew() -> None:
+    own = made("Mamba 1, whose scan is handed its state")
+    cache = own.new_cache(2, 32)
+    own.read(chain([1, 2, 3], [4, 5, 6]), cache)
+    cache.keep(None, torch.tensor([3, 1]))
+    cache.select([1])
+    view = cache.rows(1, 2)
+    own.read(chain([1, 2]), view)
+    view.keep(None, torch.tensor([2]))
+    logits = own.read(chain([7], [7]), cache).logits[:, -1]
+    for row, text in enumerate(([4, 7], [1, 2, 7])):
+        agrees(logits[row], own, text)
+
+
+@torch.inference_mode()
+def test_no_row_waits_longer_than_a_block() -> None:
+    """A draft is cut to what fits behind what waits; a row that fills the block moves on."""
+    own = made("convolutions")
+    cache, dice, most = own.new_cache(2, 512), torch.Generator().manual_seed(0), 0
+    assert isinstance(cache, StateCache)
+    for _ in range(60):
+        drafted = torch.randint(VOCAB, (2, 5), generator=dice)
+        tree = cache.fitted(TokenTree.chain(drafted))
+        own.read(tree, cache)
+        there = tree.present.sum(1)
+        cache.keep(None, torch.minimum(there, 1 + torch.randint(5, (2,), generator=dice)))
+        most = max(most, int(cache.waiting.max()))
+        assert cache.waiting.max() < BLOCK and tree.present[:, 0].all()
+    assert most > 5 and len(cache._reads.marks) <= 1
+
+
+@torch.inference_mode()
+def test_a_model_whose_states_do_not_carry_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = StateCache._take
+    monkeypatch.setattr(StateCache, "_take", lambda cache, mark, rows: taken(cache, mark, rows[:1]))
+    with pytest.raises(UnsupportedModel, match="the states it kept"):
+        made("gated delta net")
+
+
+def test_static_shapes_are_refused() -> None:
+    engine = Engine(made("convolutions"), shapes=ShapePolicy(closed=True))
+    with pytest.raises(BadInput, match="leave graphs"):
+        engine.generate([[1, 2]], max_new_tokens=2)
+
+
+@torch.inference_mode()
+def test_states_on_their_way_are_not_those_of_rows_that_moved() -> None:
+    """Rows move between a read and what is kept of it: no row takes the states of another."""
+    own = made("gated delta net")
+    cache = own.new_cache(2, 64)
+    assert isinstance(cache, StateCache)
+    own.read(chain([1, 2], [3, 4]), cache)
+    cache.keep(None, torch.tensor([2, 2]))
+    own.read(chain([5], [6]), cache)
+    cache.select([1])
+    own.read(chain([6]), cache.rows(0, 1))
+    cache.select([0, 0])
+    assert not cache._reads.marks
+    cache.keep(None, torch.tensor([1, 1]))
+    logits = own.read(chain([7], [8]), cache).logits[:, -1]
+    for row, last in enumerate((7, 8)):
+        agrees(logits[row], own, [3, 4, 6, last])

@@ -1,0 +1,216 @@
+"""The fused forward reads what the model reads, and gives a position the same bits wherever its
+node lies."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import of_family
+
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.forward.fused_forward import NODES
+from draftproof.model.exactness import probe
+from draftproof.model.target import Target
+from draftproof.native.kernels import kernels
+from draftproof.weights.packed_linear import pack_linears
+
+SIZES = {
+    "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "vocab_size": 96, "initializer_range": 0.2, "max_position_embeddings": 512, "head_dim": 16,
+    "num_key_value_heads": 2
+}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True,
+                             "head_dim": 48}),
+    "mistral sliding": ("Mistral", {"sliding_window": 70}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2, "logits_scaling": 4.0}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "gemma3": ("Gemma3", {
+        "sliding_window": 70, "query_pre_attn_scalar": 24, "pad_token_id": None,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "phi3 turned in part": ("Phi3", {
+        "pad_token_id": None, "sliding_window": 70, "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
+        },
+    }),
+}  # fmt: skip
+CACHES = [*((family, None) for family in FAMILIES), ("llama bias", "int8"), ("gemma3", "int8")]
+SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
+
+found = kernels()
+pytestmark = pytest.mark.skipif(found is None, reason="no kernels for linear layers here")
+
+
+def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    name, extra = FAMILIES[family]
+    return of_family(name, **SIZES | extra).to(torch.bfloat16).to(dtype)
+
+
+def packed(family: str, cache: str | None = None) -> Target:
+    """A target that our kernels read from tokens to logits."""
+    return fused(model(family), kv_cache=cache)
+
+
+def fused(own: transformers.PreTrainedModel, **options: Any) -> Target:
+    pack_linears(own)
+    target = Target(own, **options)
+    assert target.fast is not None and target.fast.fused is not None
+    return target
+
+
+def readings(target: Target) -> torch.Tensor:
+    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept.
+    """
+    tokens = torch.randint(96, (3, 160), generator=torch.Generator().manual_seed(1))
+    cache = target.new_cache(3, 192)
+    with torch.inference_mode():
+        # wider than the kernels read
+        target.read(TokenTree.chain(tokens[:, :100]), cache)
+        cache.keep(None, torch.tensor([100, 41, 1]))
+        tree = TokenTree.shaped(tokens[:, 100:111], SHAPE)
+        first = target.read(tree, cache, hidden_layers=(0, 2, -1))
+        cache.keep(torch.tensor([[0, 2, 6], [0, 1, 5], [0, 3, 7]]), torch.tensor([3, 3, 2]))
+        tree = TokenTree.shaped(tokens[:, 120:131], SHAPE)
+        target.read(tree, cache)
+        # level by level, as draft models do
+        second = target.read(tree, cache, first=4, hidden_layers=(3,))
+    assert first.hidden is not None and second.hidden is not None
+    parts = (first.logits, first.hidden, second.logits, second.hidden)
+    return torch.cat([part.flatten().double() for part in parts])
+
+
+@pytest.mark.parametrize(("family", "cache"), CACHES)
+def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
+    family: str, cache: str | None
+) -> None:
+    own, stock = packed(family, cache), Target(model(family), kv_cache=cache)
+    exact = Target(model(family, torch.float32))
+    stock.fast = exact.fast = None
+    truth = readings(exact)
+    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (own, stock))
+    assert 0 < ours < 1.25 * theirs < 0.1
+
+
+@pytest.mark.parametrize(("family", "cache"), CACHES)
+def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
+    family: str, cache: str | None
+) -> None:
+    found = probe(packed(family, cache), widths=(1, 2, 5, 16, 32))
+    assert not found.differ and len(found.same) == 12
+    assert "trees up to 29 nodes" in found.promise
+
+
+@pytest.mark.parametrize("lead", [31, 32, 300, 319])
+@pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
+def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
+    family: str, lead: int
+) -> None:
+    """Sums over the text are made of parts; none may end elsewhere because a token lies in another
+    slot."""
+    target, stock = packed(family), Target(model(family))
+    exact = Target(model(family, torch.float32))
+    stock.fast = exact.fast = None
+    text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
+    drafted = torch.randint(96, (1, len(SHAPE)), generator=torch.Generator().manual_seed(4))
+    tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
+    path = tree.path_to(torch.tensor([deepest]))[0]
+
+    def behind(read: Target, tree: TokenTree, *, alone: bool = False) -> torch.Tensor:
+        cache = read.new_cache(1, lead + 16)
+        with torch.inference_mode():
+            read.read(TokenTree.chain(text), cache)
+            cache.keep(None, torch.tensor([lead]))
+            if not alone:
+                return read.read(tree, cache).logits[0]
+            logits = []
+            for token in tree.tokens[0]:
+                logits.append(read.read(TokenTree.chain(token[None, None]), cache).logits[0, 0])
+                cache.keep(None, torch.tensor([1]))
+        return torch.stack(logits)
+
+    branch = behind(target, tree)[path]
+    chain = TokenTree.chain(drafted[:, path])
+    assert torch.equal(branch, behind(target, chain))
+    assert torch.equal(branch, behind(target, chain, alone=True))
+    truth = behind(exact, tree)
+    off = [(behind(one, tree).double() - truth).norm() for one in (target, stock)]
+    assert off[0] < 1.5 * off[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
+    """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
+    tokens = torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
+    target, read = packed(family), []
+    for capacity in (53, 128):
+        cache = target.new_cache(2, capacity)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(tokens[:, :50]), cache)
+            cache.keep(None, torch.tensor([50, 50]))
+            read.append(target.read(TokenTree.chain(tokens[:, 50:]), cache).logits)
+    assert torch.equal(*read)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    target, before = packed("llama"), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(readings(target))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_nodes_are_not_read_and_change_no_bit(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, dice = packed(family), torch.Generator().manual_seed(2)
+    prompt, drafted = (torch.randint(96, (4, size), generator=dice) for size in (90, 11))
+    drafted[0, 4] = 500                             # beyond the vocabulary: read as its last token
+    drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
+    tree, read = TokenTree.shaped(drafted, SHAPE), []
+    for spared in (True, False):
+        cache = target.new_cache(4, 128)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(prompt), cache)
+            cache.keep(None, torch.tensor([90, 37, 1, 64]))
+            for store in (store for layer in cache.layers for store in layer.stores):
+                for row, length in enumerate(cache.lengths.tolist()):
+                    # nor may what nobody wrote change a bit
+                    store[row, :, length:] = torch.nan
+            if not spared:
+                monkeypatch.setattr(
+                    "draftproof.forward.fused_forward._Present.of", lambda *asked: None
+                )
+            reading = target.read(tree, cache, hidden_layers=(0, 2, -1))
+            last = target.read(tree, cache, last_only=True).logits
+        assert torch.equal(last[0, 0], reading.logits[0, -1]) and last.shape[:2] == (4, 1)
+        assert reading.hidden is not None
+        assert reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
+        row, node = tree.present.nonzero().unbind(1)
+        slots = [store[row, :, cache.lengths[row] + node]
+                 for layer in cache.layers for store in layer.stores]
+        there = tree.present
+        read.append((reading.logits[there], reading.hidden[there], torch.cat(slots)))
+        assert spared or reading.logits.isfinite().all()
+    assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
+
+
+def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
+    narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
+    sliding = transformers.MistralConfig(**SIZES, sliding_window=NODES)
+    halves = (narrow, transformers.MistralForCausalLM(sliding))
+    for other in (model("llama", torch.float32), *(one.bfloat16().eval() for one in halves)):
+        pack_linears(other)
+        fast = Target(other).fast
+        assert fast is not None and fast.fused is None
