@@ -247,36 +247,58 @@ static int64_t place_of(int64_t format, int64_t word) {
     return word / 16 * 24 + word % 8 * 3 + word / 8 % 2;
 }
 
-/* A block of a file to an output's place in a record. Codes of Q8_0 become unsigned, and fifth bits
- * are reordered, so that a word of them is one shift away from the words of the codes. */
+/* A word of codes as a record has it. Codes of Q8_0 become unsigned, and fifth bits are reordered,
+ * so that a word of them is one shift away from the words of the codes. */
+ALWAYS uint32_t turned(int64_t format, int64_t word, uint32_t codes) {
+    if (format == Q8_0) return codes ^ 0x80808080;
+    return (format == Q5_0 && word == 0) || (format == Q5_1 && word == 1) ? reordered(codes) : codes;
+}
+
+/* A block of a file to an output's place in a record. */
 static void pack_block(int64_t format, const uint8_t *block, int64_t output, uint8_t *record) {
     const Format *form = formats + format;
-    int64_t fifth = format == Q5_1, swapped = format == Q5_0 || format == Q5_1;
-    uint32_t flipped = format == Q8_0 ? 0x80808080 : 0;
     for (int64_t w = 0; w < form->words; w++) {
         uint32_t word;
         memcpy(&word, block + form->first + 4 * w, sizeof word);
-        word = swapped && w == fifth ? reordered(word) : word ^ flipped;
+        word = turned(format, w, word);
         memcpy(record + (place_of(format, w) * STRIP + output) * 4, &word, sizeof word);
     }
     memcpy(record + form->words * 4 * STRIP + output * form->rest, block + form->last,
             (size_t)form->rest);
 }
 
+/* The blocks of STRIP rows that make up a record, word by word, so that it is written in order. */
+static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *record) {
+    const Format *form = formats + format;
+    for (int64_t w = 0; w < form->words; w++) {
+        uint32_t words[STRIP];
+        for (int64_t o = 0; o < STRIP; o++) {
+            memcpy(words + o, blocks[o] + form->first + 4 * w, sizeof *words);
+            words[o] = turned(format, w, words[o]);
+        }
+        memcpy(record + place_of(format, w) * (int64_t)sizeof words, words, sizeof words);
+    }
+    uint8_t *rest = record + form->words * 4 * STRIP;
+    for (int64_t o = 0; o < STRIP; o++)
+        memcpy(rest + o * form->rest, blocks[o] + form->last, (size_t)form->rest);
+}
+
 /* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros. */
 void draftproof_pack(int64_t format, const uint8_t *rows, int64_t outputs, int64_t blocks,
         uint8_t *out, int64_t threads) {
+    static const uint8_t zeros[256];
     const Format *form = formats + format;
     int64_t strips = (outputs + STRIP - 1) / STRIP;
 #pragma omp parallel for num_threads(threads)
     for (int64_t s = 0; s < strips; s++)
-        for (int64_t b = 0; b < blocks; b++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const uint8_t *block[STRIP];
             for (int64_t o = 0; o < STRIP; o++) {
                 int64_t row = s * STRIP + o;
-                uint8_t none[256] = {};
-                pack_block(format, row < outputs ? rows + (row * blocks + b) * form->bytes : none,
-                        o, out + (s * blocks + b) * form->bytes * STRIP);
+                block[o] = row < outputs ? rows + (row * blocks + b) * form->bytes : zeros;
             }
+            pack_record(format, block, out + (s * blocks + b) * form->bytes * STRIP);
+        }
 }
 
 /* Weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at the
