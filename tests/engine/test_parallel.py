@@ -54,13 +54,15 @@ def save(folder: Path) -> Path:
 
 def started(folder: Path, engine: str, dtype: str, patience: float) -> Run:
     script = Path(__file__).with_name("two_ranks.py")
+    folders = [script.parents[1], script.parents[2] / "src"]  # of this checkout
+    paths = os.pathsep.join(map(str, folders))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
               "--master-port", "0", "--standalone"]
     with Path(folder, "out.txt").open("w") as out, Path(folder, "err.txt").open("w") as err:
         process = subprocess.Popen([*launch, str(script), engine, str(folder), dtype], stdout=out,
                                    stderr=err, text=True,
                                    env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                                        "PYTHONPATH": str(script.parents[1])})  # fmt: skip
+                                        "PYTHONPATH": paths})  # fmt: skip
     pids, until = [Path(folder, f"pid{rank}") for rank in range(2)], time.monotonic() + patience
     while not all(pid.exists() for pid in pids):
         said = Path(folder, "err.txt").read_text()

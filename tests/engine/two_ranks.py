@@ -23,6 +23,7 @@ from draftproof.cli.app import main
 from draftproof.core.messages import Reading
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
+from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 
 PROMPTS = prompts(2, seed=4)
@@ -30,7 +31,7 @@ TEMPERATURES = (0.0, 1.0)
 NEW = 10
 
 
-class Astray(Target):
+class Astray(ModuleTarget):
     """A target that rounds coarsely."""
 
     def __init__(self, inner: Target) -> None:
