@@ -17,7 +17,7 @@ from draftproof.core.typical import Typical
 from draftproof.drafters.base import Plain
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
-from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_behind
+from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_after
 from draftproof.verify.enumeration import DRAWS, Outcomes, decided
 from draftproof.verify.exact import examine
 
@@ -47,7 +47,7 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
         sampler = decided(case, outcomes, len(plans))
         all_done = case.run([0], len(plans), len(plans), sampler)
         for done in all_done:
-            probability = float(outcomes.probs[done.sample])
+            probability = float(outcomes.mass[done.sample])
             law[tuple(done.tokens)] += probability
             told += probability * (done.stats.distance or 0.0)
         plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
@@ -71,7 +71,7 @@ def strayed(law: dict[tuple[int, ...], float], target: Any, length: int, vocab: 
 
 
 def own_law(text: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(logits_behind(TARGET, (1, 0, *text)), dtype=torch.float64).softmax(-1)
+    return torch.tensor(logits_after(TARGET, (1, 0, *text)), dtype=torch.float64).softmax(-1)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
