@@ -10,7 +10,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from draftproof.drafters.weight_files import BROKEN
 from draftproof.errors import BadInput, first_line
 
 
@@ -34,6 +33,8 @@ def whole(file: Path) -> Iterator[Path]:
     """A name to write to, that takes the file's place at the end: a crash leaves the old one.
 
     Raises BadInput if it cannot be written."""
+    from draftproof.drafters.weight_files import BROKEN  # imports torch; `locked` needs none
+
     part = file.with_suffix(".part")
     try:
         yield part
