@@ -184,3 +184,22 @@ def test_what_is_not_known_is_refused_in_a_sentence(tmp_path: Path) -> None:
             NativeModel({**settings, **change}, source, dtype=torch.float32)
     with pytest.raises(ModelNotFound, match=r"lacks model\.layers\.3"):
         NativeModel({**settings, "num_hidden_layers": 4}, source, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("settings", [
+    {"do_sample": False, "eos_token_id": [2, 3]}, {"eos_token_id": 2},
+    {"do_sample": False, "eos_token_id": 2, "num_beams": 1},
+    {"do_sample": True, "min_p": 0.1},
+])  # fmt: skip
+def test_the_generation_config_is_the_folders_whoever_can_read_it(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    saved("llama", tmp_path, torch.float32)
+    file = tmp_path / "generation_config.json"
+    file.unlink()
+    assert native(tmp_path, torch.float32).generation_config is None
+    file.write_text(json.dumps(settings))
+    config, wanted = native(tmp_path, torch.float32), transformers.GenerationConfig(**settings)
+    for name in ("do_sample", "eos_token_id"):
+        assert getattr(config.generation_config, name) == settings.get(name)
+        assert getattr(wanted, name) == settings.get(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -88,13 +88,20 @@ class NativeModel:
         return Facts(layout, reads_trees=True, fast=True, fused=self.forward.fused is not None,
                      checked=checked)
 
-    @property
-    def generation_config(self) -> SimpleNamespace | None:
-        """The folder's generation_config.json, where nothing in it needs transformers."""
-        settings = read_generation(Path(self.config.name_or_path))
-        if settings is None:
+    @cached_property
+    def generation_config(self) -> Any:
+        """The folder's generation_config.json; None where there is none.
+
+        It is a transformers.GenerationConfig only where a setting needs transformers to read it.
+        """
+        folder = Path(self.config.name_or_path)
+        if (settings := read_generation(folder)) is not None:
+            return SimpleNamespace(**{"eos_token_id": None, "do_sample": None, **settings})
+        if not (folder / "generation_config.json").is_file():
             return None
-        return SimpleNamespace(**{"eos_token_id": None, "do_sample": None, **settings})
+        from transformers import GenerationConfig
+
+        return GenerationConfig.from_pretrained(folder)
 
     @property
     def head(self) -> JointLinear:
