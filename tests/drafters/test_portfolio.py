@@ -195,9 +195,9 @@ def test_drafters_are_merged_by_their_names() -> None:
         text = [one.generate("The cat and the", max_new_tokens=16)[0].text for one in (own, engine)]
         assert text[0] == text[1]
     for name, why in {
-        "medusa+lookup": "drafter was 'lookup'; give none",
+        "medusa+lookup": "drafter was 'lookup'; did you mean prompt-lookup",
         "suffix+demo-draft": "demo-draft is a draft model, which reads its own drafts",
-        "suffix+": "drafter was ''", "suffix+self-int8": "drafter was 'self-int8'"
+        "suffix+": "drafter was ''. Choose none", "suffix+self-int8": "drafter was 'self-int8'"
     }.items():
         with pytest.raises(BadInput, match=why):
             load("demo", drafter=name)

@@ -214,7 +214,7 @@ class EngineConfig:
             raise NoSuchModel(f"there is no folder {name}{near(name)}; give the folder of draft "
                               "heads or of a draft model")
         raise BadInput(
-            f"drafter was {name!r}{did_you_mean(name, (*NAMED, *embedded_names())) or ';'} Choose "
+            f"drafter was {name!r}{did_you_mean(name, (*NAMED, *embedded_names())) or '.'} Choose "
             f"{', '.join(NAMED)}, a folder of draft heads or of a draft model, or your own "
             "module:Class"
         )
