@@ -212,7 +212,8 @@ def test_what_is_not_understood_is_refused(
 
 
 def test_a_selector_over_mapped_tokens_is_refused(tmp_path: Path) -> None:
-    w = {**weights(second=True, **{"lm_head.weight": (24, 32)}), "d2t": torch.zeros(24)}
+    head = weights(second=True, **{"lm_head.weight": (24, 32)})
+    w = {**head, "d2t": torch.zeros(24, dtype=torch.long)}
     with pytest.raises(DrafterMismatch, match="maps tokens"):
         loaded(written(tmp_path, w, own=SECOND, draft_vocab_size=24))
 

@@ -116,7 +116,7 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     """On a CPU a packed copy writes and reads, unless the target is quantised already."""
     if quantised:
         monkeypatch.setattr(train_run, "is_quantized", lambda model: True)
-        monkeypatch.setattr(train_run.Target, "quantized", None)
+        monkeypatch.setattr(train_run.variants, "quantized", None)
     own = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
     first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
     second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
