@@ -77,7 +77,8 @@ class Kept:
     def _is_verified(self) -> bool:
         """Whether this very file was verified before and not written to since."""
         try:
-            return is_ours(self._mark) and self._mark.read_text("ascii") == self._identity()
+            marked = is_ours(self._mark) and self._mark.read_text(encoding="ascii")
+            return marked == self._identity()
         except (OSError, ValueError):
             return False
 
@@ -95,7 +96,7 @@ class Kept:
             raise ValueError(f"{damaged} has another checksum")
         with suppress(OSError):                         # a read-only folder: verified every time
             part = self._mark.with_suffix(f".{os.getpid()}.part")
-            part.write_text(identity, "ascii")
+            part.write_text(identity, encoding="ascii")
             put_in_place(part, self._mark)
 
     def write(self, facts: dict[str, Any]) -> None:
