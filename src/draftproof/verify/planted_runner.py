@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 from typing import Any
 
 LIMIT = 900
 """Seconds that a command may take."""
+CRASHED = 70
+"""The exit code of a command that ended in a traceback."""
 
 
 def run(package: str, command: list[str]) -> int:
-    """The exit code of tests, if the first word is a file, or of ``draftproof``."""
+    """The exit code of tests, if the first word is a file, or of ``draftproof``; both run as by
+    ``python -m``."""
     sys.path.insert(0, package)
     os.environ["PYTHONPATH"] = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    module, options = "draftproof", list[str]()
     if command[0].startswith("tests"):
-        import pytest
-
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        return int(pytest.main([*options, *command]))
-    from draftproof.cli.app import app
-
-    return int(app(command, standalone_mode=False) or 0)
+        module, options = "pytest", ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    sys.argv = [module, *options, *command]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def main() -> None:
@@ -47,8 +52,8 @@ def main() -> None:
                 os.dup2(null, stream)
             try:
                 os._exit(run(**job))
-            except BaseException as error:
-                os._exit(getattr(error, "exit_code", 70))
+            except BaseException:
+                os._exit(CRASHED)
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 
