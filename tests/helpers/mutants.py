@@ -5,13 +5,17 @@ Numbers are those of the catalogue of known bugs that the examinations were writ
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager as Context
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import wraps
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -41,15 +45,29 @@ def found(where: str) -> tuple[Any, Any, str, Any]:
     return home, owner, name, inspect.getattr_static(owner, name)
 
 
-def written(where: str, *changes: tuple[str, str]) -> Any:
-    """The function at "module:name" with parts of its source written otherwise."""
+def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """The function, noting each of its calls."""
+    @wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args, **options)
+
+    return called
+
+
+def written(where: str, *changes: tuple[str, str], calls: list[str] | None = None) -> Any:
+    """The function at "module:name" with parts of its source written otherwise; calls: of it."""
     home, owner, name, own = found(where)
-    source = textwrap.dedent(inspect.getsource(getattr(own, "func", own)))
+    source = textwrap.dedent(inspect.getsource(getattr(own, "func", getattr(own, "fget", own))))
     for old, new in changes:
         assert old in source, f"{where} has no {old!r}"
         source = source.replace(old, new)
-    space: dict[str, Any] = {}
-    exec(compile(source, where, "exec"), vars(home), space)
+    noted = [] if calls is None else calls
+    space: dict[str, Any] = {"_counted": lambda function: counted(function, noted)}
+    tree = ast.parse(source)
+    assert isinstance(tree.body[0], ast.FunctionDef)
+    tree.body[0].decorator_list.append(ast.Name("_counted", ast.Load()))       # the innermost
+    exec(compile(ast.fix_missing_locations(tree), where, "exec"), vars(home), space)
     if hasattr(space[name], "__set_name__"):
         space[name].__set_name__(owner, name)
     else:
@@ -57,24 +75,55 @@ def written(where: str, *changes: tuple[str, str]) -> Any:
     return space[name]
 
 
+@contextmanager
+def planted(where: str, new: Any, calls: list[str]) -> Iterator[None]:
+    """`new` in the place of what is at "module:name", in every module that imported it.
+
+    It fails if nothing called it: such a bug was never planted.
+    """
+    _, owner, name, own = found(where)
+    owners = [owner]
+    if isinstance(owner, ModuleType):
+        owners += [module for key, module in list(sys.modules.items()) if module is not owner
+                   and key.startswith("draftproof.") and vars(module).get(name) is own]
+    with ExitStack() as stack:
+        for each in owners:
+            stack.enter_context(patch.object(each, name, new))
+        yield
+    assert calls, f"{where} was never called, so nothing was planted"
+
+
 def text(where: str, *changes: tuple[str, str]) -> Plant:
     """Plants what `written` gives."""
-    return lambda: patch.object(*found(where)[1:3], written(where, *changes))
+    def plant() -> Context[Any]:
+        calls: list[str] = []
+        return planted(where, written(where, *changes, calls=calls), calls)
+
+    return plant
 
 
 def around(where: str, change: Callable[..., Any]) -> Plant:
     """Plants ``change(own, *args)`` in the place of the function or method at "module:name"."""
     def plant() -> Context[Any]:
-        _, owner, name, own = found(where)
-        return patch.object(owner, name, lambda *args, **how: change(own, *args, **how))
+        own, calls = found(where)[3], list[str]()
+        return planted(
+            where, counted(lambda *args, **how: change(own, *args, **how), calls), calls
+        )
 
     return plant
 
 
 def kernel(function: Callable[..., Any], change: Callable[..., Any]) -> Plant:
     """Plants ``change(kernel, library, *args)`` in the place of the kernel of a function."""
-    original = cpu_ops._KERNELS[function]
-    return lambda: patch.dict(cpu_ops._KERNELS, {function: partial(change, original)})
+    @contextmanager
+    def plant() -> Iterator[None]:
+        original, calls = cpu_ops._KERNELS[function], list[str]()
+        new = counted(lambda *args: change(original, *args), calls)
+        with patch.dict(cpu_ops._KERNELS, {function: new}):
+            yield
+        assert calls, f"the kernel of {function.__name__} was never called"
+
+    return plant
 
 
 def drafts(change: Callable[[TokenTree], Tensor]) -> Plant:
@@ -160,7 +209,7 @@ class Mutant(NamedTuple):
 
 
 SLOW = "15: vLLM #6038, #13196"
-KEYED = "self.keys, role, places, origin"
+TREE_MASK, KEYED = "cache.kv_cache:tree_mask", "role, places, origin"
 HEAT = '(self._any("temperature"), self._apply_temperature),'
 DEPTHS = "self.tree.depths[:, self.first :]"
 COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
@@ -185,10 +234,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("one coin for all drafted tokens", "4: shared uniform",
            text(CHANCE + "flip", ("self.position, node", "self.position, 1")), "streams"),
     Mutant("the draft's noise repeats every round", "4: stale buffer",
-           text(SAMPLER + "_made", (KEYED, "self.keys, role, places - (0 if origin is None else "
-                                           "origin), None")), "noise"),
+           text(SAMPLER + "_made",
+                (KEYED, "role, places - (0 if origin is None else origin), None")), "noise"),
     Mutant("the target's noise repeats", "4: stale buffer",
-           text(SAMPLER + "_made", (KEYED, "self.keys, role, places % 4, origin")), "noise"),
+           text(SAMPLER + "_made", (KEYED, "role, places % 4, origin")), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
            kernel(noise.stream, lambda own, library, keys, role, place, *on:
                   own(library, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
@@ -203,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("samples of a prompt share their noise", SLOW,
            text(NOISE + "row_keys", ("sample *", "0 *")), "noise"),
     Mutant("all rows draw with the first row's noise", "4: one generator per batch",
-           text(SAMPLER + "_made", ("self.keys", "self.keys[:1].expand_as(self.keys)")), "noise"),
+           text(SAMPLER + "streams", ("self.keys", "self.keys[:1].expand_as(self.keys)")), "noise"),
     Mutant("noise by slot in the tree, not by position", "24: call-order randomness",
            around(SAMPLER + "sample", lambda own, self, logits, paths: own(
                self, logits, Paths(paths.prefix, TokenTree.chain(paths.tree.tokens), paths.first)
@@ -248,12 +297,12 @@ MUTANTS: tuple[Mutant, ...] = (
            text("core.tree:TokenTree.positions",
                 ("self.depths", "torch.arange(self.tokens.shape[1])")), "distribution", ("tree",)),
     Mutant("mask forgets the last committed token", "16: mask off by one",
-           around("model.target:tree_mask", blind_to_last), "distribution", ("draft",)),
+           around(TREE_MASK, blind_to_last), "distribution", ("draft",)),
     Mutant("nodes see their siblings", "27: tree mask",
-           around("model.target:tree_mask", lambda own, tree, *rest:
+           around(TREE_MASK, lambda own, tree, *rest:
                   own(TokenTree.chain(tree.tokens), *rest)), "distribution", ("tree",)),
     Mutant("boolean mask added to the scores", "27: transformers eager attention",
-           around("model.target:tree_mask", lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
+           around(TREE_MASK, lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
     Mutant("cache rows not moved when a row retires", "16: KV of another row",
            around(CACHE + "select", lambda own, self, order: own(self, range(len(order)))), "bits"),
     Mutant("cache rows rearranged wrongly when a row retires", "16: KV of another row",

@@ -11,6 +11,7 @@ import torch
 
 from draftproof.core.messages import Reading
 from draftproof.errors import BrokenModel
+from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 from draftproof.verify import architectures as proving
 from draftproof.verify.architectures import QUICK, Kind, examine, prove_architectures
@@ -41,14 +42,14 @@ def test_nearly_all_can_be_made_small() -> None:
     assert len(unmade) <= 8 and not unmade & set(QUICK)
 
 
-class Mistaken(Target):
+class Mistaken(ModuleTarget):
     """Sees a tree as if its nodes stood in a row behind each other."""
 
     def _masks(self, tree, lengths, span, first):  # type: ignore[no-untyped-def]
         return super()._masks(type(tree).chain(tree.tokens), lengths, span, first)
 
 
-class Shortsighted(Target):
+class Shortsighted(ModuleTarget):
     """Forgets what a branch was read for."""
 
     def read(self, tree, cache, **how):  # type: ignore[no-untyped-def]
@@ -57,7 +58,7 @@ class Shortsighted(Target):
 
 
 @pytest.mark.parametrize("mistake", [Mistaken, Shortsighted])
-def test_a_mistake_in_reading_trees_is_found(mistake: type[Target]) -> None:
+def test_a_mistake_in_reading_trees_is_found(mistake: type[ModuleTarget]) -> None:
     def around(target: Target) -> Target:
         other = copy.copy(target)
         other.__class__, other.fast = mistake, None

@@ -13,7 +13,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import TreeShape
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
-from draftproof.model.target import Target
+from draftproof.model.module_target import ModuleTarget
 from draftproof.verify import bits
 from draftproof.verify.bits import prove_bits
 from draftproof.verify.cases import toy
@@ -36,14 +36,14 @@ def test_a_sound_engine_agrees_up_to_its_rounding(shape: TreeShape | None) -> No
 
 
 def reading(patch: Patch, change: Any) -> None:
-    own = Target.read
+    own = ModuleTarget.read
 
-    def read(self: Target, tree: Any, cache: Any, **rest: Any) -> Any:
+    def read(self: ModuleTarget, tree: Any, cache: Any, **rest: Any) -> Any:
         found = own(self, tree, cache, **rest)
         wide = tree.tokens.shape[1] > 1 and not rest.get("last_only")
         return found._replace(logits=change(found.logits, wide))
 
-    patch.setattr(Target, "read", read)
+    patch.setattr(ModuleTarget, "read", read)
 
 
 def test_where_bits_are_promised_a_difference_is_a_failure(monkeypatch: Patch) -> None:

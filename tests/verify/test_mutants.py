@@ -7,12 +7,15 @@ import traceback
 import pytest
 from helpers import examinations
 from helpers.examinations import DISTRIBUTION_CASES, WATCHES
-from helpers.mutants import MUTANTS, Mutant
+from helpers.mutants import MUTANTS, Mutant, Plant, around, kernel, text
 from helpers.mutants import RULES as WRONG_RULES
 
-from draftproof.core import acceptance
+from draftproof.cache import kv_cache
+from draftproof.core import acceptance, noise
 from draftproof.core.acceptance import RULES, weighing
 from draftproof.core.params import Sampling
+from draftproof.forward import draft_layers, fast_forward
+from draftproof.model import module_target
 from draftproof.native.kernels import kernels
 from draftproof.verify.cases import SETUPS, Ask, Case, by_model, toy
 from draftproof.verify.exact import SEEN, examine
@@ -42,6 +45,23 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
             seen, last = str(error) or repr(error), traceback.extract_tb(error.__traceback__)[-1]
             assert not last.filename.endswith("mutants.py"), f"it was not planted: {error!r}"
     assert seen, f"{mutant.name} ({mutant.seen_in}): nobody saw it"
+
+
+@pytest.mark.parametrize("plant", [
+    around("core.noise:row_keys", lambda own, *args: own(*args)),
+    text("core.noise:row_keys", ("seed &", "0 &")),
+    text("core.prefix:Paths.lengths", ("self.first", "0")),
+    kernel(noise.stream, lambda own, *args: own(*args)),
+], ids=["around", "text", "property", "kernel"])
+def test_a_bug_that_nothing_calls_was_not_planted(plant: Plant) -> None:
+    with pytest.raises(AssertionError, match="never called"), plant():
+        pass
+
+
+def test_a_bug_is_planted_wherever_its_function_was_imported() -> None:
+    with around("cache.kv_cache:tree_mask", lambda own, *args: "planted")():
+        for module in (kv_cache, module_target, fast_forward, draft_layers):
+            assert module.tree_mask(None, None, 0, None) == "planted"   # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mistake", WRONG_RULES)
