@@ -38,6 +38,7 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     if mutant.watch == "distribution":
         examinations.wanted(*mutant.options)             # of the sound code
     examinations.sound_accepted()
+    toy(12, 6)                                  # else the check at load sees it, not the watch
     with mutant.plant():
         try:
             seen = WATCHES[mutant.watch](*mutant.options)
