@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+import draftproof
 from draftproof.core import noise
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Paths
@@ -75,12 +77,25 @@ def written(where: str, *changes: tuple[str, str], calls: list[str] | None = Non
     return space[name]
 
 
+@cache
+def import_everything() -> None:
+    """Import all of draftproof that can be imported here.
+
+    A module first imported while a bug is planted would keep the bug for the tests that follow.
+    """
+    for module in pkgutil.walk_packages(draftproof.__path__, "draftproof."):
+        if not module.name.endswith("__main__"):
+            with suppress(ImportError):                     # of extras that are not installed
+                importlib.import_module(module.name)
+
+
 @contextmanager
 def planted(where: str, new: Any, calls: list[str]) -> Iterator[None]:
     """`new` in the place of what is at "module:name", in every module that imported it.
 
     It fails if nothing called it: such a bug was never planted.
     """
+    import_everything()
     _, owner, name, own = found(where)
     owners = [owner]
     if isinstance(owner, ModuleType):

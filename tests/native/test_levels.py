@@ -15,7 +15,7 @@ from draftproof.native.build import ISA, able
 TESTS = Path(__file__).parents[1]
 WHAT = [
     "native/test_kernels.py", "core/test_ops.py", "core/test_noise.py",
-    "model/test_quantized_linear.py", "model/test_fused_forward.py",
+    "weights/test_quantized_linear.py", "forward/test_fused_forward.py",
 ]  # fmt: skip
 TORCH = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
