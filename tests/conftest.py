@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -28,6 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _modest() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _shared_models_stay_as_they_are() -> Iterator[None]:
+    """A test that changes a shared model fails itself, not the tests that come after it."""
+    yield
+    import tiny
+
+    assert not tiny.changed_models(), "this test changed a shared model: take `fresh` instead"
 
 
 @pytest.fixture(autouse=True)

@@ -89,11 +89,32 @@ def of_family(name: str, **values: Any) -> PreTrainedModel:
     return made.eval()
 
 
+_SHARED: list[tuple[PreTrainedModel, list[tuple[str, torch.dtype, int]]]] = []
+
+
+def _state(model: PreTrainedModel) -> list[tuple[str, torch.dtype, int]]:
+    return [(name, tensor.dtype, tensor._version) for name, tensor in model.named_parameters()]
+
+
+def changed_models() -> list[str]:
+    """The classes of shared models that a test converted, packed or wrote to."""
+    changed = [model for model, before in _SHARED if _state(model) != before]
+    if changed:
+        model_cached.cache_clear(), target.cache_clear(), _SHARED.clear()
+    return [type(model).__name__ for model in changed]
+
+
 @lru_cache(maxsize=64)
+def model_cached(name: str, seed: int, **overrides: Any) -> PreTrainedModel:
+    with torch.inference_mode(False):   # a model made in inference mode cannot be trained
+        made = fresh(name, seed, **overrides)
+    _SHARED.append((made, _state(made)))
+    return made
+
+
 def model(name: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `fresh`, one for all tests: leave it as it is."""
-    with torch.inference_mode(False):       # whoever asks first, others may train with it
-        return fresh(name, seed, **overrides)
+    """A model that all tests share. A test that changes it takes `fresh` instead."""
+    return model_cached(name, seed, **overrides)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tiny import model
+from tiny import fresh
 
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
@@ -46,7 +46,7 @@ def test_a_data_sheet_bounds_a_round_by_memory_or_by_compute() -> None:
 
 
 def test_packed_layers_count_as_the_layers_they_were() -> None:
-    made = model("llama").bfloat16()
+    made = fresh("llama").bfloat16()
     before = size_of(Target(made))
     pack_linears(made)
     after = size_of(Target(made))
